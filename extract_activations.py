@@ -137,7 +137,7 @@ def extract(config: Config) -> int:
         except RunError as error:
             totals = run.storage.totals
             message = (
-                f"{error}. Stored in {run.where}: {counted(totals.shards, 'shard')}, "
+                f"{error}. Stored in {run.output_url}: {counted(totals.shards, 'shard')}, "
                 f"{counted(totals.samples, 'sample')}"
             )
             failure = reworded(error, message, RunError)
@@ -256,7 +256,7 @@ def open_output(run: Run) -> Run:
         return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",
-        run.where,
+        run.output_url,
         counted(run.storage.totals.samples, "sample"),
     )
     return run.with_text_reopened()

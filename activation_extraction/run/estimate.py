@@ -371,8 +371,8 @@ def lines_of(
         yield f"time: unknown ({reason})"
     elif tokens_per_second is not None:
         yield (
-            f"time: {hours_in_words(totals['hours'][0])}, at {tokens_per_second:,.10g} stored tokens per "
-            "second and host (--tokens_per_second)"
+            f"time: {hours_in_words(totals['hours'][0])}, at {tokens_per_second:,.10g} stored "
+            "tokens per second and host (--tokens_per_second)"
         )
     else:
         time = range_in_words(map(hours_in_words, totals["hours"]))

@@ -1,10 +1,10 @@
-"""Joins many processes to one run, compares their settings, and keeps them at the same step.
+"""Joins the hosts of a pod to one run, compares their settings, and keeps them at the same step.
 
-`jax.distributed` joins the processes of a pod. Before anything expensive, `raise_together`
+`join` connects the hosts through `jax.distributed`. Before each expensive stage, `raise_together`
 compares everything that must be the same on all hosts, such as the flags and the model's files.
-During the run, `Lockstep` keeps the hosts at the same step, and a watchdog ends a process whose
-steps no longer finish. If JAX ends this process because another one died, a helper process prints
-what to do.
+During the run, `Lockstep` keeps the hosts at the same step, and a `Watchdog` ends a process whose
+steps no longer finish. If JAX ends this process because another one died, the helper process of
+`explain_abort` prints what to do.
 """
 
 import faulthandler
@@ -39,21 +39,21 @@ from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.host_rows import count_hosts
 from activation_extraction.text.batch import Batch
 
-MOST_SHOWN = 400  # characters of a value in a message; of a longer value, a digest is shown
-STEPS_AHEAD = 2  # batches are fetched, and votes are cast, so many steps before they are needed
-# Whether a host has a problem, and which, in `raise_together`. A problem that recurs comes again
-# with the same command; one that may pass perhaps does not.
+MOST_SHOWN = 400  # characters of a field in a message; a longer field is shown as a digest
+STEPS_AHEAD = 2  # number of steps by which batches are fetched and votes are cast in advance
+# The kinds of problems that hosts exchange in `raise_together`. A problem that recurs would come
+# again with the same command. A problem that may pass could be gone at the next start.
 NO_PROBLEM, BAD_INPUT, RECURS, MAY_PASS = range(4)
-LOOK_SECONDS = 1.0  # longest time between two checks of the watchdog
+LOOK_SECONDS = 1.0  # longest time in seconds between two checks of the watchdog
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Host:
-    """This process among the hosts of the run, each of which has one process.
+    """A host, which is one process of a pod, or the only process of a run without a pod.
 
     Attributes:
-        id: The number of this host, from 0.
+        id: The number of the host among the hosts of the pod, from 0.
         count: The number of hosts.
     """
 
@@ -67,10 +67,11 @@ class Host:
 
 
 def join(options: HostOptions) -> Host:
-    """Starts jax.distributed, with which this host joins the others.
+    """Connects this host to the other hosts of its pod, through jax.distributed.
 
     Args:
-        options: Flags about hosts. Where they name no hosts, JAX finds them.
+        options: The flags about hosts. If they name no hosts, JAX finds the hosts of a pod of Cloud
+            TPU, GKE or Slurm.
 
     Returns:
         This host.
@@ -79,34 +80,37 @@ def join(options: HostOptions) -> Host:
         InputError: JAX finds no pod or no devices, or hosts have different numbers of devices.
         RunError: The other hosts do not answer in time.
     """
-    coordinator, count = options.coordinator_address, options.num_hosts
-    seconds = options.connect_timeout
-    failed = (
-        f"not all hosts connected to {coordinator or 'the coordinator'} within {seconds} s "
-        "(--connect_timeout); check that host 0 is running, that its port can be reached from "
-        f"here, and that all {count or ''} hosts were started with the same address and number "
-        "of hosts"
+    coordinator_address = options.coordinator_address
+    host_count = options.num_hosts
+    connect_timeout = options.connect_timeout
+    failure_message = (
+        f"not all hosts connected to {coordinator_address or 'the coordinator'} within "
+        f"{connect_timeout} s (--connect_timeout); check that host 0 is running, that its port can "
+        f"be reached from here, and that all {host_count or ''} hosts were started with the same "
+        "address and number of hosts"
     )
-    if coordinator is not None and options.host_id:
-        _wait_for_port(coordinator, seconds, failed)
-    elif coordinator is not None:
-        _check_port(coordinator)
+    if coordinator_address is not None and options.host_id:
+        _wait_for_port(coordinator_address, connect_timeout, failure_message)
+    elif coordinator_address is not None:
+        _check_port(coordinator_address)
     # Under Slurm, JAX uses one GPU per task, but a task that is alone on its node should use all
-    # its GPUs.
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 1(x16)
-    alone = re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
+    # GPUs of the node.
+    # The variable contains "1(x16)" if there is one task on each of 16 nodes.
+    tasks_of_nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    is_alone_on_node = re.fullmatch(r"1(\(x\d+\))?", tasks_of_nodes) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
-    timer = threading.Timer(seconds, _end_process, [f"error: {failed}"])
+    timer = threading.Timer(connect_timeout, _end_process, [f"error: {failure_message}"])
     timer.daemon = True
     timer.start()
     try:
         jax.distributed.initialize(
-            coordinator_address=coordinator,
-            num_processes=count,
+            coordinator_address=coordinator_address,
+            num_processes=host_count,
             process_id=options.host_id,
-            local_device_ids=[] if alone else None,  # None: JAX chooses
-            initialization_timeout=seconds + 60,  # JAX would abort then, later than `timer`
+            local_device_ids=[] if is_alone_on_node else None,  # with None, JAX chooses the devices
+            # JAX aborts the process after this time, so `timer` must end it earlier.
+            initialization_timeout=connect_timeout + 60,
             heartbeat_timeout_seconds=options.heartbeat_timeout,
         )
     except ValueError as error:
@@ -115,31 +119,34 @@ def join(options: HostOptions) -> Host:
             f"--host_id and --num_hosts ({one_line(error)})"
         ) from error
     except RuntimeError as error:
-        raise RunError(f"{failed} ({one_line(error):.200})") from error
+        raise RunError(f"{failure_message} ({one_line(error):.200})") from error
     finally:
         timer.cancel()
     devices = usable_devices(all_of_host=True)
     host = Host(jax.process_index(), jax.process_count())
     try:
-        # Checked first, because JAX cannot gather from hosts with different numbers of devices.
+        # The numbers of devices are compared before anything is gathered, because JAX cannot gather
+        # from hosts with different numbers of devices.
         count_hosts(devices)
-    except InputError:  # every host knows the devices of all hosts, so all raise it
+    except InputError:  # all hosts raise it, because every host knows the devices of all hosts
         leave(host)
         raise
     return host
 
 
 def _end_process(message: str) -> None:
-    """Prints a message and ends the process at once, even if other threads hang."""
+    """Prints a message and ends the process with status 1 at once, even if other threads hang."""
     say_error(message)
     os._exit(1)
 
 
 def _check_port(address: str) -> None:
-    """Checks that host 0 can listen at the port, because JAX would abort without a message.
+    """Checks that host 0, which is this host, can listen at the coordinator's port.
+
+    If it cannot, JAX aborts the process without a message.
 
     Args:
-        address: HOST:PORT.
+        address: The coordinator's address, HOST:PORT.
 
     Raises:
         RunError: This process cannot listen at the port.
@@ -157,61 +164,69 @@ def _check_port(address: str) -> None:
         ) from error
 
 
-def _wait_for_port(address: str, seconds: float, failed: str) -> None:
-    """Waits until a process listens at a port, because JAX would retry at ever longer intervals.
+def _wait_for_port(address: str, seconds: float, failure_message: str) -> None:
+    """Waits until a process listens at a port.
+
+    JAX waits, too, but at ever longer intervals.
 
     Args:
-        address: HOST:PORT.
-        seconds: The longest time to wait.
-        failed: The message of the error.
+        address: The coordinator's address, HOST:PORT.
+        seconds: The longest time to wait in seconds.
+        failure_message: The message of the error if no process listens.
 
     Raises:
         RunError: No process has listened at the port in time.
     """
-    name, port = address.rsplit(":", 1)
+    host_name, port = address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((name.strip("[]"), int(port)), min(seconds, 5)).close()
+            socket.create_connection((host_name.strip("[]"), int(port)), min(seconds, 5)).close()
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                raise RunError(f"{failed} ({error})") from error
+                raise RunError(f"{failure_message} ({error})") from error
             time.sleep(0.2)
 
 
-def gather(host: Host, value: Any) -> list[Any]:
+def gather(host: Host, local_value: Any) -> list[Any]:
     """Gathers a value from each host. All hosts must call this together.
 
     Args:
         host: This host.
-        value: The value of this host, which JSON can represent.
+        local_value: The value of this host, which JSON can represent.
 
     Returns:
-        The values of all hosts, by the hosts' numbers. Of several hosts, they went through JSON, so
-        a tuple becomes a list.
+        The values of all hosts in the order of their numbers. If there are several hosts, the
+        values were sent as JSON, so tuples have become lists.
     """
     if not host.several:
-        return [value]
-    local = json.dumps(value).encode()
-    size = int(np.max(multihost_utils.process_allgather(np.int32(len(local)))))
-    # Padded with spaces, which JSON ignores, because only arrays of one size can be gathered.
-    rows = multihost_utils.process_allgather(np.frombuffer(local.ljust(size), np.uint8))
-    return [json.loads(row.tobytes()) for row in np.asarray(rows)]
+        return [local_value]
+    local_json = json.dumps(local_value).encode()
+    largest_size = int(np.max(multihost_utils.process_allgather(np.int32(len(local_json)))))
+    # The JSON is padded with spaces, which JSON ignores, because only arrays of equal sizes can be
+    # gathered.
+    padded_json = np.frombuffer(local_json.ljust(largest_size), np.uint8)
+    padded_jsons = multihost_utils.process_allgather(padded_json)
+    return [json.loads(row.tobytes()) for row in np.asarray(padded_jsons)]
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
-    """Returns for each flag whether it is set on any host. All hosts must call this together.
+    """Returns for each flag whether it is true on any host. All hosts must call this together.
 
     Args:
         host: This host.
-        flags: The flags of this host, as many as on the other hosts.
+        flags: The flags of this host. All hosts pass the same number of flags in the same order.
     """
-    return [any(votes) for votes in zip(*gather(host, flags), strict=True)]
+    flags_of_hosts = gather(host, flags)
+    return [any(flag_on_hosts) for flag_on_hosts in zip(*flags_of_hosts, strict=True)]
 
 
 def leave(host: Host) -> None:
-    """Leaves the run. All hosts must call this together: JAX would abort a host that leaves later.
+    """Disconnects this host from the others.
+
+    All hosts must call this together, because JAX aborts a host that stays connected when another
+    one has left.
 
     Args:
         host: This host.
@@ -223,43 +238,46 @@ def leave(host: Host) -> None:
 def raise_together(
     host: Host, problem: Exception | None, fields: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Raises on all hosts if one has a problem, or if fields differ between hosts.
+    """Raises an error on all hosts if one has a problem, or if fields differ between hosts.
 
-    All hosts must call this together; it is a barrier. Before it raises, all hosts leave the run.
-    If the problem of any host recurs with the same command, the errors of all hosts are marked so.
+    All hosts must call this together and wait for each other. Before an error is raised, all hosts
+    disconnect. If the problem of any host would recur with the same command, the RunErrors of all
+    hosts have `recurs` set.
 
     Args:
         host: This host.
-        problem: Problem of this host; None if it has none.
-        fields: Name -> content that must be the same on all hosts. A host with a problem may leave
-            the fields out.
+        problem: The problem of this host. None if it has none.
+        fields: The contents that must be the same on all hosts, by their names in messages. A host
+            with a problem may leave the fields out.
 
     Raises:
         Exception: `problem` itself, on a host that has one.
-        InputError: Another host has found bad input, and the message names that host; or no host
-            has a problem but a field differs or is missing on some hosts, and the message names the
-            field, its values and their hosts.
-        RunError: Another host has failed in another way; the message names that host.
+        InputError: Another host has found bad input, and the message names that host. Or no host
+            has a problem, but a field differs or is missing on some hosts, and the message names
+            the field, its contents and their hosts.
+        RunError: Another host has failed in another way. The message names that host.
     """
-    kind = NO_PROBLEM
-    if problem is not None:
-        kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
-        kind = BAD_INPUT if isinstance(problem, InputError) else kind
-    values = {name: _shown(value) for name, value in fields.items()}
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    kinds, digests = zip(*gather(host, (kind, digest)), strict=True)
-    if problem is None and any(kinds):
-        hosts = ", ".join(str(number) for number, kind in enumerate(kinds) if kind)
-        message = f"host {hosts} failed: see the message there"
-        if BAD_INPUT in kinds:
+    if problem is None:
+        problem_kind = NO_PROBLEM
+    elif isinstance(problem, InputError):
+        problem_kind = BAD_INPUT
+    else:
+        problem_kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
+    shown_fields = {field_name: _shown(content) for field_name, content in fields.items()}
+    digest = hashlib.sha256(json.dumps(shown_fields, sort_keys=True).encode()).hexdigest()
+    problem_kinds, digests = zip(*gather(host, (problem_kind, digest)), strict=True)
+    if problem is None and any(problem_kinds):
+        failed_hosts = [str(number) for number, kind in enumerate(problem_kinds) if kind]
+        message = f"host {', '.join(failed_hosts)} failed: see the message there"
+        if BAD_INPUT in problem_kinds:
             problem = InputError(message)
         else:
             problem = RunError(message, remedy="it says what to do on all hosts")
     elif problem is None and len({*digests}) > 1:
-        # A data set of many files has many fields, so hosts exchange the fields themselves only
-        # if their digests differ.
-        problem = InputError(_difference(gather(host, values)))
-    if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*kinds}:
+        # Hosts exchange the fields themselves only if the digests differ, because a data set of
+        # many files has many fields.
+        problem = InputError(_difference(gather(host, shown_fields)))
+    if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds}:
         problem.recurs = True
     if problem is not None:
         leave(host)
@@ -267,25 +285,28 @@ def raise_together(
 
 
 def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
-    """Returns a message on the first field that differs, with its values and their hosts.
+    """Returns a message about the first field that differs, with its contents and their hosts.
 
     Args:
-        fields_of_hosts: The fields of each host, name -> content, which differ.
+        fields_of_hosts: The contents of the fields by name, for each host.
     """
-    names = chain(*fields_of_hosts)
-    name = next(n for n in names if len({fields.get(n) for fields in fields_of_hosts}) > 1)
-    hosts_with: dict[str, list[str]] = {}
-    for number, fields in enumerate(fields_of_hosts):
-        hosts_with.setdefault(fields.get(name, "nothing"), []).append(str(number))
-    values = "; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in hosts_with.items())
-    return f"hosts differ in {name}: {values}; it must be the same on all"
+    for field_name in chain(*fields_of_hosts):
+        hosts_by_content: dict[str, list[str]] = {}
+        for number, fields in enumerate(fields_of_hosts):
+            content = fields.get(field_name, "nothing")
+            hosts_by_content.setdefault(content, []).append(str(number))
+        if len(hosts_by_content) > 1:
+            break
+    phrases = [f"{content} on {', '.join(hosts)}" for content, hosts in hosts_by_content.items()]
+    return f"hosts differ in {field_name}: {'; '.join(phrases)}; it must be the same on all"
 
 
-def _shown(value: object) -> str:
-    """Returns a value as text; a digest of it if it is longer than MOST_SHOWN."""
-    text = str(value)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return text if len(text) <= MOST_SHOWN else f"digest {digest}"
+def _shown(content: object) -> str:
+    """Returns the content of a field as text, or a digest of it if it exceeds MOST_SHOWN."""
+    content_text = str(content)
+    if len(content_text) <= MOST_SHOWN:
+        return content_text
+    return f"digest {hashlib.sha256(content_text.encode()).hexdigest()[:32]}"
 
 
 def together(
@@ -293,16 +314,18 @@ def together(
     action: Callable[[], T],
     compared: Callable[[T], Mapping[str, object]] = lambda _: {},
 ) -> T:
-    """Returns the result of `action` once it has succeeded on all hosts, which call this together.
+    """Calls `action`, and returns its result once it has succeeded on all hosts.
+
+    All hosts must call this together.
 
     Args:
         host: This host.
         action: A function that may fail on some hosts.
-        compared: A function that returns those fields of the result, name -> content, that must be
-            the same on all hosts.
+        compared: A function that takes the result and returns the contents that must be the same on
+            all hosts, by their names in messages.
 
     Raises:
-        Exception: As `raise_together`.
+        Exception: The action failed on some host, or the hosts differ; see `raise_together`.
     """
     try:
         result = action()
@@ -315,28 +338,29 @@ def together(
 
 
 class Watchdog:
-    """Ends the process when no step finishes for too long, after printing every thread's stack.
+    """Ends the process if it makes no progress for too long, and prints the stack of each thread.
 
-    It watches inside a `with` block. It can be used for several blocks, one after another.
+    The watchdog is active inside a `with` block. It can be used for several blocks, one after
+    another.
 
     Args:
-        seconds: The longest time without a step.
+        seconds: The longest time in seconds between two calls of `reset`.
 
     Attributes:
-        seconds: The longest time without a step.
+        seconds: The longest time in seconds between two calls of `reset`.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._last = time.monotonic()
+        self._last_progress = time.monotonic()
         self._done = threading.Event()
 
     def reset(self) -> None:
-        """Records progress: the time starts anew."""
-        self._last = time.monotonic()
+        """Records progress, so that the time starts again at 0."""
+        self._last_progress = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
-        self._last = time.monotonic()
+        self._last_progress = time.monotonic()
         self._done.clear()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
@@ -346,15 +370,17 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._done.wait(min(self.seconds / 4, LOOK_SECONDS)):
-            if time.monotonic() - self._last <= self.seconds:
+            if time.monotonic() - self._last_progress <= self.seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             problem = f"no batch has become ready and no step has finished for {self.seconds:g} s"
             remedy = "to continue, start the run again without --overwrite"
-            if busy := ", ".join(list(activities.values())):
-                problem = f"{busy}: {problem}"
-                remedy = "change or leave out the row, or the template, and start anew with "
-                remedy += "--overwrite"
+            # `activities` names the rows that threads are working on, whose templates may hang.
+            if activities_in_words := ", ".join(list(activities.values())):
+                problem = f"{activities_in_words}: {problem}"
+                remedy = (
+                    "change or leave out the row, or the template, and start anew with --overwrite"
+                )
             _end_process(
                 f"error: {problem} (--stall_timeout); the stack of every thread is above; "
                 f"committed shards are safe; {remedy}"
@@ -365,12 +391,12 @@ class Watchdog:
 def explain_abort(host: Host, message: str) -> Iterator[None]:
     """Prints a message to stderr if JAX ends this process inside the `with` block.
 
-    JAX aborts a process whose peers are gone and runs no `finally` blocks. A helper process waits
-    at the other end of a pipe and outlives this one long enough to print the message.
+    JAX aborts a process when another host is gone, without running `finally` blocks. Therefore, a
+    helper process waits at the other end of a pipe and prints the message when the pipe breaks.
 
     Args:
-        host: This host. A single host has no helper process.
-        message: The message, which says what to do.
+        host: This host. If it is the only one, there is no helper process.
+        message: The message, which tells the user what to do.
     """
     if not host.several:
         yield
@@ -381,10 +407,10 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         [sys.executable, "-S", "-c", script, f"error: host {host.id} ended {reason}; {message}\n"],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C in the terminal must not reach it
+        start_new_session=True,  # Ctrl-C in the terminal must not reach the helper
     )
     try:
-        with raise_on_ctrl_c():  # an exception, so that `finally` ends the helper in silence
+        with raise_on_ctrl_c():  # with an exception, `finally` ends the helper without a message
             yield
     finally:
         helper.communicate(".")
@@ -393,26 +419,26 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
 class Lockstep:
     """Yields the batches of this host, one for each step that all hosts take together.
 
-    Hosts run out of data at different times, and any of them may fail or be asked to stop. With
-    step n, each host sends its `votes` on step n + 2. The sums of the votes over all hosts come
-    back with the results of step n and are passed to `learn`, in time for step n + 2, so no host
-    waits for them.
+    Hosts run out of data at different times, and any of them may fail or be asked to stop. Before
+    step n + 2, all hosts must know whether they take it. Therefore, each host sends its `votes` on
+    step n + 2 with step n. The devices sum the votes over all hosts, and the sums come back with
+    the results of step n. They are passed to `learn` before step n + 2, so no host waits for them.
 
-    Iterating yields None if this host has no batch for a step: its data has ended although another
-    host has a batch, or no batch is ready because this host skips samples that are stored already.
-    All hosts end at the same step: when none has data, or two steps after any host has failed or
-    was asked to stop.
+    Iterating yields None if this host has no batch for a step. Either its data has ended while
+    another host has a batch, or no batch is ready because this host skips samples that are stored
+    already. All hosts end at the same step. They end when no host has data, or two steps after any
+    host has failed or was asked to stop.
 
     Args:
-        batches: The batches of this host. None for a batch that is not ready yet.
+        batches: The batches of this host, with None for a batch that is not ready yet.
         stopped: A function that returns a true value once this host has been asked to stop.
-        any_host: A function that takes flags and returns for each whether any host has set it. It
-            is called once, by all hosts together.
+        any_host: A function that takes flags and returns for each flag whether it is true on any
+            host. It is called once, by all hosts together.
         clock: The clock that measures the wait for batches.
 
     Attributes:
-        complete: Whether the run comes to the end of its data; False once a host is known to have
-            been asked to stop.
+        complete: Whether the run comes to the end of its data. It becomes False when this host
+            learns that any host has been asked to stop.
         failure: The failure of this host or, once this host has learned of it, of another host.
             None without a failure.
     """
@@ -428,27 +454,30 @@ class Lockstep:
         self._batches = batches
         self._stopped = stopped
         self._clock = clock
-        self._upcoming: deque[Batch | None] = deque()
-        present = []
+        self._upcoming_batches: deque[Batch | None] = deque()
+        has_data_at_steps = []
         for _ in range(STEPS_AHEAD):
-            self._upcoming.append(self._fetch())
-            present.append(self._has_data)
-        flags = [*present, bool(stopped()), self.failure is not None]
-        *some_data, stopping, failed = any_host(flags)
-        self.complete = not stopping
-        ending = stopping or (failed and not any(some_data))
-        self._take_step = deque([] if ending else some_data)
+            self._upcoming_batches.append(self._fetch())
+            has_data_at_steps.append(self._has_data)
+        flags = [*has_data_at_steps, bool(stopped()), self.failure is not None]
+        *any_has_data, any_stopping, any_failed = any_host(flags)  # over all hosts
+        self.complete = not any_stopping
+        is_ending = any_stopping or (any_failed and not any(any_has_data))
+        self._step_decisions = deque([] if is_ending else any_has_data)
 
     def __iter__(self) -> Iterator[Batch | None]:
-        while self._take_step and self._take_step.popleft():
-            batch = self._upcoming.popleft()
-            self._upcoming.append(self._fetch())
+        while self._step_decisions and self._step_decisions.popleft():
+            batch = self._upcoming_batches.popleft()
+            self._upcoming_batches.append(self._fetch())
             yield batch
 
     def _fetch(self) -> Batch | None:
-        """Returns the next batch, which is for a later step; None if there is none.
+        """Returns the batch for the step STEPS_AHEAD later.
 
-        Sets `_has_data`: whether this host may have more batches from that step on.
+        `_has_data` is set to whether this host may have batches at that step or later.
+
+        Returns:
+            The batch. None if this host has no batch for that step.
         """
         self._has_data = False
         if self.failure is None and not self._stopped():
@@ -459,13 +488,13 @@ class Lockstep:
                 return batch
             except StopIteration:
                 return None
-            except Exception as error:  # it is raised once all hosts have stopped
+            except Exception as error:  # the error is raised once all hosts have stopped
                 self.fail(error)
         return None
 
     @property
     def votes(self) -> tuple[bool, bool, bool]:
-        """The votes of this host, to send with the step of the batch that was yielded last.
+        """The votes of this host, which are sent with the step of the batch that was yielded last.
 
         The three votes are whether this host has data, whether it was asked to stop, and whether it
         failed.
@@ -473,36 +502,38 @@ class Lockstep:
         return self._has_data, bool(self._stopped()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Takes in the votes that all hosts sent with a step, and decides on the step two later.
+        """Decides whether to take a step, by the votes that all hosts sent two steps before it.
 
         Args:
-            votes: The sums of `votes` over all hosts: the number of hosts that have data, the
-                number of hosts that were asked to stop, and the number of hosts that failed.
+            votes: The sums of the votes over all hosts. They are the number of hosts that have
+                data, the number of hosts that were asked to stop, and the number of hosts that
+                failed.
         """
-        with_data, stopping, failed = (bool(count) for count in votes)
-        if failed and self.failure is None:
+        any_has_data, any_stopping, any_failed = (bool(count) for count in votes)
+        if any_failed and self.failure is None:
             remedy = "its message says what to do on all hosts"
             self.failure = RunError("another host failed", remedy=remedy)
-        self.complete = self.complete and not stopping
-        self._take_step.append(with_data and not stopping and not failed)
+        self.complete = self.complete and not any_stopping
+        self._step_decisions.append(any_has_data and not any_stopping and not any_failed)
 
     def fail(self, error: Exception) -> None:
         """Records a failure of this host. Only the first failure counts.
 
         Args:
-            error: The failure. If it is a bug, its traceback is logged.
+            error: The failure. If it is a bug of this program, its traceback is logged.
         """
         if self.failure is None:
             self.failure = for_the_user(error)
 
 
 def one_step_behind(items: Iterable[T]) -> Iterator[T]:
-    """Yields each item only after the next one has been made, and the last one at the end.
+    """Yields each item only after the next item has been made, and the last item at the end.
 
-    If making an item starts a step, one step is always in flight while the one before it is used.
+    If making an item starts a step, the devices compute a step while the caller uses the results of
+    the previous one.
 
     Args:
-        items: The items.
+        items: The items, which are made when they are iterated over.
     """
     for item, _ in pairwise(chain(items, [None])):
         yield item  # type: ignore[misc]

@@ -1,9 +1,10 @@
 """Lists the inputs of a run: model, adapter, autoencoders, tokenizer, chat template, data set.
 
 Each input has an entry in INPUTS. The entry determines how metadata.json identifies the input,
-which flags may differ between the hosts of a run, what the hosts compare, and what is compared
-before samples are recomputed (--verify) or read again (reread.py). --repair and a run that
-continues compare the identity that is made here.
+which flags may differ between the hosts of a run, and what the hosts compare. The same identities
+are compared before samples are recomputed (--verify) or read again (reread.py). --repair and a run
+that continues compare the whole identity, which `new_identity` makes and store/identity.py
+declares.
 """
 
 import hashlib
@@ -34,33 +35,36 @@ from activation_extraction.text.file_list import is_path
 
 # Packages whose versions decide which bytes are stored.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
-Home = TypeVar("Home", Forward, Text)  # the model or the text, to which an input belongs
-# Files of this program beside the package, which belong to its code version, too.
+ModelOrText = TypeVar("ModelOrText", Forward, Text)  # the owner of an input
+# Source files of this program that are beside the package.
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 
 
 @dataclass(frozen=True)
-class Input(Generic[Home]):
+class Input(Generic[ModelOrText]):
     """One input of a run, which belongs to its model or to its text.
 
     Attributes:
         name: The name of the input in messages.
-        field: The field of Identity that identifies the content of the input.
-        known_by: A function that takes the model or the text and returns the value of this field.
-        flags: The flags that name the input. A message shows the first one that is given.
-        paths: The flags with paths, which may differ between hosts. The content must be the same.
+        field: The name of the field of Identity that identifies the content of the input.
+        field_value: A function that takes the model or the text and returns the value of this
+            field.
+        flags: The names of the flags that determine the input. A message shows the first one that
+            is set.
+        paths: The names of the flags that contain its path. The paths may differ between hosts if
+            the content is the same.
     """
 
     name: str
     field: str
-    known_by: Callable[[Home], str]
+    field_value: Callable[[ModelOrText], str]
     flags: tuple[str, ...]
     paths: tuple[str, ...]
 
 
 def _adapter_digest(forward: Forward) -> str:
-    # Even an adapter on the hub has a digest, because metadata.json records no commit of it with
-    # which the next start could find the same adapter.
+    # The content of an adapter on the hub is digested, too, because metadata.json does not record
+    # the commit of an adapter.
     adapter = forward.adapter_files
     return "" if adapter is None else content_digest(adapter)
 
@@ -70,15 +74,17 @@ def _autoencoder_digest(forward: Forward) -> str:
         return ""
     lines = []
     for encoder in forward.encoders:
-        # k is a part of the line because it may follow from the folder's name alone.
-        files = digest_fingerprints(encoder.autoencoder.files)
-        lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files}\n")
+        # The line contains k because the files may not: k can be a part of the folder's name.
+        files_digest = digest_fingerprints(encoder.autoencoder.files)
+        lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _tokenizer_digest(text: Text) -> str:
-    chosen = text.chosen_tokenizer
-    return "" if chosen is None else digest_files(chosen.home.tokenizer_files())
+    chosen_tokenizer = text.chosen_tokenizer
+    if chosen_tokenizer is None:
+        return ""
+    return digest_files(chosen_tokenizer.repository.tokenizer_files())
 
 
 def _template_digest(text: Text) -> str:
@@ -95,7 +101,8 @@ SAE = ("encode",)
 TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
 TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
-DATA_PATHS = ("dataset_path", "mix")  # settings_of compares the parts of --mix that are no paths
+# `settings_of` compares the weights and the hub data sets of --mix.
+DATA_PATHS = ("dataset_path", "mix")
 MODEL_INPUTS: tuple[Input[Forward], ...] = (
     Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",)),
     Input("adapter", "lora_digest", _adapter_digest, LORA, LORA),
@@ -104,7 +111,7 @@ MODEL_INPUTS: tuple[Input[Forward], ...] = (
 TOKENIZER: Input[Text] = Input(
     "tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")
 )
-# The inputs that decide the token ids. They are compared only before token ids are made again.
+# Inputs that determine the token ids. They are compared before token ids are made again.
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
@@ -113,23 +120,23 @@ TEXT_INPUTS: tuple[Input[Text], ...] = (
 )
 INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 
-# Flags that may differ between the hosts of a run.
-HOST_FIELDS = {
+# Names of the flags that may differ between the hosts of a run.
+HOST_FLAGS = {
     *(name for name, flag in FLAGS.items() if flag.per_host),
-    *(path for entry in INPUTS for path in entry.paths),
+    *(path for run_input in INPUTS for path in run_input.paths),
 }
 
 
 def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> None:
-    """Checks that stored activations came from this model.
+    """Checks that stored activations were computed with this model.
 
     Args:
         forward: The model, with its adapter and autoencoders.
-        config: The configuration that names them, for the message.
+        config: The configuration, whose flags appear in the message.
         identity: The identity of the run that stored the activations.
 
     Raises:
-        InputError: The model, the adapter or an autoencoder is another one.
+        InputError: The run used another model, adapter or autoencoder.
     """
     _check_inputs(MODEL_INPUTS, forward, config.values, identity)
 
@@ -139,124 +146,136 @@ def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
 
     Args:
         text: The text.
-        config: The configuration that names the inputs of the text, for the message.
+        config: The configuration, whose flags appear in the message.
         identity: The identity of the run that stored the activations.
 
     Raises:
-        InputError: The tokenizer, the chat template, the data set or one of its files is another
-            one.
+        InputError: The run used another tokenizer, chat template or data set, or a file of the data
+            set has changed.
     """
     _check_inputs(TEXT_INPUTS, text, config.values, identity)
 
 
 def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
-    """Raises InputError unless the tokenizer made the tokens of stored activations.
+    """Checks that the tokens of stored activations came from this tokenizer.
 
     Args:
         text: The text, whose data set is not opened.
-        config: The configuration that says where its inputs are now, for the message.
+        config: The configuration, whose flags appear in the message.
         identity: The identity of the run that stored the activations.
 
     Raises:
-        InputError: The tokenizer is another one.
+        InputError: The run used another tokenizer.
     """
     _check_inputs((TOKENIZER,), text, config.values, identity)
 
 
 def _check_inputs(
-    inputs: Sequence[Input[Home]], home: Home, flags: Mapping[str, Any], identity: Identity
+    inputs: Sequence[Input[ModelOrText]],
+    model_or_text: ModelOrText,
+    flag_values: Mapping[str, Any],
+    identity: Identity,
 ) -> None:
-    """Checks that inputs are those of a run.
+    """Checks that inputs have the content that the identity of a run records.
 
     Args:
         inputs: The inputs to compare.
-        home: The model or the text to which they belong.
-        flags: The values of the flags that name them.
+        model_or_text: The model or the text to which the inputs belong.
+        flag_values: The values of the flags by their names.
         identity: The identity of the run.
 
     Raises:
         InputError: An input differs; the message names the first one and its flag.
     """
-    for entry in inputs:
-        if entry.known_by(home) == getattr(identity, entry.field):
+    for run_input in inputs:
+        if run_input.field_value(model_or_text) == getattr(identity, run_input.field):
             continue
-        flag = next((flag for flag in entry.flags if flags[flag]), entry.flags[0])
-        problem = "is not the one" if flags[flag] else "is missing, the one"
-        path = f" {plain_url(flags[flag])}" if isinstance(flags[flag], str) else ""
-        # The tokenizer or template may differ because the adapter has, or no longer has, its own.
-        if flag in MODEL_FLAGS and "lora" in entry.paths and flags["lora"]:
-            path += f" with --lora {plain_url(flags['lora'])}"
+        set_flags = [flag_name for flag_name in run_input.flags if flag_values[flag_name]]
+        flag_name = set_flags[0] if set_flags else run_input.flags[0]
+        flag_value = flag_values[flag_name]
+        problem = "is not the one" if flag_value else "is missing, the one"
+        path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
+        # The tokenizer or template may differ because the adapter contains one, or no longer does.
+        if flag_name in MODEL_FLAGS and "lora" in run_input.paths and flag_values["lora"]:
+            path_in_words += f" with --lora {plain_url(flag_values['lora'])}"
         raise InputError(
-            f"--{flag}{path}: the {entry.name} {problem} that the stored activations came from"
+            f"--{flag_name}{path_in_words}: the {run_input.name} {problem} that the stored "
+            "activations came from"
         )
 
 
 def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -> Identity:
-    """Returns the identity of a run: everything that decides the content of its shards.
+    """Returns the identity of a run, which is everything that determines the content of its shards.
 
     Args:
         config: The configuration of the run.
         forward: The model of the run.
         text: The text of the run.
-        worker: The machine and the host.
+        worker: The machine and the host that store the shards.
 
     Raises:
         InputError: An input cannot be read.
     """
-    codes = tuple(encoder.hook.name for encoder in forward.encoders)
-    dtypes = {
-        hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in codes
+    code_names = tuple(encoder.hook.name for encoder in forward.encoders)
+    dtypes_by_name = {
+        hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in code_names
     }
-    has_top_logits = any(name.startswith("logits.top_") for name in dtypes)
-    model_inputs = {entry.field: entry.known_by(forward) for entry in MODEL_INPUTS}
-    text_inputs = {entry.field: entry.known_by(text) for entry in TEXT_INPUTS}
+    stores_top_logits = any(name.startswith("logits.top_") for name in dtypes_by_name)
+    model_inputs = {run_input.field: run_input.field_value(forward) for run_input in MODEL_INPUTS}
+    text_inputs = {run_input.field: run_input.field_value(text) for run_input in TEXT_INPUTS}
     return Identity(
         **model_inputs,
         **text_inputs,
         special_tokens=text.sample_form.special.template,
         text=replace(config.text, drop_token_ids=text.drop_token_ids),
         storage=config.storage,
-        hooks=(*dtypes, *codes),
-        integer_hooks=tuple(name for name in dtypes if dtypes[name] == "int32"),
-        float32_hooks=tuple(name for name in dtypes if dtypes[name] == "float32"),
-        code_hooks=codes,
+        hooks=(*dtypes_by_name, *code_names),
+        integer_hooks=tuple(name for name in dtypes_by_name if dtypes_by_name[name] == "int32"),
+        float32_hooks=tuple(name for name in dtypes_by_name if dtypes_by_name[name] == "float32"),
+        code_hooks=code_names,
         encode_most=tuple(encoder.most for encoder in forward.encoders),
         keyed_by=forward.keyed_by,
         dtype=str(forward.model.dtype),
         activation_dtype=str(forward.model.activation_dtype),
-        top_logits=config.hooks.top_logits if has_top_logits else 0,
+        top_logits=config.hooks.top_logits if stores_top_logits else 0,
         worker=worker,
     )
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the settings that hosts must have in common before they prepare anything.
+    """Returns the settings that must be the same on all hosts before they prepare a run.
 
     Args:
         config: The configuration of this host.
 
     Returns:
-        Flags, versions of packages, and the devices of this host, by their names in messages.
+        The values of flags, the versions of packages, and the platform and number of this host's
+        devices, by their names in messages.
     """
-    flags = config.to_json()
-    # Of a mixture, the weights of all sources and the names of hub data sets. Paths may differ.
-    mix = [("" if is_path(source) else source, weight) for source, weight in config.text.mix]
+    flag_values = config.to_json()
+    # The weights of a mixture and the names of its hub data sets are compared. Paths may differ.
+    comparable_mix = []
+    for source, weight in config.text.mix:
+        hub_source = "" if is_path(source) else source
+        comparable_mix.append((hub_source, weight))
+    versions = {f"version of {package}": number for package, number in package_versions().items()}
     return {
-        **{f"--{name}": flags[name] for name in FLAGS if name not in HOST_FIELDS},
-        "--mix": mix,
-        **{f"version of {package}": number for package, number in package_versions().items()},
+        **{f"--{name}": flag_values[name] for name in FLAGS if name not in HOST_FLAGS},
+        "--mix": comparable_mix,
+        **versions,
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
     }
 
 
 def step_of(forward: Forward) -> dict[str, Any]:
-    """Returns the properties of a step that hosts must have in common before they compile it.
+    """Returns the properties of a step that must be the same on all hosts before they compile it.
 
     Args:
         forward: The model on its mesh.
 
     Returns:
-        The rows of a host, the mesh, and the choice of each kernel, by their names in messages.
+        The number of rows of a host, the mesh, and the chosen variant of each kernel, by their
+        names in messages.
     """
     return {
         "rows per host": forward.shape[0],
@@ -266,7 +285,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
 
 
 def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
-    """Returns everything that hosts must have in common before they compute.
+    """Returns everything that must be the same on all hosts before they compute.
 
     Args:
         forward: The model on its mesh.
@@ -275,19 +294,21 @@ def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, A
 
     Returns:
         The properties of the step (`step_of`), the fields of the identity that all hosts share, the
-        files of the data, and a digest of this program's source, by their names in messages.
+        fingerprints of the data files, and a digest of this program's source files, by their names
+        in messages.
     """
-    package = Path(activation_extraction.__file__).parent
-    sources = [*(package.parent / name for name in SCRIPTS), *package.rglob("*.py")]
-    shared = identity.shared
-    for entry in INPUTS:
-        flags = " or ".join(f"--{path}" for path in entry.paths)
-        shared[f"{entry.field} ({flags})"] = shared.pop(entry.field)
+    package_folder = Path(activation_extraction.__file__).parent
+    scripts = [package_folder.parent / script for script in SCRIPTS]
+    source_files = [*scripts, *package_folder.rglob("*.py")]
+    shared_fields = identity.shared
+    for run_input in INPUTS:
+        flags_in_words = " or ".join(f"--{path}" for path in run_input.paths)
+        shared_fields[f"{run_input.field} ({flags_in_words})"] = shared_fields.pop(run_input.field)
     return {
         **step_of(forward),
-        **shared,
+        **shared_fields,
         **text.dataset.files.fingerprints(),
-        "source": digest_files(sources),
+        "source": digest_files(source_files),
     }
 
 

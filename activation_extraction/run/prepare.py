@@ -1,9 +1,9 @@
 """Prepares a run: everything that precedes compiling a step.
 
-`prepare` turns a checked configuration into a `Run`, the cheapest stages first. It finds every
-mistake in a request that can be found without reading weights. After each stage, the hosts of a pod
-know whether it has succeeded on all of them and whether their results agree, so that all continue
-or all stop. extract_activations.py does the rest of the run.
+`prepare` turns a checked configuration into a `Run`. It begins with the cheapest stages and finds
+every mistake in a request that can be found without reading weights. After each stage, the hosts of
+a pod compare whether it has succeeded and whether their results agree, so either all hosts continue
+or all stop. extract_activations.py compiles the step and carries out the rest of the run.
 """
 
 import os
@@ -55,18 +55,19 @@ from activation_extraction.text.mark import Mark
 
 @dataclass(frozen=True)
 class Run:
-    """A run on this host that is checked and ready to be compiled.
+    """A run on this host, which is checked and ready to be compiled.
 
     Attributes:
-        config: The configuration. With --demo, it names the model and the documents of the demo.
+        config: The configuration. With --demo, it contains the paths of the demo's model and
+            documents.
         host: This host among the hosts of the run.
         watchdog: The watchdog, which ends the process if nothing happens for too long.
-        folders: The folders of the run.
-        forward: The model on its mesh, with its checked checkpoint.
+        folders: The local folder and the folder in a bucket to which this host writes.
+        forward: The model on its mesh, whose checkpoint is checked but not read yet.
         text: The text that the run reads.
         storage: The storage of this host, to which nothing has been written yet.
-        batches: The batches whose samples were not stored yet when the text was opened. Their
-            `result` is the mark at the end of the data.
+        batches: The batches of the samples that were not stored yet when the text was opened. After
+            the last batch, the attribute `result` is the mark at the end of the data.
     """
 
     config: Config
@@ -79,12 +80,12 @@ class Run:
     batches: Prefetch[Batch, Mark | None]
 
     @property
-    def where(self) -> str:
+    def output_url(self) -> str:
         """The URL or path of the output, for messages."""
         return self.storage.destination.url
 
     def with_text_reopened(self) -> "Run":
-        """Returns the same run with new batches, of the samples that are not stored by now.
+        """Returns the same run with new batches, without the samples that are stored by now.
 
         Raises:
             InputError: The first batch cannot be read.
@@ -105,45 +106,53 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         The run, ready to be compiled.
 
     Raises:
-        InputError: The request cannot be met, or the hosts differ in what must be the same.
-        RunError: Something failed on this host or on another one.
+        InputError: The request cannot be met, or hosts differ in settings or inputs that must be
+            the same.
+        RunError: A stage failed on this host or on another one.
     """
     folders = together(host, lambda: check_output(config, host), lambda _: settings_of(config))
-    stored = together(host, lambda: stored_runs(config, folders))
-    choice = together(host, lambda: choose_commit(config, stored))
-    commit = agree_on_commit(host, choice)
-    memory = least_memory(config, host)
-    sources = sources_of_first_host(config, host)
+    earlier_outputs = together(host, lambda: find_earlier_outputs(config, folders))
+    commit_choice = together(host, lambda: choose_commit(config, earlier_outputs))
+    commit = agree_on_commit(host, commit_choice)
+    device_memory = smallest_device_memory(config, host)
+    source_names = source_names_of_first_host(config, host)
 
     config = together(host, lambda: with_inputs_of_demo(config, folders.folder))
-    request = together(host, lambda: step_request(config, commit, memory))
+    request = together(host, lambda: step_request(config, commit, device_memory))
     forward = together(host, lambda: prepare_model(request), step_of)
-    earlier = [metadata for _, metadata in stored]
+    earlier_metadata = [metadata for _, metadata in earlier_outputs]
     facts: dict[str, Any] = {}
     if config.computing.batch_size == "auto":
-        forward, facts["auto_batch_size"] = fit_rows(host, request, forward, earlier)
+        forward, facts["auto_batch_size"] = fit_rows(host, request, forward, earlier_metadata)
 
     vocabulary = forward.model.config.vocab_size
     text = Text(
-        config.text, forward.checkpoint, vocabulary, earlier, sources, forward.adapter_files
+        config.text,
+        forward.checkpoint,
+        vocabulary,
+        earlier_metadata,
+        source_names,
+        forward.adapter_files,
     )
     identity = together(
         host,
-        lambda: identify(config, folders, forward, text, watchdog),
+        lambda: check_and_identify(config, folders, forward, text, watchdog),
         lambda identity: fingerprint(forward, text, identity),
     )
-    facts = describe(config, forward, text) | facts
+    facts = facts_of_run(config, forward, text) | facts
     storage = together(
         host, lambda: plan_storage(config, folders, forward, text, identity, facts, watchdog)
     )
     batches = together(host, lambda: text.open(folders.worker, forward.shape, storage, watchdog))
     run = Run(config, host, watchdog, folders, forward, text, storage, batches)
-    log_beginning(run)
+    log_start(run)
     return run
 
 
 def check_output(config: Config, host: Host) -> RunFolders:
-    """Returns the folders of the run, after all checks that need only the output.
+    """Checks the output of this host, and returns its folders.
+
+    This stage reads neither the model nor the data.
 
     Args:
         config: The configuration.
@@ -153,11 +162,16 @@ def check_output(config: Config, host: Host) -> RunFolders:
         InputError: The output cannot be written to, its disk has too little free space, or a run
             with other numbers of machines or hosts has left folders there.
     """
-    hosts, output = config.hosts, config.output
-    worker = Worker(hosts.machine_id, hosts.total_machines, host.id, host.count)
-    folders = RunFolders(worker, Path(output.output_dir), output.bucket_url, output.upload_timeout)
+    host_options, output_options = config.hosts, config.output
+    worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.count)
+    folders = RunFolders(
+        worker,
+        Path(output_options.output_dir),
+        output_options.bucket_url,
+        output_options.upload_timeout,
+    )
     check_output_dir(folders.folder, METRICS)
-    check_free_disk(folders.folder, output.min_free_gb)
+    check_free_disk(folders.folder, output_options.min_free_gb)
     use_compilation_cache(config.computing.compilation_cache, folders.local, host.several)
     folders.check_bucket()
     folders.check_stale_folders(config.storage.overwrite)
@@ -174,33 +188,33 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
     Raises:
         InputError: There is too little free space.
     """
-    free = shutil.disk_usage(nearest(folder)).free / 1e9
-    if free < gigabytes:
+    free_gigabytes = shutil.disk_usage(nearest(folder)).free / 1e9
+    if free_gigabytes < gigabytes:
         raise InputError(
-            f"--output_dir {folder}: its disk has {free:.1f} GB free, --min_free_gb asks for "
-            f"{gigabytes:g}; make room, or choose another disk"
+            f"--output_dir {folder}: its disk has {free_gigabytes:.1f} GB free, --min_free_gb asks "
+            f"for {gigabytes:g}; make room, or choose another disk"
         )
 
 
-def stored_runs(config: Config, folders: RunFolders) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the records of the run that is continued.
+def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str, dict[str, Any]]]:
+    """Reads metadata.json in the outputs of this host that contain the run already.
 
     Args:
         config: The configuration.
         folders: The folders of the run.
 
     Returns:
-        The URL and the content of metadata.json for each output of this host that contains the run.
-        Empty if there is no such run, or if it is overwritten.
+        The URL of each output that contains the run, with the content of its metadata.json. Empty
+        for a new run and with --overwrite.
     """
     return [] if config.storage.overwrite else folders.earlier()
 
 
 class CommitChoice(NamedTuple):
-    """The commit of a hub model, as one host sees it.
+    """The commit of a model on the hub that one host would use.
 
     Attributes:
-        is_new: Whether no stored run has recorded the commit.
+        is_new: Whether the metadata of the run records no commit yet.
         commit: The commit.
     """
 
@@ -209,45 +223,45 @@ class CommitChoice(NamedTuple):
 
 
 def choose_commit(
-    config: Config, stored: Sequence[tuple[str, Mapping[str, Any]]]
+    config: Config, earlier_outputs: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> CommitChoice | None:
-    """Returns the commit of the model on the hub, as this host sees it.
+    """Chooses the commit of the model on the hub, from the data of this host.
 
     The first start records the commit in metadata.json. A run that continues uses the recorded
     commit, so a new commit on the hub does not stop a long run.
 
     Args:
         config: The configuration.
-        stored: The result of `stored_runs`.
+        earlier_outputs: The result of `find_earlier_outputs`.
 
     Returns:
-        The commit. None for a local model, and for the demo.
+        The commit. None for a local model and for the demo.
 
     Raises:
-        InputError: The revision that the flags name is not the recorded commit.
+        InputError: --model_revision is another commit than the recorded one.
     """
     if config.demo:
         return None
     model_path, revision = config.model.model_path, config.model.model_revision
-    where, metadata = stored[0] if stored else ("", {})
-    recorded = recorded_commit(model_path, metadata)
-    # Even if a branch has moved on, the command that began the run continues it.
-    if recorded and revision in (None, metadata["configuration"].get("model_revision")):
-        return CommitChoice(is_new=False, commit=recorded)
+    output_url, metadata = earlier_outputs[0] if earlier_outputs else ("", {})
+    commit_of_run = recorded_commit(model_path, metadata)
+    # The same command continues the run even if its branch has a new commit by now.
+    if commit_of_run and revision in (None, metadata["configuration"].get("model_revision")):
+        return CommitChoice(is_new=False, commit=commit_of_run)
     commit = Repository(model_path, revision).commit
-    if commit is not None and recorded not in (None, commit):
+    if commit is not None and commit_of_run not in (None, commit):
         raise InputError(
-            f"--model_revision {revision}: is commit {commit}, but {where} holds a run "
-            f"with commit {recorded}; {FLAGS_REMEDY}"
+            f"--model_revision {revision}: is commit {commit}, but {output_url} holds a run "
+            f"with commit {commit_of_run}; {FLAGS_REMEDY}"
         )
-    return None if commit is None else CommitChoice(recorded is None, commit)
+    return None if commit is None else CommitChoice(commit_of_run is None, commit)
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the commit of a model on the hub that a run has recorded.
+    """Returns the commit of a model on the hub that the metadata of a run records.
 
     Args:
-        model_path: The name of the model.
+        model_path: The name of the model on the hub, or its path.
         metadata: The content of metadata.json.
 
     Returns:
@@ -259,127 +273,137 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     return metadata.get("model_commit")
 
 
-def agree_on_commit(host: Host, choice: CommitChoice | None) -> str | None:
+def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | None:
     """Returns the commit of the model that all hosts use. All hosts must call this together.
 
-    It is a commit that a stored run has recorded, otherwise the commit that the first host sees.
+    It is the commit that the metadata of any host records, otherwise the commit that the first host
+    has chosen.
 
     Args:
         host: This host.
-        choice: The commit that this host sees. None if its model is local.
+        commit_choice: The result of `choose_commit` on this host.
 
     Returns:
         The commit. None if the model of this host is local.
     """
-    gathered = gather(host, choice)
-    choices = [CommitChoice(*fields) for fields in gathered if fields is not None]
-    if choice is None or not choices:
+    fields_of_choices = gather(host, commit_choice)
+    choices = [CommitChoice(*fields) for fields in fields_of_choices if fields is not None]
+    if commit_choice is None or not choices:
         return None
-    return min(choices, key=lambda choice: choice.is_new).commit
+    for choice in choices:
+        if not choice.is_new:
+            return choice.commit
+    return choices[0].commit
 
 
-def least_memory(config: Config, host: Host) -> float | None:
-    """Returns the memory of the smallest device of all hosts. All hosts must call this together.
+def smallest_device_memory(config: Config, host: Host) -> float | None:
+    """Returns the memory of the device with the least memory over all hosts.
 
-    The hosts gather it because none can query the devices of another host.
+    All hosts must call this together, because no host can query the devices of another host.
 
     Args:
         config: The configuration.
         host: This host.
 
     Returns:
-        Bytes. None if no device reports its memory.
+        The memory in bytes. None if no device reports its memory.
 
     Raises:
         InputError: JAX finds no devices.
     """
-    every_device = config.computing.use_data_parallel
-    memory = together(
-        host, lambda: memory_of(devices_of_this_host(usable_devices(every_device))[0])
-    )
-    return min(filter(None, gather(host, memory)), default=None)
+    use_all_devices = config.computing.use_data_parallel
+
+    def memory_of_this_host() -> float | None:
+        devices = devices_of_this_host(usable_devices(use_all_devices))
+        return memory_of(devices[0])
+
+    device_memory = together(host, memory_of_this_host)
+    return min(filter(None, gather(host, device_memory)), default=None)
 
 
-def sources_of_first_host(config: Config, host: Host) -> list[str]:
+def source_names_of_first_host(config: Config, host: Host) -> list[str]:
     """Returns the names of the sources of a mixture on host 0, which all hosts use.
 
     All hosts must call this together.
 
     Args:
-        config: The configuration of this host, on which the sources may have other paths.
+        config: The configuration of this host, whose paths may differ from host 0's.
         host: This host.
     """
-    return gather(host, [plain_url(name) for name, _ in config.text.mix])[0]
+    return gather(host, [plain_url(source) for source, _ in config.text.mix])[0]
 
 
 def with_inputs_of_demo(config: Config, folder: Path) -> Config:
-    """Makes the model and documents of a demo.
+    """Makes the model and the documents of --demo, and adds their paths to the configuration.
 
     Args:
         config: The configuration.
-        folder: The folder in which they are made.
+        folder: The folder in which the model and the documents are made.
 
     Returns:
-        The configuration with the paths of the model and documents. Without --demo, the unchanged
-        configuration.
+        The configuration with the paths. Without --demo, the unchanged configuration.
 
     Raises:
-        InputError: The flags do not fit the demo's model, or the folder cannot be written to.
+        InputError: The flags do not suit the demo's model, or the folder cannot be written to.
     """
     if not config.demo:
         return config
     build_model(step_request(config), parse_model_config(MODEL_CONFIG))  # checks the flags
     log.info("demo: making a tiny Qwen2 model and sample documents")
-    model, documents = make_demo(folder)
+    model_folder, documents_file = make_demo(folder)
     return replace(
         config,
-        model=replace(config.model, model_path=str(model)),
-        text=replace(config.text, dataset_path=str(documents)),
+        model=replace(config.model, model_path=str(model_folder)),
+        text=replace(config.text, dataset_path=str(documents_file)),
     )
 
 
 def step_request(
     config: Config,
     commit: str | None = None,
-    memory: float | None = None,
+    device_memory: float | None = None,
     planned: Sequence[Any] | None = None,
 ) -> StepRequest:
-    """Returns the request for a step that follows from the configuration.
+    """Returns the request for a step: the model, the hooks, the mesh and the shape of batches.
 
-    With --batch_size auto it has the default rows, for which `fit_rows` finds a better number.
+    With --batch_size auto, the request has the default number of rows, and `fit_rows` finds a
+    better number afterwards.
 
     Args:
         config: The configuration.
         commit: The commit of the model on the hub. None for --model_revision.
-        memory: Bytes of memory of a device. None for the memory that this host's devices report.
+        device_memory: Bytes of memory of a device. None for the memory that this host's devices
+            report.
         planned: The devices of a machine that is only planned. None for this machine's devices.
 
     Raises:
         InputError: An autoencoder cannot be read, or JAX finds no devices.
     """
     computing = config.computing
-    length = config.text.max_seq_length
-    autoencoders = tuple(read_autoencoder(hook, name) for hook, name in config.hooks.encode)
+    row_tokens = config.text.max_seq_length
+    autoencoders = tuple(
+        read_autoencoder(hook, autoencoder_name) for hook, autoencoder_name in config.hooks.encode
+    )
     batch_size = computing.batch_size
     if not isinstance(batch_size, int):
         is_auto = batch_size == "auto"
-        batch_size = default_rows(length, computing.use_data_parallel, is_auto, planned)
+        batch_size = default_rows(row_tokens, computing.use_data_parallel, is_auto, planned)
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
         computing,
-        (batch_size, length),
+        (batch_size, row_tokens),
         several_hosts=config.hosts.multihost,
-        memory=memory,
+        memory=device_memory,
         devices=planned,
         autoencoders=autoencoders,
     )
 
 
-def identify(
+def check_and_identify(
     config: Config, folders: RunFolders, forward: Forward, text: Text, watchdog: Watchdog
 ) -> Identity:
-    """Checks the text, and returns the identity of the run.
+    """Checks the text of the run, and returns the identity of the run.
 
     Args:
         config: The configuration.
@@ -389,9 +413,10 @@ def identify(
         watchdog: The watchdog, which watches over the check of the text.
 
     Raises:
-        InputError: The text cannot be read, or other machines or hosts have stored another run.
+        InputError: The text cannot be read, or another machine or host has stored a run with
+            another identity in the output.
     """
-    # The data set is opened here, outside the watchdog, because listing its files may take long.
+    # The data set is opened before the watchdog starts, because listing its files may take long.
     _ = text.dataset
     with watchdog:
         text.check()
@@ -401,8 +426,8 @@ def identify(
     return identity
 
 
-def describe(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
-    """Returns the facts about a run that metadata.json records beside its identity.
+def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
+    """Returns the facts about a run that metadata.json records in addition to its identity.
 
     Args:
         config: The configuration.
@@ -410,32 +435,36 @@ def describe(config: Config, forward: Forward, text: Text) -> dict[str, Any]:
         text: The text.
 
     Returns:
-        The facts by their keys in metadata.json: configuration, model, model_commit, backend, mesh,
-        the choice of each kernel, versions; and, with a tokenizer, tokenizer_path and added_tokens.
+        The facts by their keys in metadata.json. The keys are configuration, model, model_commit,
+        backend, mesh, a key for each kernel, and versions. If there is a tokenizer, the keys
+        tokenizer_path and added_tokens are there, too.
     """
-    resolved = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
-    configuration = {**resolved.to_json(), "batch_size": forward.shape[0]}
+    resolved_config = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
+    configuration = {**resolved_config.to_json(), "batch_size": forward.shape[0]}
     repositories = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
-    for name, repository in repositories.items():
-        # An absolute path, by which readers in any working directory find a local tokenizer.
+    for flag_name, repository in repositories.items():
+        # The path is absolute so that readers in any working directory find a local tokenizer.
         if repository is not None and repository.local:
-            configuration[name] = os.path.abspath(os.path.expanduser(repository.path))
+            configuration[flag_name] = os.path.abspath(os.path.expanduser(repository.path))
     facts = {
         "configuration": configuration,
         "model": asdict(forward.model.config),
         "model_commit": forward.checkpoint.commit,
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
-        **{name: choice.to_json() for name, choice in forward.kernels.items()},
+        **{
+            flag_name: kernel_choice.to_json()
+            for flag_name, kernel_choice in forward.kernels.items()
+        },
         "versions": package_versions(),
     }
-    chosen = text.chosen_tokenizer
-    if chosen is not None:
-        # Readers need the path and the added tokens to show tokens as text.
-        name = "model_path" if chosen.home is forward.checkpoint else "lora"
-        added = chosen.backend.get_added_tokens_decoder().items()
-        facts["tokenizer_path"] = configuration[name]
-        facts["added_tokens"] = {str(number): token.content for number, token in added}
+    chosen_tokenizer = text.chosen_tokenizer
+    if chosen_tokenizer is not None:
+        # Readers need the path and the added tokens to decode token ids.
+        flag_name = "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
+        added_tokens = chosen_tokenizer.backend.get_added_tokens_decoder().items()
+        facts["tokenizer_path"] = configuration[flag_name]
+        facts["added_tokens"] = {str(token_id): token.content for token_id, token in added_tokens}
     return facts
 
 
@@ -448,7 +477,7 @@ def plan_storage(
     facts: Mapping[str, Any],
     watchdog: Watchdog,
 ) -> ActivationStorage:
-    """Returns the storage of this host. It has read the stored shards and has written nothing.
+    """Returns the storage of this host, which has read the run log but not written anything.
 
     Args:
         config: The configuration.
@@ -456,51 +485,51 @@ def plan_storage(
         forward: The model.
         text: The text.
         identity: The identity of the run.
-        facts: Further facts for metadata.json.
-        watchdog: The watchdog. Waiting for an upload counts as progress, because every upload has
-            its own time limit.
+        facts: The facts that metadata.json records in addition to the identity.
+        watchdog: The watchdog, which is reset while an upload is waited for, because each upload
+            has a time limit already.
 
     Raises:
-        InputError: The output holds another run, or one that cannot be continued.
+        InputError: The output contains another run, or a run that cannot be continued.
     """
-    worker, storage = folders.worker, config.storage
-    # --max_samples and --max_tokens are limits of a machine; this host gets its share of them.
-    options = replace(
-        storage,
-        max_samples=worker.share_of(storage.max_samples),
-        max_tokens=worker.share_of(storage.max_tokens),
+    worker, storage_options = folders.worker, config.storage
+    # --max_samples and --max_tokens are limits of a machine, and each host gets a part of them.
+    options_of_host = replace(
+        storage_options,
+        max_samples=worker.share_of(storage_options.max_samples),
+        max_tokens=worker.share_of(storage_options.max_tokens),
     )
-    codes = {encoder.hook.name: encoder.facts() for encoder in forward.encoders}
-    hooks = {
-        key: codes.get(hook.name) or hook.facts(forward.sizes)
+    facts_of_codes = {encoder.hook.name: encoder.facts() for encoder in forward.encoders}
+    facts_of_hooks = {
+        key: facts_of_codes.get(hook.name) or hook.facts(forward.sizes)
         for key, hook in forward.hooks.items()
     }
     return ActivationStorage(
         folders.folder,
         {key: hook.name for key, hook in forward.hooks.items()},
-        options,
+        options_of_host,
         identity,
         folders.remote,
-        RunFacts(facts, hooks, text.dataset.files),
+        RunFacts(facts, facts_of_hooks, text.dataset.files),
         config.repair,
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
 
 
-def log_beginning(run: Run) -> None:
-    """Logs the hooks, the samples that are stored already, and the tokens that will be kept."""
-    storage, form = run.storage, run.text.sample_form
+def log_start(run: Run) -> None:
+    """Logs the hooks, the samples that are stored already, and the rule for the kept tokens."""
+    storage, sample_form = run.storage, run.text.sample_form
     log_hooks(run.config.hooks, run.forward)
     totals = storage.totals
     if totals.shards and storage.plan.repair is None and not storage.complete:
         log.info(
             "continuing %s after %s and %s in %s",
-            run.where,
+            run.output_url,
             counted(totals.samples, "sample"),
             counted(totals.tokens, "token"),
             counted(totals.shards, "shard"),
         )
-    if special := form.special:
-        log.info("special tokens: %s (--special_tokens none adds none)", special.template)
-    if not form.choice.everything:
-        log.info("kept tokens: %s", form.choice)
+    if special_tokens := sample_form.special:
+        log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.template)
+    if not sample_form.choice.everything:
+        log.info("kept tokens: %s", sample_form.choice)

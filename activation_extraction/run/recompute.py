@@ -1,7 +1,8 @@
 """Recomputes samples with the model of a stored run, for --verify.
 
-Recomputing a token needs all tokens before it. If a run stores only some tokens, reread.py reads
-the others again. inspect/verify.py compares the results with the stored values.
+The activations of a token depend on all tokens before it in its sample. If a run stores only some
+tokens, reread.py reads the samples again from the data set. inspect/verify.py compares the results
+with the stored values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,17 +32,17 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     """Loads the model of a stored run, to recompute samples.
 
     Args:
-        config: The configuration of --verify. It names the model and the adapter, the options of
-            computing, and the path of the data set if it has moved. The data set is opened only if
-            the run does not store all tokens.
+        config: The configuration of --verify. It contains the model, the adapter, the options of
+            computing and, if the data set has moved, its path. The data set is opened only if the
+            run does not store all tokens.
         metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:
-        A function that recomputes samples, and the platform that it uses.
+        An object with a function that recomputes samples and the name of the platform on which it
+        runs.
 
     Raises:
-        InputError: An input cannot be read, or is not the one that the stored activations came
-            from.
+        InputError: An input cannot be read, or differs from the input of the stored run.
     """
     identity = identity_of(metadata, METADATA)
     config = replace(
@@ -61,31 +62,32 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         step = compile_step(forward)
 
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
-        stored = [sample.tokens for sample in chosen]
-        token_ids: Sequence[np.ndarray | str] = [tokens.token_ids for tokens in stored]
+        stored_tokens = [sample.tokens for sample in chosen]
+        token_ids: Sequence[np.ndarray | str] = [tokens.token_ids for tokens in stored_tokens]
         if reread is not None:
-            token_ids = reread(stored)
-        results: list[dict[str, Values] | str] = []
-        readable: list[int] = []  # indices of the samples whose token ids are known
-        for index, ids in enumerate(token_ids):
-            if isinstance(ids, str):
-                results.append(ids)
+            token_ids = reread(stored_tokens)
+        values_or_messages: list[dict[str, Values] | str] = []
+        readable_indices: list[int] = []  # indices in `chosen` of the samples with token ids
+        for sample_index, ids_or_message in enumerate(token_ids):
+            if isinstance(ids_or_message, str):
+                values_or_messages.append(ids_or_message)
             else:
-                results.append({})
-                readable.append(index)
-        rows = [np.asarray(token_ids[index]) for index in readable]
-        for batch in pack(samples_of(rows), *forward.shape):
+                values_or_messages.append({})
+                readable_indices.append(sample_index)
+        readable_ids = [np.asarray(token_ids[sample_index]) for sample_index in readable_indices]
+        for batch in pack(samples_of(readable_ids), *forward.shape):
             with device_errors():
                 activations = forward.receive(step(batch, [False] * 3)[0])
-            by_name = {str(key): values for key, values in activations.items()}
-            for placed in batch.samples:
-                index = readable[placed.sample.number]
-                columns = placed.start + np.asarray(stored[index].positions, int)
-                results[index] = {
-                    hook.name: hook.for_user(by_name[hook.name][placed.row, columns])
-                    for hook in chosen[index].hooks
+            values_by_hook = {str(hook_name): values for hook_name, values in activations.items()}
+            for placed_sample in batch.samples:
+                sample_index = readable_indices[placed_sample.sample.number]
+                positions = np.asarray(stored_tokens[sample_index].positions, int)
+                columns = placed_sample.start + positions
+                values_or_messages[sample_index] = {
+                    hook.name: hook.for_user(values_by_hook[hook.name][placed_sample.row, columns])
+                    for hook in chosen[sample_index].hooks
                 }
-        return results
+        return values_or_messages
 
     return Recompute(jax.default_backend(), recompute)
 
@@ -93,7 +95,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
 def _model_as_stored(
     options: ModelOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> ModelOptions:
-    """Returns the options of the model with the revision and dtype of a stored run.
+    """Returns the options of the model for recomputing, with the revision and dtype of the run.
 
     Args:
         options: The options of --verify.
@@ -107,24 +109,26 @@ def _model_as_stored(
 def _hooks_as_stored(
     options: HookOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> HookOptions:
-    """Returns the options about hooks that compute the hooks of a stored run.
+    """Returns the options of hooks for recomputing, which compute the hooks that the run stores.
 
     Args:
         options: The options of --verify.
         identity: The identity of the run.
         metadata: The content of metadata.json.
     """
-    recorded = Config.from_json(metadata.get("configuration", {}))
-    # Stored float8 is decoded to float32 before it is compared.
-    encoded = identity.activation_dtype == FLOAT8
-    sources = {name.removesuffix(CODES) for name in identity.code_hooks}
-    activation_hooks = tuple(name for name in identity.hooks if name not in identity.code_hooks)
+    recorded_config = Config.from_json(metadata.get("configuration", {}))
+    # Stored float8 values are decoded to float32 before they are compared.
+    stores_float8 = identity.activation_dtype == FLOAT8
+    hooks_of_codes = {hook_name.removesuffix(CODES) for hook_name in identity.code_hooks}
+    activation_hooks = tuple(
+        hook_name for hook_name in identity.hooks if hook_name not in identity.code_hooks
+    )
     return replace(
         options,
         layers_to_extract=None,
         hook_names=activation_hooks or None,
-        encode_most=recorded.hooks.encode_most,
-        keep_activations=not sources.isdisjoint(activation_hooks),
+        encode_most=recorded_config.hooks.encode_most,
+        keep_activations=not hooks_of_codes.isdisjoint(activation_hooks),
         top_logits=identity.top_logits or options.top_logits,
-        activation_dtype="float32" if encoded else identity.activation_dtype,
+        activation_dtype="float32" if stores_float8 else identity.activation_dtype,
     )

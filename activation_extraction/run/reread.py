@@ -1,10 +1,10 @@
-"""Reads the text of a stored run again, for token ids that the run does not store.
+"""Reads the text of a stored run again, to get token ids that the run does not store.
 
 Recomputing a token, or showing the text before it, needs all earlier tokens of its sample. A run
-with --positions, --roles or a similar flag does not store all of them. All tokens of the sample are
-made again from the data set, starting at a mark before the sample, and the kept ones are compared
-with the stored tokens. inputs.py checks that tokenizer, chat template and data are still the same.
-To show a text, the tokenizer of the run decodes token ids.
+with --positions, --roles or a similar flag does not store all of them. This module makes all tokens
+of the sample again from the data set, starting at a mark before the sample. It compares the kept
+tokens with the stored ones. inputs.py checks that the tokenizer, the chat template and the data are
+still the same. recompute.py uses the token ids, and inspect/nla_files.py the decoded text.
 """
 
 import json
@@ -25,15 +25,16 @@ from activation_extraction.run.prepare import recorded_commit
 from activation_extraction.run.tokenizer_choice import choose_tokenizer
 from activation_extraction.store.chosen_samples import Reread, RunText, StoredTokens
 from activation_extraction.store.run_log import METADATA, identity_of
-from activation_extraction.text.batch import Sample
+from activation_extraction.text.batch import Sample, Worker
 from activation_extraction.text.samples import samples
 
+# Messages for samples that cannot be read again.
 OTHER_TOKENS = "the data set now gives other tokens than those that are stored"
 NO_SAMPLE = "the data set now ends before this sample"
 
 
 def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repository | None]:
-    """Returns the model and the adapter of a stored run, at the paths that the run used.
+    """Returns the files of the model and the adapter at the paths that a stored run used.
 
     No weights are read.
 
@@ -41,8 +42,8 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
         metadata: The content of metadata.json.
 
     Returns:
-        The model, at the commit on the hub that the run used, and the adapter. The adapter is None
-        if the run had none.
+        The files of the model, at the commit on the hub that the run used, and the files of the
+        adapter. The latter are None if the run had no adapter.
 
     Raises:
         InputError: A path is neither a folder nor the name of a repository.
@@ -61,43 +62,43 @@ def load_for_rereading(
     adapter: Repository | None,
     dataset_path: str | None = None,
 ) -> Reread:
-    """Opens the text of a stored run again, and checks that its inputs are those of the run.
+    """Opens the text of a stored run again, and checks that its inputs have not changed.
 
     Args:
         metadata: The content of metadata.json of one of the run's hosts.
         model: The files of the model at their present path. Only the tokenizer and the chat
             template are read.
         adapter: The files of the LoRA adapter at their present path. None without an adapter.
-        dataset_path: The present path or URL of the data set. None for the path, the data set on
-            the hub or the mixture that the run used.
+        dataset_path: The present path or URL of the data set. None if it is still where the run
+            read it.
 
     Returns:
-        A function that reads samples again.
+        A function that reads samples again; see `Reread`.
 
     Raises:
-        InputError: An input cannot be read, or is not the one that the stored tokens came from. The
-            message names the flag and the input: the tokenizer, the chat template, the data set or
-            the file.
+        InputError: The tokenizer, the chat template, the data set or a file cannot be read, or
+            differs from the one of the run. The message names the input and its flag.
     """
-    text, present = _text_of_run(metadata, model, adapter, dataset_path)
-    check_text_inputs(text, present, identity_of(metadata, METADATA))
+    text, present_config = _text_of_run(metadata, model, adapter, dataset_path)
+    check_text_inputs(text, present_config, identity_of(metadata, METADATA))
     return partial(_read_again, text)
 
 
 def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
-    """Loads the tokenizer of a stored run, and opens its data set if tokens are to be read again.
+    """Loads the tokenizer of a stored run, and opens its data set if it does not store all tokens.
 
     Args:
-        config: The configuration. Its model, adapter and path of the data set are used if the flags
-            name them, otherwise those that the run recorded.
+        config: The configuration. If its flags contain the model, the adapter or the path of the
+            data set, these are used. Otherwise, the inputs that the run recorded are used.
         metadata: The content of metadata.json of one of the run's hosts.
 
     Returns:
-        The text of the run. The data set is opened only if the run does not store all tokens.
+        An object with a function that decodes token ids and a function that reads samples again.
+        The latter is None if the run stores all tokens.
 
     Raises:
-        InputError: An input cannot be read, or is not the one that the stored tokens came from. The
-            message names the flag and the input.
+        InputError: The tokenizer, the chat template, the data set or a file cannot be read, or
+            differs from the one of the run. The message names the input and its flag.
     """
     identity = identity_of(metadata, METADATA)
     model, adapter = recorded_repositories(metadata)
@@ -105,19 +106,21 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         model = Repository(config.model.model_path, config.model.model_revision)
     if config.model.lora is not None:
         adapter = Repository(config.model.lora, kind=ADAPTER)
-    text, present = _text_of_run(metadata, model, adapter, config.text.dataset_path)
+    text, present_config = _text_of_run(metadata, model, adapter, config.text.dataset_path)
     reread: Reread | None = None
     if identity.every_token:
-        check_tokenizer(text, present, identity)
+        check_tokenizer(text, present_config, identity)
     else:
-        check_text_inputs(text, present, identity)
+        check_text_inputs(text, present_config, identity)
         reread = partial(_read_again, text)
-    # If the data set has token ids, the text has no tokenizer.
+    # If the data set contains token ids, the text has no tokenizer, so it is chosen here to decode.
     tokenizer = text.chosen_tokenizer or choose_tokenizer(model, adapter, text.vocabulary)
 
     def decode(token_ids: np.ndarray) -> str:
-        decoded: str = tokenizer.pretrained.decode(token_ids.tolist(), skip_special_tokens=True)
-        return decoded
+        decoded_text: str = tokenizer.pretrained.decode(
+            token_ids.tolist(), skip_special_tokens=True
+        )
+        return decoded_text
 
     return RunText(decode, reread)
 
@@ -128,70 +131,84 @@ def _text_of_run(
     adapter: Repository | None,
     dataset_path: str | None,
 ) -> tuple[Text, Config]:
-    """Returns the text of a stored run, and the configuration that names its present inputs.
+    """Returns the text of a stored run at its present paths, without opening any input.
 
-    `load_for_rereading` describes the arguments. No input is opened yet.
+    Args:
+        metadata: The content of metadata.json of one of the run's hosts.
+        model: The files of the model at their present path.
+        adapter: The files of the LoRA adapter at their present path. None without an adapter.
+        dataset_path: The present path or URL of the data set. None if it is still where the run
+            read it.
+
+    Returns:
+        The text, and the configuration of the run with the present paths.
     """
     identity = identity_of(metadata, METADATA)
-    recorded = Config.from_json(metadata.get("configuration", {}))
-    options = recorded.text
+    recorded_config = Config.from_json(metadata.get("configuration", {}))
+    text_options = recorded_config.text
     if dataset_path is not None:
-        options = replace(options, dataset_path=dataset_path, mix=())
-    # Without a record of them, the run added none: earlier versions ignored those of the tokenizer.
+        text_options = replace(text_options, dataset_path=dataset_path, mix=())
+    # A run that records no special tokens added none. Earlier versions of this program ignored the
+    # special tokens of the tokenizer.
     if not identity.special_tokens:
-        options = replace(options, special_tokens="none")
+        text_options = replace(text_options, special_tokens="none")
     vocabulary = metadata["model"]["vocab_size"]
-    text = Text(options, model, vocabulary, earlier=[metadata], adapter=adapter)
-    lora = None if adapter is None else adapter.path
-    present = replace(
-        recorded, model=replace(recorded.model, model_path=model.path, lora=lora), text=options
+    text = Text(text_options, model, vocabulary, earlier=[metadata], adapter=adapter)
+    lora_path = None if adapter is None else adapter.path
+    present_config = replace(
+        recorded_config,
+        model=replace(recorded_config.model, model_path=model.path, lora=lora_path),
+        text=text_options,
     )
-    return text, present
+    return text, present_config
 
 
-def _read_again(text: Text, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-    """Reads samples again; see `Reread`.
+def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:
+    """Reads samples again from the data set; see `Reread`.
 
     Args:
         text: The text, whose inputs have been checked.
-        stored: The stored tokens of the samples to read.
+        stored_samples: The stored tokens of the samples to read.
 
     Returns:
-        For each sample all its token ids, or a message if they differ from the stored ones or the
-        data ends before it.
+        All token ids of each sample, int32 (tokens,). Instead, a message if the data set contains
+        other tokens at the place of the sample, or ends before the sample.
     """
-    results: list[np.ndarray | str] = [NO_SAMPLE] * len(stored)
-    # Indices into `stored`, by the host and the start of the pass that reads the sample, and then
-    # by the number of the sample.
-    passes: dict[Any, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, tokens in enumerate(stored):
-        first = 0 if tokens.start is None else tokens.start.samples
-        passes[tokens.worker, first][tokens.sample_idx].append(index)
-    for (worker, _), indices in passes.items():
-        any_index = next(iter(indices.values()))[0]  # all have the same start
-        stream = samples(
+    ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
+    # Samples of one host with the same start are read in one pass over the host's data. The keys
+    # are the host and the number of samples before the start. The values are indices of
+    # `stored_samples`.
+    indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
+    for index, stored in enumerate(stored_samples):
+        samples_before = 0 if stored.start is None else stored.start.samples
+        indices_by_pass[stored.worker, samples_before].append(index)
+    for (worker, _), indices in indices_by_pass.items():
+        indices_by_number: dict[int, list[int]] = defaultdict(list)
+        for index in indices:
+            indices_by_number[stored_samples[index].sample_idx].append(index)
+        sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_form,
-            start=stored[any_index].start,
-            until=worker.number_of(max(indices)) + 1,
+            start=stored_samples[indices[0]].start,
+            until=worker.number_of(max(indices_by_number)) + 1,
         )
-        for sample in stream:
-            for index in indices.get(sample.facts.sample_idx, ()):
-                results[index] = _token_ids(sample, stored[index])
-    return results
+        for sample in sample_stream:
+            for index in indices_by_number.get(sample.facts.sample_idx, ()):
+                ids_or_messages[index] = _token_ids(sample, stored_samples[index])
+    return ids_or_messages
 
 
 def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
     """Returns all token ids of a sample, or a message if they differ from the stored ones.
 
     Args:
-        sample: The sample as it was read again. No limit has cut it.
-        stored: The stored tokens. If a limit of the run had cut the sample, they are its first kept
-            tokens.
+        sample: The sample as it was read again, which --max_tokens has not cut.
+        stored: The stored tokens. If --max_tokens had cut the sample, these are the first of its
+            kept tokens.
     """
-    positions = sample.kept_positions[: len(stored.positions)]
-    same = np.array_equal(positions, stored.positions)
-    if same and np.array_equal(sample.token_ids[positions], stored.token_ids):
+    kept_positions = sample.kept_positions[: len(stored.positions)]
+    same_positions = np.array_equal(kept_positions, stored.positions)
+    if same_positions and np.array_equal(sample.token_ids[kept_positions], stored.token_ids):
         return sample.token_ids
     return f"{OTHER_TOKENS}; its row is {json.dumps(sample.facts.row, ensure_ascii=False)}"

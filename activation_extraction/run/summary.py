@@ -1,7 +1,7 @@
-"""Words the progress of a run, the summary at its end, and the list of --list_hooks.
+"""Words the progress of a run, the summary at its end, and the table of --list_hooks.
 
-The summary says what this host has stored and how to read or continue it. inspect/status.py has the
-totals over all machines and hosts.
+The summary says what this host has stored, and how to read it or continue the run.
+inspect/status.py prints the totals over all machines and hosts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,10 @@ from activation_extraction.run.prepare import Run
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.store.totals import Totals
 
-ACTIVITIES = ("data", "compute", "copy", "store")  # names of the times that Clock measures
+ACTIVITIES = ("data", "compute", "copy", "store")  # activities whose times Clock measures
+# Columns of the table of --list_hooks. The columns with numbers are aligned on the right.
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"
-RIGHT = "width", "bytes/token"  # columns of numbers, which are aligned on the right
+NUMBER_COLUMNS = "width", "bytes/token"
 
 
 def make_progress(run: Run) -> Progress:
@@ -30,36 +31,38 @@ def make_progress(run: Run) -> Progress:
     Args:
         run: The run.
     """
-    devices = run.forward.rows.mesh.shape["device"]
+    mesh_devices = run.forward.rows.mesh.shape["device"]
     return Progress(
         run.storage.options.max_samples,
         run.storage.options.max_tokens if run.storage.plan.repair is None else None,
         (run.storage.totals.samples, run.storage.totals.tokens),
         run.config.log_every,
-        chips=devices,
-        peak_flops=peak_flops(devices),
+        chips=mesh_devices,
+        peak_flops=peak_flops(mesh_devices),
         gauges=lambda: {"batches_ready": run.batches.ready, **run.storage.gauges()},
         record=run.storage.record,
     )
 
 
 def print_summary(run: Run, clock: Clock, complete: bool) -> None:
-    """Prints what this and earlier processes have stored, and which hosts had too little data.
+    """Prints what this host has stored so far, and which hosts had too little data.
 
-    The first host, and with --verbose every host, also prints the time of each activity and how to
-    read the data set. All hosts must call this together.
+    The counts include the shards of earlier processes. The first host, and with --verbose every
+    host, also prints the time of each activity and how to read the stored run. All hosts must call
+    this together.
 
     Args:
         run: The run, which has ended on this host.
         clock: The clock that has measured the time of each activity.
-        complete: Whether the whole run is stored, so that nothing is left to continue.
+        complete: Whether the whole run is stored, so that it need not be continued.
     """
     storage = run.storage
     totals = storage.totals
     repair = storage.plan.repair
     if repair is not None:
-        made = ranges(sorted(commit.number for commit in storage.made)) or "none"
-        say(f"{'repaired' if complete else 'interrupted'}: shards stored in {run.where}: {made}")
+        shard_numbers = ranges_in_words(sorted(commit.number for commit in storage.made)) or "none"
+        outcome = "repaired" if complete else "interrupted"
+        say(f"{outcome}: shards stored in {run.output_url}: {shard_numbers}")
         if complete and repair.gaps:
             if repair.status(totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
@@ -69,12 +72,12 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
                     f"{counted(added_tokens, 'token')} more"
                 )
         return
-    shortfalls = gather(run.host, _shortfall(run) if complete else "")
+    shortfalls = gather(run.host, _shortfall_message(run) if complete else "")
     say(
         f"{'done' if complete else 'interrupted'}: "
         f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
         f"{counted(len(run.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
-        f"{totals.bytes / 1e6:,.1f} MB in {run.where}"
+        f"{totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
     if run.text.options.skip_bad_rows:
         rows = counted(totals.skipped_rows, "row")
@@ -82,25 +85,25 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        split = run.text.sample_form.split
-        causes = []
-        if not split:
-            length = run.text.options.max_seq_length
-            causes.append(f"at {counted(length, 'token')} (--max_seq_length)")
+        splits_documents = run.text.sample_form.split
+        causes_of_cuts = []
+        if not splits_documents:
+            row_tokens = run.text.options.max_seq_length
+            causes_of_cuts.append(f"at {counted(row_tokens, 'token')} (--max_seq_length)")
         if run.storage.options.max_tokens:
-            causes.append("by --max_tokens")
-        if run.storage.options.max_samples and split:
-            causes.append("by --max_samples")
+            causes_of_cuts.append("by --max_tokens")
+        if run.storage.options.max_samples and splits_documents:
+            causes_of_cuts.append("by --max_samples")
         say(
-            f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(causes)}; left out: "
-            f"{counted(totals.cut_tokens, 'token')}"
+            f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(causes_of_cuts)}; "
+            f"left out: {counted(totals.cut_tokens, 'token')}"
         )
     if totals.empty_samples:
-        mask = run.text.options.mask_column
-        rule = str(run.text.sample_form.choice)
-        if mask:
-            rule = f"--mask_column {mask}, {rule}"
-        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule})")
+        mask_column = run.text.options.mask_column
+        rule_of_kept_tokens = str(run.text.sample_form.choice)
+        if mask_column:
+            rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
+        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule_of_kept_tokens})")
     for line in codes_in_words(totals.statistics):
         say(line)
     for line in code_warnings(totals.statistics):
@@ -110,19 +113,21 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if run.host.id != 0 and not run.config.verbose:
         return
     if new_tokens := totals.tokens - storage.plan.totals.tokens:
-        say(_where_the_time_went(run, clock, new_tokens))
+        say(_time_line(run, clock, new_tokens))
     if totals.shards:
         say(
-            "read it with:", *_how_to_read(run.folders.bucket_url or str(run.folders.local), totals)
+            "read it with:",
+            *_reading_lines(run.folders.bucket_url or str(run.folders.local), totals),
         )
 
 
-def _how_to_read(url: str, totals: Totals) -> list[str]:
-    """Returns lines of Python that read a sample and a batch of tokens.
+def _reading_lines(url: str, totals: Totals) -> list[str]:
+    """Returns lines of Python that read a sample and a batch of tokens from the stored run.
 
     Args:
         url: The folder or URL of the run.
-        totals: The totals of this host. Lines that would find no sample or no token are left out.
+        totals: The totals of this host. The lines for a sample or a batch are left out if it has
+            stored no sample or no token.
     """
     hook = next(iter(totals.statistics))
     lines = [
@@ -140,49 +145,61 @@ def _how_to_read(url: str, totals: Totals) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _shortfall(run: Run) -> str:
-    """Returns a message that this host's data ended before it reached a limit.
+def _shortfall_message(run: Run) -> str:
+    """Returns a message if this host's data ended before --max_samples or --max_tokens.
 
-    It is "" if the host reached a limit, or has none.
+    Returns:
+        The message. "" if the host reached one of the limits, or has no limit.
     """
-    limits = {"sample": run.storage.options.max_samples, "token": run.storage.options.max_tokens}
-    stored = {"sample": run.storage.totals.samples, "token": run.storage.totals.tokens}
-    set_limits = {unit: most for unit, most in limits.items() if most is not None}
-    if not set_limits or any(stored[unit] >= most for unit, most in set_limits.items()):
+    options, totals = run.storage.options, run.storage.totals
+    stored_and_limits: dict[str, tuple[int, int]] = {}  # counts by unit
+    if options.max_samples is not None:
+        stored_and_limits["sample"] = (totals.samples, options.max_samples)
+    if options.max_tokens is not None:
+        stored_and_limits["token"] = (totals.tokens, options.max_tokens)
+    if not stored_and_limits:
         return ""
-    whose = f" of host {run.host.id}" if run.host.several else ""
-    share = "its share of " if run.host.several else ""
-    ended = " and ".join(
-        f"{stored[unit]:,} of at most {counted(most, unit)} ({share}--max_{unit}s)"
-        for unit, most in set_limits.items()
-    )
-    return f"the data{whose} ended after {ended}"
+    if any(stored >= limit for stored, limit in stored_and_limits.values()):
+        return ""
+    host_in_words = f" of host {run.host.id}" if run.host.several else ""
+    share_in_words = "its share of " if run.host.several else ""
+    phrases = []
+    for unit, (stored, limit) in stored_and_limits.items():
+        flag_in_words = f"{share_in_words}--max_{unit}s"
+        phrases.append(f"{stored:,} of at most {counted(limit, unit)} ({flag_in_words})")
+    return f"the data{host_in_words} ended after {' and '.join(phrases)}"
 
 
-def _where_the_time_went(run: Run, clock: Clock, tokens: int) -> str:
+def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
     """Returns a line with the time of each activity.
 
     Args:
         run: The run.
-        clock: The clock that has measured the times.
-        tokens: The number of tokens that this process has stored.
+        clock: The clock that has measured the time of each activity.
+        new_tokens: The number of tokens that this process has stored.
     """
-    elapsed = clock.elapsed
-    unit = "tokens" if run.text.sample_form.choice.everything else "kept tokens"
-    times = ", ".join(f"{name} {clock.seconds[name]:.1f}" for name in ACTIVITIES)
-    waits = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run.storage.waited.items())
+    elapsed_seconds = clock.elapsed
+    token_unit = "tokens" if run.text.sample_form.choice.everything else "kept tokens"
+    times_in_words = ", ".join(
+        f"{activity} {clock.seconds[activity]:.1f}" for activity in ACTIVITIES
+    )
+    waits_in_words = ", ".join(
+        f"{phase} {seconds:.1f}" for phase, seconds in run.storage.waited.items()
+    )
     return (
-        f"time: {elapsed:.1f} s, {tokens / elapsed:,.0f} {unit}/s; waiting for {times} "
-        f"s; of store, until there was room in memory (--waiting_shards_gb): {waits} s"
+        f"time: {elapsed_seconds:.1f} s, {new_tokens / elapsed_seconds:,.0f} {token_unit}/s; "
+        f"waiting for {times_in_words} s; of store, until there was room in memory "
+        f"(--waiting_shards_gb): {waits_in_words} s"
     )
 
 
 def how_to_continue(hosts: int, overwrite: bool) -> str:
-    """Returns the advice of messages about a failure: how to continue the run.
+    """Returns the advice in messages about a failure, which says how to continue the run.
 
     Args:
         hosts: The number of hosts.
-        overwrite: Whether --overwrite was given, which would begin anew.
+        overwrite: Whether --overwrite is set. The advice is then to omit it, because it would
+            delete what is stored.
     """
     advice = "run the same command again"
     if hosts > 1:
@@ -192,63 +209,67 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
 
 def list_hooks(
     table: HookTable,
-    config: Any,
+    model_config: Any,
     dtype: Any,
-    rule: Positions,
-    length: int,
+    positions: Positions,
+    sample_tokens: int,
     encoders: Sequence[Encoder] = (),
 ) -> list[str]:
     """Returns the lines of --list_hooks: a table of a model's hooks, and notes below it.
 
-    A row has all names of a hook of each layer K, its width and dtype, and the bytes of a stored
-    token.
+    Each row describes one kind of hooks. It contains all names of the hook, with K for the layer,
+    its width and dtype, and the bytes of a stored token.
 
     Args:
         table: The hooks of the model.
-        config: The configuration of the model.
+        model_config: The configuration of the model.
         dtype: The dtype of stored activations.
-        rule: The rule of --positions.
-        length: The tokens of the longest samples.
+        positions: The rule of --positions.
+        sample_tokens: The number of tokens of the longest possible sample.
         encoders: The autoencoders of --encode.
     """
-    depth = config.num_hidden_layers
-    sizes = config.sizes_with(length)
+    depth = model_config.num_hidden_layers
+    sizes = model_config.sizes_with(sample_tokens)
     rows: list[tuple[str, ...]] = [COLUMNS]
     for kind in table.kinds:
         vector_type = kind.vector_type(sizes, dtype)
-        module, *other_modules = kind.modules or ("",)
+        module_name, *other_modules = kind.modules or ("",)
         layers = kind.layers(depth, table.layer_types)
-        name = kind.name.format("K")
+        hook_name = kind.name.format("K")
         if "{}" in kind.name and len(layers) != depth:
-            name += f" (K: {ranges(layers)})"
+            hook_name += f" (K: {ranges_in_words(layers)})"
         other_names = ", ".join(alias.format("K") for alias in (*kind.aliases, *other_modules))
-        numbers = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
-        rows.append((name, module.format("K"), *numbers, other_names))
+        number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
+        rows.append((hook_name, module_name.format("K"), *number_cells, other_names))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        cells = []
-        for column, cell, width in zip(COLUMNS, row, widths, strict=True):
-            cells.append(cell.rjust(width) if column in RIGHT else cell.ljust(width))
-        lines.append("  ".join(cells))
+    for cells_of_row in rows:
+        padded_cells = []
+        for column_name, cell, width in zip(COLUMNS, cells_of_row, widths, strict=True):
+            is_number = column_name in NUMBER_COLUMNS
+            padded_cells.append(cell.rjust(width) if is_number else cell.ljust(width))
+        lines.append("  ".join(padded_cells))
     lines.append(f"K is the layer, from 0 to {depth - 1}")
     for encoder in encoders:
         activation_bytes = encoder.source.kind.vector_type(sizes, dtype).bytes
         lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
-    if config.weights:
-        lines.append(f"the checkpoint has {config.weights}")
-    if rule != Positions():
-        kept = rule.expected(length)
-        lines.append(f"--positions {rule} keeps about {kept:,.0f} of a sample's {length:,} tokens")
+    if model_config.weights:
+        lines.append(f"the checkpoint has {model_config.weights}")
+    if positions != Positions():
+        kept_tokens = positions.expected(sample_tokens)
+        lines.append(
+            f"--positions {positions} keeps about {kept_tokens:,.0f} of a sample's "
+            f"{sample_tokens:,} tokens"
+        )
     return [line.rstrip() for line in lines]
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Returns ascending numbers in words, with consecutive ones as ranges: "1-3, 7"."""
-    runs: list[list[int]] = []
+def ranges_in_words(numbers: Iterable[int]) -> str:
+    """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
+    number_ranges: list[list[int]] = []  # each the first and the last number, or a single number
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
+        if number_ranges and number == number_ranges[-1][-1] + 1:
+            number_ranges[-1][1:] = [number]
         else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in runs)
+            number_ranges.append([number])
+    return ", ".join("-".join(map(str, first_and_last)) for first_and_last in number_ranges)

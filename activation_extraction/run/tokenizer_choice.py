@@ -1,8 +1,8 @@
-"""Chooses the tokenizer and the chat template of a run from its model or its adapter.
+"""Chooses the tokenizer and the chat templates of a run, from its model or from its adapter.
 
-An adapter that was trained with additional tokens, or with another chat template, comes with its
-own tokenizer. The adapter's tokenizer is chosen if it gives other token ids than the model's, and
-the adapter's chat templates are chosen if they differ from the model's.
+An adapter that was trained with additional tokens or with another chat template comes with a
+tokenizer. The adapter's tokenizer is chosen if it gives other token ids than the model's tokenizer.
+The adapter's chat templates are chosen if they differ from the model's.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,13 @@ from activation_extraction.common.tokenizer_files import vocabulary_file
 from activation_extraction.model.repository import Repository, read_json
 from activation_extraction.text.tokenizer import load_tokenizer, same_ids
 
-# Name of a chat template -> its file. If one of these files exists, TEMPLATE_SETTINGS are ignored.
+# Files of chat templates by the name of the template. If one of these files exists, the files in
+# TEMPLATE_SETTINGS are ignored.
 TEMPLATE_FILES = {
     "default": "chat_template.jinja",
     "tool_use": "additional_chat_templates/tool_use.jinja",
 }
-# JSON files with chat templates in their setting `chat_template`. Only models that also take images
+# JSON files whose key `chat_template` may contain chat templates. Only models that also take images
 # have the second file.
 TEMPLATE_SETTINGS = ("tokenizer_config.json", "chat_template.json")
 
@@ -30,16 +31,16 @@ class ChosenTokenizer(NamedTuple):
     """The tokenizer of a run.
 
     Attributes:
-        home: The model or adapter from which it is read.
+        repository: The files of the model or the adapter, from which the tokenizer is read.
         pretrained: The tokenizer object of transformers, which renders chat templates.
     """
 
-    home: Repository
+    repository: Repository
     pretrained: Any
 
     @property
     def backend(self) -> Tokenizer:
-        """The object of the package tokenizers, which turns text into token ids."""
+        """The object of the package `tokenizers`, which turns text into token ids."""
         return self.pretrained.backend_tokenizer
 
 
@@ -47,12 +48,12 @@ class ChosenTemplates(NamedTuple):
     """The chat templates of a run.
 
     Attributes:
-        home: The model or adapter from which they are read.
-        sources: The Jinja source by the name of the template, "default" or "tool_use". Empty if
+        repository: The files of the model or the adapter, from which the templates are read.
+        sources: The Jinja source of each template by its name, "default" or "tool_use". Empty if
             there is no template.
     """
 
-    home: Repository
+    repository: Repository
     sources: Mapping[str, str]
 
 
@@ -86,14 +87,16 @@ def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
 
 
 def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTemplates:
-    """Returns the adapter's chat templates if it has any that differ, otherwise the model's.
+    """Returns the adapter's chat templates if they differ from the model's, otherwise the model's.
+
+    An adapter without chat templates uses the model's.
 
     Args:
         model: The files of the model.
         adapter: The files of its adapter. None without an adapter.
 
     Raises:
-        InputError: A file with a template cannot be read.
+        InputError: A file with a chat template cannot be read.
     """
     model_templates = templates_in(model)
     if adapter is not None:
@@ -111,32 +114,37 @@ def templates_in(repository: Repository) -> dict[str, str]:
         repository: The files of a model or an adapter.
 
     Returns:
-        The Jinja source by the name of the template: "default" and, for conversations with tools,
-        "tool_use". Other templates are ignored. Empty if there is none.
+        The Jinja source of each template by its name, which is "default" or, for conversations with
+        tools, "tool_use". Templates with other names are ignored. Empty if there is no template.
 
     Raises:
         InputError: A file with a template cannot be read.
     """
-    sources: dict[str, str] = {}
-    for name, file in TEMPLATE_FILES.items():
-        if (path := repository.find(file)) is not None:
+    jinja_sources: dict[str, str] = {}
+    for template_name, file_name in TEMPLATE_FILES.items():
+        if (path := repository.find(file_name)) is not None:
             try:
-                sources[name] = path.read_text(encoding="utf-8")
+                jinja_sources[template_name] = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
-    for file in TEMPLATE_SETTINGS:
-        if not sources and (path := repository.find(file)) is not None:
+    for file_name in TEMPLATE_SETTINGS:
+        if not jinja_sources and (path := repository.find(file_name)) is not None:
             templates = read_json(path).get("chat_template")
             try:
                 if isinstance(templates, list):
-                    templates = {entry["name"]: entry["template"] for entry in templates}
+                    templates = {
+                        named_template["name"]: named_template["template"]
+                        for named_template in templates
+                    }
                 elif not isinstance(templates, dict):
                     templates = {"default": templates}
-                sources = {name: templates[name] for name in TEMPLATE_FILES if templates.get(name)}
-                if not all(isinstance(source, str) for source in sources.values()):
-                    raise TypeError("a template is not text")
+                for template_name in TEMPLATE_FILES:
+                    if jinja_source := templates.get(template_name):
+                        if not isinstance(jinja_source, str):
+                            raise TypeError("a template is not text")
+                        jinja_sources[template_name] = jinja_source
             except (KeyError, TypeError) as error:
                 raise InputError(
                     f"{path}: chat_template is neither text nor a list of templates with names"
                 ) from error
-    return sources
+    return jinja_sources

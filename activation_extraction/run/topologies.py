@@ -1,7 +1,8 @@
-"""Lists the machines that can be rented for --plan: their names, devices and hosts.
+"""Lists the machines that --plan knows: rented machines with TPUs or GPUs.
 
-A `Topology` describes the devices of such a machine, which suffices to choose a mesh. For TPUs it
-also suffices to compile programs; that needs libtpu, the TPU compiler, but no TPU.
+A `Topology` describes the devices and hosts of one machine, which suffices to choose a mesh. For a
+TPU, it also suffices to compile programs. Compiling needs libtpu, the TPU compiler, but no TPU.
+estimate.py uses it.
 """
 
 import math
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.model.devices import CHIPS
 
-# The shapes in which Google Cloud arranges the chips of a TPU: chips along each axis.
+# Shapes in which Google Cloud arranges the chips of a TPU, as the number of chips along each axis.
 FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
-HOSTS = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}  # number of chips of a TPU host -> shape
-USUAL = 4  # the usual number of chips of a TPU host, and the only one for the shapes in CUBES
+# Shapes of the chips of one TPU host, by their number.
+HOST_SHAPES = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}
+# The usual number of chips of a TPU host. With a shape in CUBES, no other number exists.
+USUAL_HOST_CHIPS = 4
 
 
 class ChipKind(NamedTuple):
@@ -24,9 +27,9 @@ class ChipKind(NamedTuple):
 
     Attributes:
         chip: The name of the chip in CHIPS.
-        shapes: The shapes of the machines for TPUs, separated by spaces; "" for GPUs.
-        units: The units per chip in the number of a machine's name. 2 for v4, because v4-32 has 16
-            chips.
+        shapes: The shapes of machines with this kind of chip, separated by spaces; "" for GPUs.
+        units: The number that the name of a machine counts for each chip. It is 2 for v4, because
+            v4-32 has 16 chips.
         devices: The number of JAX devices per chip.
     """
 
@@ -36,7 +39,7 @@ class ChipKind(NamedTuple):
     devices: int
 
 
-# The chips that can be rented, by the first part of a machine's name. The facts are from the
+# Kinds of chips that can be rented, by the first part of a machine's name. The numbers are from the
 # documentation of Cloud TPU and of Compute Engine's accelerator-optimized machines.
 MACHINES = {
     "v4": ChipKind("TPU v4", CUBES, 2, 1),
@@ -52,9 +55,9 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Device:
-    """A device of a machine that is only planned.
+    """A device of a machine that is not rented yet.
 
-    The attributes have the names and meanings of those of a JAX device.
+    It stands in for a JAX device, whose attributes have the same names and meanings.
 
     Attributes:
         id: The number of the device in the machine.
@@ -69,11 +72,11 @@ class Device:
     process_index: int
 
     def memory_stats(self) -> dict[str, float]:
-        """Returns the statistics that the device would report in a real run.
+        """Returns the statistics of memory that JAX would report for the device.
 
         Returns:
-            For a GPU, its `bytes_limit` in bytes, because by default JAX uses three quarters of its
-            memory. Empty for a TPU.
+            For a GPU, "bytes_limit" in bytes, which is three quarters of its memory, JAX's default.
+            Empty for a TPU.
         """
         if self.platform != "gpu":
             return {}
@@ -85,9 +88,9 @@ class Topology:
     """A machine that can be rented.
 
     Attributes:
-        name: The name with the shape for TPUs, such as v5e:8x8; with the number of chips for GPUs,
-            such as h100-8.
-        kind: The kind of its chips.
+        name: The name of the machine. For TPUs, it contains the shape, such as v5e:8x8. For GPUs,
+            it contains the number of chips, such as h100-8.
+        kind: The kind of the machine's chips.
         hosts: The number of hosts.
         chips: The number of chips on all hosts together.
     """
@@ -103,7 +106,7 @@ class Topology:
         return bool(self.kind.shapes)
 
     def described(self) -> list[Device]:
-        """Returns the devices of the machine, from which a mesh can be made."""
+        """Returns stand-ins for the devices of the machine, from which a mesh can be made."""
         platform = "tpu" if self.is_tpu else "gpu"
         count = self.chips * self.kind.devices
         devices = []
@@ -113,70 +116,101 @@ class Topology:
         return devices
 
     def compilable(self) -> list[Any]:
-        """Returns the devices of a TPU as JAX's own objects, to compile programs for.
+        """Returns JAX's objects for the devices of a TPU, for which programs can be compiled.
 
         Raises:
             InputError: JAX cannot describe the machine, for example because libtpu is missing.
         """
         from jax.experimental import topologies
 
-        options: dict[str, Any] = {"chips_per_host_bounds": (*HOSTS[self.chips // self.hosts], 1)}
+        topology_options: dict[str, Any] = {
+            "chips_per_host_bounds": (*HOST_SHAPES[self.chips // self.hosts], 1)
+        }
         if self.name.startswith("v4:"):
-            options["chip_config_name"] = "megacore"
+            topology_options["chip_config_name"] = "megacore"
         try:
-            description = topologies.get_topology_desc(self.name, platform="tpu", **options)
-        except Exception as error:  # JAX raises various types
+            description = topologies.get_topology_desc(
+                self.name, platform="tpu", **topology_options
+            )
+        except Exception as error:  # JAX raises exceptions of various types
             raise InputError(f"--plan {self.name}: {one_line(error)}") from error
         return sorted(description.devices, key=lambda device: (device.process_index, device.id))
 
 
 def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
-    """Returns the machine with a name, as --plan takes it.
+    """Returns the machine that the value of --plan names.
 
     Args:
-        name: The name of a kind of chip, followed by a number or a shape: v5e:8x8, v5litepod-64,
-            v4-32 or h100-8. GPUs have no shapes; without a number, there is one GPU.
+        name: The name of a kind of chip, followed by a number or a shape, such as v5e:8x8,
+            v5litepod-64, v4-32 or h100-8. The name of a GPU may have no number, for one GPU.
         chips_per_host: The number of chips of a host. None for the usual number.
 
     Raises:
-        InputError: There is no machine with this name, or its chips cannot be divided among such
-            hosts. The message lists the valid names or numbers.
+        InputError: There is no machine with this name, or its chips cannot be divided among hosts
+            of `chips_per_host` chips. The message lists the valid names or numbers.
     """
     pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
     match = re.fullmatch(pattern, name.lower().replace("v5litepod", "v5e"))
-    key, number, shape = match.groups() if match else (name.lower(), None, None)
-    kind = MACHINES.get(key)
-    if kind is None or (shape and not kind.shapes):
+    kind_name, number_in_name, shape_in_name = (
+        match.groups() if match else (name.lower(), None, None)
+    )
+    chip_kind = MACHINES.get(kind_name)
+    if chip_kind is None or (shape_in_name and not chip_kind.shapes):
         raise InputError(
             f"--plan {name}: there are machines of {', '.join(MACHINES)}, such as v5e:8x8, "
             "v5litepod-64, v4-32 or h100-8"
         )
-    if kind.shapes:
-        shapes = kind.shapes.split()
-        shape_of_number = {f"{math.prod(_sides(sides)) * kind.units}": sides for sides in shapes}
-        shape = shape or shape_of_number.get(number or "", "0")
-        sides = _sides(shape)
-        largest = _sides(shapes[-1])
+    if chip_kind.shapes:
+        sides = _tpu_sides(name, kind_name, chip_kind, number_in_name, shape_in_name)
         chips = math.prod(sides)
-        if len(sides) != len(largest) or not 0 < chips <= math.prod(largest):
-            names = [f"{key}-{size} ({key}:{sides})" for size, sides in shape_of_number.items()]
-            raise InputError(f"--plan {name}: no such size; there are {', '.join(names)}")
-        usual_name = f"{key}:{shape}"
-        flat = len(sides) == 2
-        usual_host = chips if flat and chips in (1, 8) else USUAL
-        host_sizes = [size for size in HOSTS if chips % size == 0 and (flat or size == USUAL)]
+        is_flat = len(sides) == 2
+        machine_name = f"{kind_name}:{'x'.join(map(str, sides))}"
+        usual_host_size = chips if is_flat and chips in (1, 8) else USUAL_HOST_CHIPS
+        possible_sizes = [*HOST_SHAPES] if is_flat else [USUAL_HOST_CHIPS]
     else:
-        chips = int(number or 1)
-        usual_name = f"{key}-{chips}"
-        usual_host = min(chips, 8)
-        host_sizes = [size for size in range(1, chips + 1) if chips % size == 0]
-    host_size = usual_host if chips_per_host is None else chips_per_host
+        chips = int(number_in_name or 1)
+        machine_name = f"{kind_name}-{chips}"
+        usual_host_size = min(chips, 8)
+        possible_sizes = [*range(1, chips + 1)]
+    host_sizes = [size for size in possible_sizes if chips % size == 0]
+    host_size = usual_host_size if chips_per_host is None else chips_per_host
     if host_size not in host_sizes:
-        sizes = ", ".join(map(str, host_sizes)) or "no number"
+        sizes_in_words = ", ".join(map(str, host_sizes)) or "no number"
         raise InputError(
-            f"--plan {name} --chips_per_host {host_size}: its chips divide among hosts of {sizes}"
+            f"--plan {name} --chips_per_host {host_size}: its chips divide among hosts of "
+            f"{sizes_in_words}"
         )
-    return Topology(usual_name, kind, chips // host_size, chips)
+    return Topology(machine_name, chip_kind, chips // host_size, chips)
+
+
+def _tpu_sides(
+    name: str, kind_name: str, kind: ChipKind, number: str | None, shape: str | None
+) -> tuple[int, ...]:
+    """Returns the number of chips along each axis of a TPU.
+
+    Args:
+        name: The value of --plan, for the message.
+        kind_name: The first part of the name, a key of MACHINES.
+        kind: The kind of the chips.
+        number: The number in the name, such as 64. None if the name has no number.
+        shape: The shape in the name, such as 8x8. None if the name has no shape.
+
+    Raises:
+        InputError: There is no TPU with this number or shape. The message lists the valid names.
+    """
+    shapes_by_number = {}
+    for shape_of_kind in kind.shapes.split():
+        sides = _sides(shape_of_kind)
+        shapes_by_number[str(math.prod(sides) * kind.units)] = shape_of_kind
+    largest_sides = sides  # because the shapes are in ascending order
+    shape = shape or shapes_by_number.get(number or "", "0")
+    sides = _sides(shape)
+    if len(sides) != len(largest_sides) or not 0 < math.prod(sides) <= math.prod(largest_sides):
+        machine_names = []
+        for valid_number, valid_shape in shapes_by_number.items():
+            machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{valid_shape})")
+        raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
+    return sides
 
 
 def _sides(shape: str) -> tuple[int, ...]:
