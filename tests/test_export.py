@@ -20,7 +20,7 @@ from activation_extraction.common.choices import EXPORTS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export as exporting
 from activation_extraction.inspect.export import export
-from activation_extraction.inspect.trainer_files import EXPORT_FORMS
+from activation_extraction.inspect.trainer_files import EXPORT_FORMATS
 from activation_extraction.store.folder import Folder
 
 FIRST, SECOND = HOOKS.values()
@@ -31,7 +31,7 @@ ROW = 3  # tokens of a row for SAELens, so that its chunks have 6
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(exporting, "CHUNK_BYTES", PER_CHUNK * 128)
-    monkeypatch.setitem(EXPORT_FORMS, "sae_lens", EXPORT_FORMS["sae_lens"]._replace(row=ROW))
+    monkeypatch.setitem(EXPORT_FORMATS, "sae_lens", EXPORT_FORMATS["sae_lens"]._replace(row=ROW))
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -50,7 +50,7 @@ one_run = pytest.mark.parametrize("run", ["float32"], indirect=True)
 
 
 def test_every_choice_of_the_flag_has_a_form():
-    assert sorted(EXPORTS) == sorted(EXPORT_FORMS)
+    assert sorted(EXPORTS) == sorted(EXPORT_FORMATS)
 
 
 def save(run, target, *patterns):

@@ -19,7 +19,7 @@ from tiny_models import SHARED
 
 from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import StorageError
-from activation_extraction.inspect.verify import OTHER_NUMBERS
+from activation_extraction.inspect.verify import DIFFERENT_NUMBERS
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import unseal
 
@@ -73,7 +73,7 @@ def test_choices_are_stored_as_integers(stored, reference):
         expected = reference.hooked(np.array(sample.token_ids)[None])
         for name in CHOICES:
             assert sample[name].dtype == np.int32
-            assert (sample[name] != expected[name][0]).mean() <= OTHER_NUMBERS["bfloat16"]
+            assert (sample[name] != expected[name][0]).mean() <= DIFFERENT_NUMBERS["bfloat16"]
     records = records_of(stored)
     every = np.concatenate([each["activation"] for name in CHOICES for each in records[name]])
     assert every.dtype == np.int32
@@ -132,7 +132,7 @@ def test_other_choices_are_found_by_recomputing(stored, reference, tmp_path, cap
     problem, summary = capsys.readouterr().out.splitlines()
     last = load(out, number)[CHOICES[1]][-1]["activation"]
     assert f"sample 23, {CHOICES[1]}: recomputed, {last.size} of its {last.size} numbers" in problem
-    assert f"(allowed: {int(OTHER_NUMBERS['bfloat16'] * last.size)})" in problem
+    assert f"(allowed: {int(DIFFERENT_NUMBERS['bfloat16'] * last.size)})" in problem
     assert "24 samples recomputed; 1 problem" in summary
 
 

@@ -1,31 +1,38 @@
-"""Writes a data set in the form that `datasets.load_from_disk` reads."""
+"""Writes folders that `datasets.load_from_disk` of the package `datasets` reads.
+
+Such a folder contains one Arrow file with the rows, and JSON files that describe it. The modules
+for the trainers decide on the columns.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FILE = "data-00000-of-00001.arrow"
+FILE = "data-00000-of-00001.arrow"  # name of the file with the rows
 
 
 class ArrowFolder:
-    """A data set that is written to an existing folder in batches of rows.
+    """A data set of the package `datasets`, which is written to a folder in batches of rows.
 
     Args:
-        folder: The folder, which exists.
-        columns: The feature type of each column, as `datasets.Features` takes it.
-        form: The format in which `datasets` returns rows, "torch" for tensors. None for Python
-            lists and numbers.
+        folder: The folder, which exists already.
+        column_types: The feature type of each column by its name, as `datasets.Features` takes
+            them.
+        row_format: The format in which `datasets` returns the rows, "torch" for tensors. None for
+            Python lists and numbers.
     """
 
-    def __init__(self, folder: Path, columns: Mapping[str, Any], form: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, column_types: Mapping[str, Any], row_format: str | None = None
+    ) -> None:
         import datasets
         from datasets.arrow_writer import ArrowWriter
 
         self._state_file = folder / "state.json"
-        self._form = form
-        self._columns = [*columns]
-        features = datasets.Features(columns)
+        self._row_format = row_format
+        self._column_names = [*column_types]
+        features = datasets.Features(column_types)
         datasets.DatasetInfo(features=features).write_to_directory(str(folder))
         self._writer = ArrowWriter(features=features, path=str(folder / FILE))
 
@@ -33,7 +40,8 @@ class ArrowFolder:
         """Appends a batch of rows.
 
         Args:
-            rows: The values of each column, with as many entries as there are rows.
+            rows: The values of the rows in each column, by the name of the column. All columns have
+                one value for each row.
         """
         self._writer.write_batch(rows)
 
@@ -42,10 +50,10 @@ class ArrowFolder:
         self._writer.finalize()
         state: dict[str, Any] = {
             "_data_files": [{"filename": FILE}],
-            "_fingerprint": None,  # `datasets` computes one when it reads the folder
-            "_format_columns": None if self._form is None else self._columns,
+            "_fingerprint": None,  # `datasets` computes a fingerprint when it reads the folder
+            "_format_columns": None if self._row_format is None else self._column_names,
             "_format_kwargs": {},
-            "_format_type": self._form,
+            "_format_type": self._row_format,
             "_output_all_columns": False,
             "_split": None,
         }

@@ -1,9 +1,9 @@
 """Writes the files from which speculators and SpecForge train draft models (EAGLE-3, DFlash).
 
-They contain whole samples with a loss mask, the residual streams of some layers, and the last
-hidden state. The two trainers number the same tensors differently: the residual stream after block
-k, counted from 0, is number k + 1 for speculators, as in transformers' `hidden_states`, and number
-k for SpecForge.
+The files contain whole samples, with a loss mask, the residual streams of some layers, and the last
+hidden state. The two trainers number the same tensors differently. Blocks are counted from 0 here.
+The residual stream after block k is number k + 1 for speculators, as in `hidden_states` of
+transformers, and number k for SpecForge.
 """
 
 import io
@@ -30,12 +30,16 @@ from activation_extraction.dataset.token_batch import (
 from activation_extraction.inspect.arrow_files import ArrowFolder
 from activation_extraction.inspect.exported import Exported
 
-LOSS_MASK = "loss_mask"  # kept column with a 0 or 1 per token of the row: 1 if its loss counts
-LEARNED = [ROLES.index(role) for role in ("assistant", "thinking")]  # roles whose loss counts
-STREAMS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
-NORMED = "ln_final.hook_out"
-PER_FOLDER = 2000  # samples per folder, as SpecForge groups them
-EAGLE3_LAYERS = 3  # SpecForge's EAGLE-3 draft models read the streams of exactly so many layers
+# Name of the kept column and of the tensor that contain a 1 for each token whose loss counts, and a
+# 0 for each other token.
+LOSS_MASK = "loss_mask"
+# Indices in ROLES of the roles whose tokens' loss counts.
+TRAINED_ROLES = [ROLES.index(role) for role in ("assistant", "thinking")]
+# Globs of the hooks for residual streams.
+STREAM_GLOBS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
+FINAL_NORM_HOOK = "ln_final.hook_out"
+SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
+EAGLE3_LAYERS = 3  # number of layers whose residual streams SpecForge's EAGLE-3 draft models read
 
 
 class TrainingSample(NamedTuple):
@@ -55,80 +59,92 @@ class TrainingSample(NamedTuple):
 def training_samples(
     dataset: ActivationDataset, chunks: Iterable[TokenBatch]
 ) -> Iterator[TrainingSample]:
-    """Yields all samples of the run that have tokens.
+    """Yields the samples of the run, except samples without tokens.
 
     Args:
         dataset: The run.
         chunks: All tokens of the run, in stored order. A sample may lie in several chunks.
 
     Raises:
-        RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
+        RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
     """
-    upcoming = iter(chunks)
-    pending: list[TokenBatch] = []  # tokens that were read, but not yielded yet
-    for number, length in enumerate(dataset.samples["tokens"].to_pylist()):
-        if not length:
+    upcoming_chunks = iter(chunks)
+    pending_batches: list[TokenBatch] = []  # tokens that were read but not yielded yet
+    for sample_index, sample_length in enumerate(dataset.samples["tokens"].to_pylist()):
+        if not sample_length:
             continue
-        while sum(map(len, pending)) < length:
-            pending.append(next(upcoming))
-        tokens = concatenate_batches(pending)
-        sample = tokens.map(itemgetter(slice(length)))
-        pending = [tokens.map(itemgetter(slice(length, None)))]
-        mask = _loss_mask(dataset, number, sample)
-        yield TrainingSample(sample.token_ids.astype(np.int64), mask, sample.activations)
+        while sum(map(len, pending_batches)) < sample_length:
+            pending_batches.append(next(upcoming_chunks))
+        pending_tokens = concatenate_batches(pending_batches)
+        sample_tokens = pending_tokens.map(itemgetter(slice(sample_length)))
+        pending_batches = [pending_tokens.map(itemgetter(slice(sample_length, None)))]
+        loss_mask = _loss_mask(dataset, sample_index, sample_tokens)
+        yield TrainingSample(
+            sample_tokens.token_ids.astype(np.int64), loss_mask, sample_tokens.activations
+        )
 
 
-def _loss_mask(dataset: ActivationDataset, number: int, sample: TokenBatch) -> np.ndarray:
+def _loss_mask(
+    dataset: ActivationDataset, sample_index: int, sample_tokens: TokenBatch
+) -> np.ndarray:
     """Returns the loss mask of a sample: 1 for each token whose loss counts, otherwise 0.
 
-    It is read from the column `loss_mask` if the run kept one. Otherwise the loss counts for the
-    assistant's tokens (and its thinking) in conversations, and for all tokens in other samples.
+    If the run kept a column `loss_mask`, the mask is read from it. Otherwise, all tokens count in
+    samples without roles. In conversations, only the tokens of the assistant and of its thinking
+    count.
 
     Args:
         dataset: The run.
-        number: The position of the sample in `dataset.samples`.
-        sample: The tokens of the sample.
-
-    Raises:
-        RunError: The column is not a 0 or 1 for each token of its row.
-    """
-    mask: Any = np.ones(len(sample))
-    if LOSS_MASK in dataset.identity.text.keep_columns:
-        row_mask = dataset.samples[LOSS_MASK][number].as_py()
-        piece = piece_of(dataset.samples["row"][number].as_py())
-        start = 0 if piece is None else piece[1]
-        mask = np.array(row_mask[start : start + len(sample)] if isinstance(row_mask, list) else [])
-        if mask.shape != (len(sample),) or not np.isin(mask, (0, 1)).all():
-            where = f"sample {sample.sample_idx[0]}: its column {LOSS_MASK}"
-            raise RunError(f"{where}: expected a 0 or 1 for each of the row's tokens")
-    elif sample.role is not None:
-        mask = np.isin(sample.role, LEARNED)
-    return mask.astype(np.int64)
-
-
-def layer_ids(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the residual-stream hooks, numbered as transformers numbers hidden states.
-
-    Args:
-        hooks: Names of hooks. Those of other tensors are ignored.
+        sample_index: The index of the sample in `dataset.samples`.
+        sample_tokens: The tokens of the sample.
 
     Returns:
-        A hook name by its number, ascending: number 0 is the embedding, and number k + 1 is the
-        output of block k. Of two hooks that name the same tensor, the first one.
+        The mask, int64 (tokens,).
+
+    Raises:
+        RunError: The column does not contain a 0 or 1 for each token of its row.
     """
-    by_number: dict[int, str] = {}
+    loss_mask: Any = np.ones(len(sample_tokens))
+    if LOSS_MASK in dataset.identity.text.keep_columns:
+        row_mask = dataset.samples[LOSS_MASK][sample_index].as_py()
+        piece = piece_of(dataset.samples["row"][sample_index].as_py())
+        first_token = 0 if piece is None else piece[1]
+        if not isinstance(row_mask, list):
+            row_mask = []
+        loss_mask = np.array(row_mask[first_token : first_token + len(sample_tokens)])
+        if loss_mask.shape != (len(sample_tokens),) or not np.isin(loss_mask, (0, 1)).all():
+            sample_and_column = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
+            raise RunError(f"{sample_and_column}: expected a 0 or 1 for each of the row's tokens")
+    elif sample_tokens.role is not None:
+        loss_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
+    return loss_mask.astype(np.int64)
+
+
+def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
+    """Returns the hooks of residual streams by the numbers of hidden states in transformers.
+
+    Args:
+        hooks: The names of hooks. Hooks of other tensors are ignored.
+
+    Returns:
+        The names of hooks by their numbers, in ascending order. Number 0 is the embedding, and
+        number k + 1 is the output of block k. If two hooks have the same tensor, the first hook.
+    """
+    hooks_by_number: dict[int, str] = {}
     for hook in hooks:
         if match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
-            by_number.setdefault(int(match[1]) + (match[2] == "post"), hook)
-    return dict(sorted(by_number.items()))
+            block, place = match.groups()
+            number = int(block) + 1 if place == "post" else int(block)
+            hooks_by_number.setdefault(number, hook)
+    return dict(sorted(hooks_by_number.items()))
 
 
 def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[str]) -> str:
     """Returns the configuration with which `specforge train` of SpecForge 0.2 reads an export.
 
     `max_length` is set because SpecForge cuts samples to 2,048 tokens by default.
-    `aux_hidden_state_layer_ids` names the layers by SpecForge's numbers; the trained draft model
-    later reads the residual streams of these layers.
+    `aux_hidden_state_layer_ids` contains SpecForge's numbers of the exported layers. The trained
+    draft model will read the residual streams of these layers.
 
     Args:
         folder: The folder of the export.
@@ -136,33 +152,36 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
         hooks: The names of the exported hooks.
 
     Returns:
-        A JSON text.
+        The configuration as a JSON text.
     """
-    lengths = dataset.samples["tokens"].to_pylist()
-    layers = [number - 1 for number in layer_ids(hooks)]
+    sample_lengths = dataset.samples["tokens"].to_pylist()
+    layer_numbers = [number - 1 for number in streams_by_number(hooks)]
     config = {
         "model": {
             "target_model_path": dataset.tokenizer_path,
-            "aux_hidden_state_layer_ids": layers,
+            "aux_hidden_state_layer_ids": layer_numbers,
         },
-        "data": {"hidden_states_path": folder, "max_length": max(lengths, default=1)},
+        "data": {"hidden_states_path": folder, "max_length": max(sample_lengths, default=1)},
     }
     return json.dumps(config)
 
 
-def _empty_samples(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns the number of samples without tokens in words, or nothing if there are none."""
-    empty = dataset.samples["tokens"].to_pylist().count(0)
-    return (f"{counted(empty, 'sample')} without tokens",) if empty else ()
+def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
+    """Returns a phrase about the samples without tokens, or an empty tuple if there are none."""
+    empty_count = dataset.samples["tokens"].to_pylist().count(0)
+    if not empty_count:
+        return ()
+    return (f"{counted(empty_count, 'sample')} without tokens",)
 
 
 def write_speculators(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
 ) -> Exported:
-    """Writes the data set and the hidden states that speculators 0.9 trains on.
+    """Writes the data set and the hidden states from which speculators 0.9 trains draft models.
 
-    `hidden_states/hs_i.safetensors` belongs to row i of the data set. Its tensor `hidden_states` is
-    (tokens, layers, width); the last layer is the output of the last block, before the final norm.
+    The file hidden_states/hs_i.safetensors belongs to row i of the data set. Its tensor
+    `hidden_states` has the shape (tokens, layers, width). The last layer is the output of the last
+    block, before the final norm.
 
     Args:
         folder: The folder of the export, which is empty.
@@ -171,37 +190,39 @@ def write_speculators(
         chunks: All tokens of the run, in stored order.
 
     Returns:
-        The number of tokens written, and the number of samples without tokens in words.
+        The number of tokens written, and a phrase about samples without tokens if there are any.
 
     Raises:
         InputError: `hooks` lacks the output of the last block, or has no other hook.
-        RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
+        RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
     """
     import datasets
     from safetensors.numpy import save
 
     depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-    last = f"blocks.{depth - 1}.hook_resid_post"
-    if last not in hooks or len(hooks) < 2:
+    last_hook = f"blocks.{depth - 1}.hook_resid_post"
+    if last_hook not in hooks or len(hooks) < 2:
         raise InputError(
-            f"--export speculators: needs the hooks {last} and blocks.K.hook_resid_post of at "
+            f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post of at "
             f"least one other layer; it has {', '.join(hooks)} of {dataset.url}"
         )
     (folder / "hidden_states").mkdir()
-    integer = datasets.Value("int64")
-    integers = datasets.List(integer)
-    columns = {"input_ids": integers, LOSS_MASK: integers, "seq_len": integer}
-    rows = ArrowFolder(folder, columns, "torch")
-    layers = layer_ids(hooks).values()
-    tokens = 0
-    for number, (ids, mask, values) in enumerate(training_samples(dataset, chunks)):
-        states = np.stack([values[hook] for hook in layers], axis=1)
-        content = save({"hidden_states": states, "token_ids": ids})
-        (folder / f"hidden_states/hs_{number}.safetensors").write_bytes(content)
-        rows.write({"input_ids": [ids], LOSS_MASK: [mask], "seq_len": [len(ids)]})
-        tokens += len(ids)
-    rows.finalize()
-    return Exported(tokens, _empty_samples(dataset))
+    integer_type = datasets.Value("int64")
+    integers_type = datasets.List(integer_type)
+    column_types = {"input_ids": integers_type, LOSS_MASK: integers_type, "seq_len": integer_type}
+    arrow_folder = ArrowFolder(folder, column_types, "torch")
+    stream_hooks = streams_by_number(hooks).values()
+    written_tokens = 0
+    for row, (token_ids, loss_mask, values_by_hook) in enumerate(training_samples(dataset, chunks)):
+        hidden_states = np.stack([values_by_hook[hook] for hook in stream_hooks], axis=1)
+        file_content = save({"hidden_states": hidden_states, "token_ids": token_ids})
+        (folder / f"hidden_states/hs_{row}.safetensors").write_bytes(file_content)
+        arrow_folder.write(
+            {"input_ids": [token_ids], LOSS_MASK: [loss_mask], "seq_len": [len(token_ids)]}
+        )
+        written_tokens += len(token_ids)
+    arrow_folder.finalize()
+    return Exported(written_tokens, _empty_samples_in_words(dataset))
 
 
 def write_specforge(
@@ -209,8 +230,8 @@ def write_specforge(
 ) -> Exported:
     """Writes the files from which SpecForge trains EAGLE-3 draft models offline.
 
-    Each sample has a file. `aux_hidden_state` contains the residual streams of three layers side by
-    side, (1, tokens, 3 * width), and `hidden_state` the last hidden state after the final norm,
+    Each sample has a file. Its tensor `aux_hidden_state` contains the concatenated residual streams
+    of three layers, (1, tokens, 3 * width). `hidden_state` contains the output of the final norm,
     (1, tokens, width).
 
     Args:
@@ -220,36 +241,38 @@ def write_specforge(
         chunks: All tokens of the run, in stored order.
 
     Returns:
-        The number of tokens written, and the number of samples without tokens in words.
+        The number of tokens written, and a phrase about samples without tokens if there are any.
 
     Raises:
-        InputError: `hooks` lacks the final norm's hook, does not have exactly three layers, or has
-            the embedding.
-        RunError: A `loss_mask` is not a 0 or 1 for each token of its row.
+        InputError: `hooks` lacks the final norm's hook, contains the embedding, or does not contain
+            the residual streams of exactly three layers.
+        RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
     """
     import torch
 
-    layers = layer_ids(hooks)
-    if NORMED not in hooks or len(layers) != EAGLE3_LAYERS or 0 in layers:
+    stream_hooks = streams_by_number(hooks)
+    if FINAL_NORM_HOOK not in hooks or len(stream_hooks) != EAGLE3_LAYERS or 0 in stream_hooks:
         raise InputError(
-            f"--export specforge: needs the hooks {NORMED} and blocks.K.hook_resid_post of exactly "
-            f"three layers, which --hook_names can choose; it has {', '.join(hooks)} of "
-            f"{dataset.url}"
+            f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and blocks.K.hook_resid_post "
+            "of exactly three layers, which --hook_names can choose; it has "
+            f"{', '.join(hooks)} of {dataset.url}"
         )
-    tokens = 0
-    for number, (ids, mask, values) in enumerate(training_samples(dataset, chunks)):
-        first = number // PER_FOLDER * PER_FOLDER
-        subfolder = folder / f"rows_{first}-{first + PER_FOLDER}"
+    written_tokens = 0
+    samples = training_samples(dataset, chunks)
+    for sample_number, (token_ids, loss_mask, values_by_hook) in enumerate(samples):
+        first_of_folder = sample_number // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
+        subfolder = folder / f"rows_{first_of_folder}-{first_of_folder + SAMPLES_PER_FOLDER}"
         subfolder.mkdir(exist_ok=True)
-        streams = np.concatenate([values[hook] for hook in layers.values()], axis=1)
-        content = {
-            "input_ids": as_tensor(ids),
-            LOSS_MASK: as_tensor(mask),
-            "hidden_state": as_tensor(values[NORMED])[None],
-            "aux_hidden_state": as_tensor(streams)[None],
+        streams = [values_by_hook[hook] for hook in stream_hooks.values()]
+        concatenated_streams = np.concatenate(streams, axis=1)
+        tensors = {
+            "input_ids": as_tensor(token_ids),
+            LOSS_MASK: as_tensor(loss_mask),
+            "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
+            "aux_hidden_state": as_tensor(concatenated_streams)[None],
         }
-        buffer = io.BytesIO()  # if torch wrote the file itself, a full disk would be a RuntimeError
-        torch.save(content, buffer)
-        (subfolder / f"data_{number}.ckpt").write_bytes(buffer.getbuffer())
-        tokens += len(ids)
-    return Exported(tokens, _empty_samples(dataset))
+        buffer = io.BytesIO()  # torch would raise a RuntimeError, not an OSError, on a full disk
+        torch.save(tensors, buffer)
+        (subfolder / f"data_{sample_number}.ckpt").write_bytes(buffer.getbuffer())
+        written_tokens += len(token_ids)
+    return Exported(written_tokens, _empty_samples_in_words(dataset))

@@ -1,6 +1,7 @@
 """Writes delphi's cache of latents: the files from which delphi explains features.
 
-delphi says "latent" for what this project calls a feature of an autoencoder.
+A latent of delphi is a feature of an autoencoder in this project. The codes of a run contain the
+active features of each token with their values.
 """
 
 import json
@@ -16,11 +17,11 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.exported import Exported
 
-ROW = 64  # tokens per row; an example of delphi's is half a row
-SPLITS = 5  # files per hook, delphi's default; there are more if files would exceed SPLIT_BYTES
-SPLIT_BYTES = 2**30
-LEAST = 1e-5  # values up to this magnitude are left out, as delphi does
-# A value of a code. `row` and `position` say where its token is in the table of all rows.
+ROW_TOKENS = 64  # number of tokens in a row; an example that delphi shows is half a row
+LEAST_FILES = 5  # number of files per hook, as in delphi, unless they would exceed FILE_BYTES
+FILE_BYTES = 2**30  # approximate largest number of bytes in a file
+SMALLEST_VALUE = 1e-5  # values of at most this magnitude are left out, as delphi does
+# The value of one feature at one token. The token is at `position` in the row `row`.
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
 
 
@@ -29,14 +30,14 @@ def write_delphi(
 ) -> Exported:
     """Writes the cache of latents that delphi 0.1 reads, in a folder for each hook.
 
-    A row contains ROW consecutive tokens of one sample. Tokens at the end of a sample that do not
-    fill a row are left out. A file START_END.safetensors covers the features START to END,
+    A row contains ROW_TOKENS consecutive tokens of one sample. Tokens at the end of a sample that
+    do not fill a row are left out. A file START_END.safetensors covers the features START to END,
     inclusive, and contains these tensors:
 
-    - `locations`, uint32 (values, 3): the row, the position in the row, and feature - START of each
-      value, sorted by feature.
-    - `activations`, float32 (values,).
-    - `tokens`: the token ids of all rows, (rows, ROW).
+    - `locations`: The places of the values, uint32 (values, 3), sorted by feature. A place consists
+      of the row, the position in the row, and the number of the feature minus START.
+    - `activations`: The values, float32 (values,).
+    - `tokens`: The token ids of all rows, (rows, ROW_TOKENS).
 
     Args:
         folder: The folder of the export, which has an empty folder for each hook.
@@ -45,94 +46,102 @@ def write_delphi(
         chunks: All tokens of the run, in stored order.
 
     Returns:
-        The number of tokens in the files, and the number of small values left out at each hook in
-        words.
+        The number of tokens in the files, and a phrase for each hook at which small values were
+        left out.
 
     Raises:
-        InputError: No sample has ROW tokens.
+        InputError: No sample has ROW_TOKENS tokens.
     """
     from safetensors.numpy import save
 
     lengths = dataset.samples["tokens"].to_numpy()
-    if not (lengths >= ROW).any():
+    if not (lengths >= ROW_TOKENS).any():
         raise InputError(
-            f"--export delphi: no sample of {dataset.url} has {ROW} tokens, which a row needs"
+            f"--export delphi: no sample of {dataset.url} has {ROW_TOKENS} tokens, which a row "
+            "needs"
         )
-    begins = np.cumsum([0, *lengths])  # offset of each sample among all tokens of the run
+    sample_offsets = np.cumsum([0, *lengths])  # offset of each sample among all tokens of the run
     tokens_read = 0
-    tokens_kept = 0  # tokens in whole rows
-    small_values = dict.fromkeys(hooks, 0)  # number of values in whole rows that are left out
+    tokens_in_rows = 0  # tokens in whole rows
+    small_value_counts = dict.fromkeys(hooks, 0)  # number of omitted values by hook
     token_ids: list[np.ndarray] = []
-    # The files of each hook by their range of features (first, stop). At first a file gets its
-    # entries in the order of the tokens; when all are written, it is replaced by the tensors.
-    files: dict[str, dict[tuple[int, int], Path]] = {}
+    # The paths of each hook's files by their range of features (first, stop). A file first receives
+    # entries in the order of the tokens. At the end, they are replaced by the tensors.
+    files_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
     for hook in hooks:
-        files[hook] = {
-            (first, stop): folder / hook / f"{first}_{stop - 1}.safetensors"
-            for first, stop in pairwise(_edges(dataset, hook))
-        }
+        files_by_hook[hook] = {}
+        for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook)):
+            file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
+            files_by_hook[hook][first_feature, stop_feature] = folder / hook / file_name
     for batch in chunks:
-        offsets = np.arange(tokens_read, tokens_read + len(batch))
-        sample = np.searchsorted(begins, offsets, "right") - 1
-        in_row = batch.position < lengths[sample] // ROW * ROW
-        kept_index = tokens_kept + np.cumsum(in_row) - 1  # index of a token among the kept ones
-        token_ids.append(batch.token_ids[in_row])
+        token_offsets = np.arange(tokens_read, tokens_read + len(batch))
+        sample_of_token = np.searchsorted(sample_offsets, token_offsets, "right") - 1
+        is_in_row = batch.position < lengths[sample_of_token] // ROW_TOKENS * ROW_TOKENS
+        # The index of each token among all tokens in whole rows.
+        index_in_rows = tokens_in_rows + np.cumsum(is_in_row) - 1
+        token_ids.append(batch.token_ids[is_in_row])
         for hook, codes in batch.items():
-            token = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-            is_small = np.abs(codes.data) <= LEAST
-            small_values[hook] += int(np.count_nonzero(in_row[token] & is_small))
-            chosen = in_row[token] & ~is_small
-            row, position = np.divmod(kept_index[token[chosen]], ROW)
-            columns = [row, position, codes.indices[chosen], codes.data[chosen]]
+            token_of_value = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
+            is_small = np.abs(codes.data) <= SMALLEST_VALUE
+            small_value_counts[hook] += int(np.count_nonzero(is_in_row[token_of_value] & is_small))
+            is_kept = is_in_row[token_of_value] & ~is_small
+            kept_index = index_in_rows[token_of_value[is_kept]]
+            row_of_value, position_in_row = np.divmod(kept_index, ROW_TOKENS)
+            columns = [row_of_value, position_in_row, codes.indices[is_kept], codes.data[is_kept]]
             entries = np.rec.fromarrays(columns, dtype=ENTRY)
-            for (first, stop), path in files[hook].items():
-                in_file = (entries["latent"] >= first) & (entries["latent"] < stop)
-                with open(path, "ab") as file:
-                    entries[in_file].tofile(file)
+            for (first_feature, stop_feature), file_path in files_by_hook[hook].items():
+                latents = entries["latent"]
+                is_in_file = (latents >= first_feature) & (latents < stop_feature)
+                with open(file_path, "ab") as file:
+                    entries[is_in_file].tofile(file)
         tokens_read += len(batch)
-        tokens_kept += int(in_row.sum())
-    tokens = np.concatenate(token_ids).reshape(-1, ROW)
+        tokens_in_rows += int(is_in_row.sum())
+    token_table = np.concatenate(token_ids).reshape(-1, ROW_TOKENS)
     for hook in hooks:
-        for (first, _), path in files[hook].items():
-            stored = np.fromfile(path, ENTRY)
-            stored = stored[np.argsort(stored["latent"], kind="stable")]
-            stored["latent"] -= first
-            locations = [stored["row"], stored["position"], stored["latent"]]
+        for (first_feature, _), file_path in files_by_hook[hook].items():
+            sorted_entries = np.fromfile(file_path, ENTRY)
+            sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
+            sorted_entries["latent"] -= first_feature
+            locations = [
+                sorted_entries["row"],
+                sorted_entries["position"],
+                sorted_entries["latent"],
+            ]
             tensors = {
                 "locations": np.stack(locations, axis=1),
-                "activations": stored["value"].copy(),
-                "tokens": tokens,
+                "activations": sorted_entries["value"].copy(),
+                "tokens": token_table,
             }
-            path.write_bytes(save(tensors))
+            file_path.write_bytes(save(tensors))
         config = {
             "model_name": dataset.tokenizer_path,
             "dataset_repo": dataset.identity.data,
             "dataset_column": dataset.identity.text.text_column,
-            "cache_ctx_len": ROW,
-            "ctx_len": ROW,
-            "n_tokens": tokens.size,
-            "n_splits": len(files[hook]),
+            "cache_ctx_len": ROW_TOKENS,
+            "ctx_len": ROW_TOKENS,
+            "n_tokens": token_table.size,
+            "n_splits": len(files_by_hook[hook]),
         }
         (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
-    left_out = [
-        f"{counted(count, 'code')} of at most {LEAST:g} at {hook}, as by delphi itself"
-        for hook, count in small_values.items()
+    phrases = [
+        f"{counted(count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by delphi itself"
+        for hook, count in small_value_counts.items()
         if count
     ]
-    return Exported(tokens.size, tuple(left_out))
+    return Exported(token_table.size, tuple(phrases))
 
 
-def _edges(dataset: ActivationDataset, hook: str) -> list[int]:
-    """Returns the boundaries between the files of a hook.
+def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
+    """Divides the features of a hook among files.
 
     Args:
         dataset: The run.
         hook: The name of a hook with codes.
 
     Returns:
-        The first feature of each file, then the number of all features.
+        The number of the first feature of each file, and finally the number of all features.
     """
-    features = dataset.hooks[hook]
+    feature_count = dataset.hooks[hook]
     most_values = dataset.tokens * dataset.shards.hooks[hook].most_values
-    splits = max(SPLITS, -(-most_values * ENTRY.itemsize // SPLIT_BYTES))  # rounded up
-    return np.linspace(0, features, min(splits, features) + 1).astype(int).tolist()
+    file_count = max(LEAST_FILES, -(-most_values * ENTRY.itemsize // FILE_BYTES))  # rounded up
+    return np.linspace(0, feature_count, min(file_count, feature_count) + 1).astype(int).tolist()

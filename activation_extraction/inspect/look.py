@@ -1,4 +1,8 @@
-"""Calls the function for --status, --verify, --report or --export: flags about a stored run."""
+"""Calls the function that belongs to --status, --verify, --report or --export.
+
+These flags look at a stored run. The callers provide the functions that load its model or its text,
+because this package imports no JAX.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +16,7 @@ from activation_extraction.inspect.verify import verify
 from activation_extraction.store.chosen_samples import Recompute
 from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
 
-# Seconds for which --status tries to reach the output, unless --upload_timeout is shorter.
+# Seconds after which --status stops trying to reach the output, unless --upload_timeout is shorter.
 STATUS_PATIENCE = 20.0
 
 
@@ -21,14 +25,14 @@ def look(
     load: Callable[[dict[str, Any]], Recompute] | None = None,
     load_text: LoadText | None = None,
 ) -> int:
-    """Looks at a stored run as the flag asks: --status, --report, --export, or else --verify.
+    """Carries out --status, --report, --export or --verify on a stored run.
 
     Args:
-        config: The configuration, which contains one of the four flags.
-        load: A function that loads the model for --verify; see `verify`. None to recompute no
-            samples.
-        load_text: A function that loads the text of the run for --export; see `export`. None if the
-            flag needs no text.
+        config: The configuration, in which one of the four flags is set.
+        load: A function that takes the content of metadata.json and loads the model for --verify;
+            see `verify`. None to recompute no samples.
+        load_text: A function that takes the content of metadata.json and loads the text for
+            --export; see `export`. None if the flag needs no text.
 
     Returns:
         The exit status: 1 if --status or --verify found a problem, otherwise 0.
@@ -36,7 +40,7 @@ def look(
     Raises:
         InputError: There is no run, or the flag cannot be applied to this run.
         RunError: --report or --export failed, for example because a shard is damaged.
-        FolderError: A folder of the run cannot be read now.
+        FolderError: A request for a folder of the run failed, and may succeed later.
     """
     output, looking = config.output, config.looking
     try:

@@ -1,9 +1,10 @@
-"""The file that the pipeline of natural language autoencoders continues from.
+"""Writes the file with which the pipeline of natural language autoencoders continues.
 
 The pipeline (kitft/natural_language_autoencoders) begins with stage 0, which extracts activations.
-This module writes what stage 0 would write: a row for each stored token, with the text of the
-sample up to the token and the residual stream after one block. The text takes all token ids before
-the token, also those that the run does not store; a `RunText` reads them again and decodes them.
+This module writes the same Parquet file as stage 0. The file has a row for each stored token, with
+the text of the sample up to the token and the residual stream after one block. The text is decoded
+from all token ids before the token. If the run does not store all of them, a `RunText` reads them
+again from the data set.
 """
 
 import hashlib
@@ -28,11 +29,12 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_log import RunLog
 from activation_extraction.store.shard_check import file_path
 
-STREAM = re.compile(r"blocks\.(\d+)\.hook_resid_post")  # the hook, with the index of its block
-FILE = "base.parquet"
-ROW_GROUP = 4096  # rows; with a width of 8,192 and texts of 8 KB, a group has 160 MiB
-FACTS = ("doc_id", "row")  # columns of the table of samples from which a document gets its id
-TEXT = "text"  # column of a chunk: the text of the sample up to and including the token
+# The name of the exported hook. The group matches the number of its block, from 0.
+STREAM_PATTERN = re.compile(r"blocks\.(\d+)\.hook_resid_post")
+FILE_NAME = "base.parquet"
+ROW_GROUP = 4096  # rows in a row group, which has 160 MiB with a width of 8,192 and texts of 8 KB
+ID_COLUMNS = ("doc_id", "row")  # columns of the table of samples that determine a document's id
+TEXT_COLUMN = "text"  # column of a chunk with the text of the sample up to and including each token
 
 
 def with_texts(
@@ -40,66 +42,85 @@ def with_texts(
     root: Folder,
     folders: Mapping[str, RunLog],
     dataset: ActivationDataset,
-    text: RunText,
+    run_text: RunText,
 ) -> Iterator[TokenBatch]:
-    """Yields chunks of tokens with a further column TEXT.
+    """Yields chunks of tokens with the additional column TEXT_COLUMN.
 
     Args:
         chunks: All tokens of the run, in stored order.
         root: The output of the run.
-        folders: The content of each folder of the run, by the folder's name.
+        folders: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        text: The text of the run.
+        run_text: The functions that read the token ids again and decode them.
 
     Raises:
         RunError: The text of a sample cannot be read again, or a shard is damaged or missing.
     """
-    samples = _token_ids(root, folders, dataset, text)
-    sample_idx, token_ids = -1, np.empty(0, np.int32)
+    ids_of_samples = _token_ids(root, folders, dataset, run_text)
+    current_number = -1  # number of the sample to which `token_ids` belong
+    token_ids = np.empty(0, np.int32)
     for batch in chunks:
-        texts = np.empty(len(batch), object)
-        tokens = zip(batch.sample_idx.tolist(), batch.position.tolist(), strict=True)
-        for index, (number, position) in enumerate(tokens):
-            while sample_idx != number:
-                sample_idx, token_ids = next(samples)
-            texts[index] = text.decode(token_ids[: position + 1])
-        yield replace(batch, columns={**batch.columns, TEXT: texts})
+        text_column = np.empty(len(batch), object)
+        numbers_and_positions = zip(batch.sample_idx.tolist(), batch.position.tolist(), strict=True)
+        for token_index, (sample_number, position) in enumerate(numbers_and_positions):
+            while current_number != sample_number:
+                current_number, token_ids = next(ids_of_samples)
+            text_column[token_index] = run_text.decode(token_ids[: position + 1])
+        yield replace(batch, columns={**batch.columns, TEXT_COLUMN: text_column})
 
 
 def _token_ids(
-    root: Folder, folders: Mapping[str, RunLog], dataset: ActivationDataset, text: RunText
+    root: Folder, folders: Mapping[str, RunLog], dataset: ActivationDataset, run_text: RunText
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the number and all token ids of each sample, in stored order, shard by shard.
+    """Yields the number of each sample and all its token ids, in stored order.
 
-    A sample without stored tokens may have no token ids.
+    Args:
+        root: The output of the run.
+        folders: The run log of each folder of the run, by the folder's name.
+        dataset: The run.
+        run_text: The function that reads the token ids again, if the run does not store them all.
+
+    Yields:
+        The number of the sample, and its token ids, int32 (tokens,). A sample without stored tokens
+        may be left out, or have no token ids.
+
+    Raises:
+        RunError: The text of a sample with stored tokens cannot be read again, or a shard is
+            damaged or missing.
     """
-    for name, commit in dataset.shards.shards:
-        stored = read_tokens(root.child(name), folders[name], commit, range(commit.count))
-        results: Sequence[np.ndarray | str] = [tokens.token_ids for tokens in stored]
-        if text.reread is not None:
-            results = text.reread(stored)
-        for tokens, token_ids in zip(stored, results, strict=True):
-            if not isinstance(token_ids, str):
-                yield tokens.sample_idx, token_ids
-            elif len(tokens.positions):
-                where = f"{file_path(name, commit.file)}: sample {tokens.sample_idx}"
-                raise RunError(f"{where}: its text cannot be read again: {token_ids}")
+    for folder_name, commit in dataset.shards.shards:
+        folder, run_log = root.child(folder_name), folders[folder_name]
+        stored_samples = read_tokens(folder, run_log, commit, range(commit.count))
+        ids_or_messages: Sequence[np.ndarray | str]
+        if run_text.reread is None:
+            ids_or_messages = [sample.token_ids for sample in stored_samples]
+        else:
+            ids_or_messages = run_text.reread(stored_samples)
+        for stored_tokens, ids_or_message in zip(stored_samples, ids_or_messages, strict=True):
+            if not isinstance(ids_or_message, str):
+                yield stored_tokens.sample_idx, ids_or_message
+            elif len(stored_tokens.positions):
+                shard_file = file_path(folder_name, commit.file)
+                raise RunError(
+                    f"{shard_file}: sample {stored_tokens.sample_idx}: its text cannot be read "
+                    f"again: {ids_or_message}"
+                )
 
 
 def write_nla(
     folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
 ) -> Exported:
-    """Writes the Parquet file of stage 0, and the YAML file that describes it beside it.
+    """Writes the Parquet file of stage 0, and a YAML file beside it that describes it.
 
     Args:
         folder: The folder of the export.
         dataset: The run.
-        hooks: The name of the one hook, which STREAM matches.
-        chunks: All tokens of the run, in stored order, with the columns FACTS and TEXT. Each chunk
-            becomes a row group.
+        hooks: The name of a single hook, which STREAM_PATTERN matches.
+        chunks: All tokens of the run, in stored order, with the columns ID_COLUMNS and TEXT_COLUMN.
+            Each chunk becomes a row group.
 
     Returns:
-        How many tokens are in the file.
+        The number of tokens in the file.
     """
     import yaml
     from pyarrow.parquet import ParquetWriter
@@ -107,45 +128,49 @@ def write_nla(
     (hook,) = hooks
     width = dataset.hooks[hook]
     layer = _layer_of(hook)
-    columns: dict[str, pyarrow.DataType] = {
+    column_types: dict[str, pyarrow.DataType] = {
         "n_raw_tokens": pyarrow.int64(),
         "detokenized_text_truncated": pyarrow.string(),
         "activation_vector": pyarrow.list_(pyarrow.float32(), width),
         "activation_layer": pyarrow.int64(),
         "doc_id": pyarrow.string(),
     }
-    schema = pyarrow.schema(columns)
-    rows = 0
-    with ParquetWriter(folder / FILE, schema) as file:
+    schema = pyarrow.schema(column_types)
+    written_rows = 0
+    with ParquetWriter(folder / FILE_NAME, schema) as file:
         for batch in chunks:
             vectors = np.asarray(batch[hook], np.float32).reshape(-1)
-            facts = zip(batch.columns["doc_id"], batch.columns["row"], strict=True)
-            values = {
+            ids_and_rows = zip(batch.columns["doc_id"], batch.columns["row"], strict=True)
+            column_values = {
                 "n_raw_tokens": batch.position.astype(np.int64) + 1,
-                "detokenized_text_truncated": batch.columns[TEXT],
+                "detokenized_text_truncated": batch.columns[TEXT_COLUMN],
                 "activation_vector": pyarrow.FixedSizeListArray.from_arrays(vectors, width),
                 "activation_layer": np.full(len(batch), layer),
-                "doc_id": [_document_id(doc_id, row) for doc_id, row in facts],
+                "doc_id": [_document_id(doc_id, row) for doc_id, row in ids_and_rows],
             }
-            file.write_table(pyarrow.table(values, schema))
-            rows += len(batch)
-    description = yaml.safe_dump(_description(dataset, hook, rows), sort_keys=False)
-    (folder / f"{FILE}.nla_meta.yaml").write_text(description)
-    return Exported(rows)
+            file.write_table(pyarrow.table(column_values, schema))
+            written_rows += len(batch)
+    description = yaml.safe_dump(_description(dataset, hook, written_rows), sort_keys=False)
+    (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(description)
+    return Exported(written_rows)
 
 
 def _layer_of(hook: str) -> int:
-    """Returns the index of the block of a hook that STREAM matches."""
-    match = STREAM.fullmatch(hook)
+    """Returns the number of the block in the name of a hook that STREAM_PATTERN matches."""
+    match = STREAM_PATTERN.fullmatch(hook)
     assert match is not None
     return int(match[1])
 
 
 def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
-    """Returns the id of a document, which is the same for all its pieces.
+    """Returns the id of a sample's document, which is the same for all pieces of the document.
 
-    Stage 1 divides the documents by their ids, so every document needs one. A document to which the
-    data set gives no id is known by its row.
+    Stage 1 of the pipeline divides the documents by their ids, so every document needs an id. If
+    the data set contains none, the id is the position of the document's row as JSON.
+
+    Args:
+        doc_id: The id in the data set. None if it has none.
+        row: The position of the sample in the data; see `SampleFacts.row`.
     """
     if doc_id is not None:
         return str(doc_id)
@@ -157,35 +182,42 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     """Returns the content of the YAML file.
 
     `merge_base` of the pipeline merges files if their models, layers, corpora and positions_per_doc
-    are equal. So positions_per_doc must follow from the settings of the run alone: it is the number
-    of tokens that --positions keeps of a sample of full length, on average if it is random.
+    are equal. So positions_per_doc must depend only on the settings of the run. It is the number of
+    tokens that --positions keeps of a sample with --max_seq_length tokens, or the mean number if
+    the choice is random.
+
+    Args:
+        dataset: The run.
+        hook: The name of the exported hook.
+        rows: The number of rows in the Parquet file.
     """
     layer = _layer_of(hook)
-    flags = dataset.metadata["configuration"]
-    model = flags["model_path"]
-    corpus = flags.get("dataset_path") or dataset.identity.data
-    pieces = [piece_of(row) for row in dataset.shards.columns(["row"])["row"]]
-    documents = sum(piece is None or piece[0] == 0 for piece in pieces)
-    corpus_slice = {"start": 0, "length": documents}
-    options = dataset.identity.text
-    positions = max(math.ceil(options.positions.expected(options.max_seq_length)), 1)
-    # The formula of stage 0.
-    text = f"{model}|{layer}|{corpus}|{corpus_slice}"
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    recorded_flags = dataset.metadata["configuration"]
+    model_path = recorded_flags["model_path"]
+    corpus = recorded_flags.get("dataset_path") or dataset.identity.data
+    pieces_of_samples = [piece_of(row) for row in dataset.shards.columns(["row"])["row"]]
+    document_count = sum(piece is None or piece[0] == 0 for piece in pieces_of_samples)
+    corpus_slice = {"start": 0, "length": document_count}
+    text_options = dataset.identity.text
+    kept_tokens = text_options.positions.expected(text_options.max_seq_length)
+    tokens_per_document = max(math.ceil(kept_tokens), 1)
+    # Stage 0 computes the id of its data set by this formula.
+    identifying_text = f"{model_path}|{layer}|{corpus}|{corpus_slice}"
+    digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {
         "kind": "nla_dataset",
         "schema_version": 1,
-        "dataset_id": f"base_{model.split('/')[-1]}_L{layer}_{digest}",
+        "dataset_id": f"base_{model_path.split('/')[-1]}_L{layer}_{digest}",
         "stage": "base",
         "row_count": rows,
         "extraction": {
-            "base_model": model,
+            "base_model": model_path,
             "d_model": dataset.hooks[hook],
             "layer_index": layer,
             "norm": "none",
             "corpus": corpus,
             "corpus_slice": corpus_slice,
-            "positions_per_doc": positions,
+            "positions_per_doc": tokens_per_document,
         },
         "created_by": f"activation_extraction {activation_extraction.__version__}",
     }

@@ -1,8 +1,8 @@
 """Writes the HTML file of --report, which describes a run from a sample of its shards.
 
 The run may be in a local folder or a bucket, and need not be finished. Pickled code is never run.
-The page is rendered from report.jinja, where every value is escaped. It needs matplotlib and
-Jinja2.
+The page is rendered from report.jinja, in which every value is escaped. Rendering needs matplotlib
+and Jinja2. report_numbers.py computes the numbers, and report_charts.py draws the charts.
 """
 
 import time
@@ -63,53 +63,56 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
 
     Args:
         root: The output of the run.
-        folders: The content of each folder, by the folder's name.
+        folders: The run log of each folder, by the folder's name.
 
     Raises:
         InputError: No token is stored yet, or the run cannot be read as a dataset.
         RunError: A shard is damaged or cannot be read.
     """
-    commits = [commit for stored in folders.values() for commit in stored.in_order]
+    commits = [commit for run_log in folders.values() for commit in run_log.in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
         dataset = ActivationDataset(root.full_url)
         identity = identity_of(dataset.metadata, METADATA)
-        names = [name for name, hook in dataset.shards.hooks.items() if hook.are_activations]
-        sample = report_numbers.read_sample(dataset, names)
+        values_by_hook = dataset.shards.hooks.items()
+        hook_names = [name for name, values in values_by_hook if values.are_activations]
+        token_sample = report_numbers.read_sample(dataset, hook_names)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
     decode = None
-    undecoded = ""  # the reason why token ids cannot be decoded
+    decoding_problem = ""  # the reason why token ids cannot be decoded
     try:
         decode = find_decoder(dataset)
     except LookupError as error:
-        undecoded = str(error)
-    hooks = [report_numbers.HookReport(sample, number, name) for number, name in enumerate(names)]
+        decoding_problem = str(error)
+    hook_reports = []
+    for hook_number, hook_name in enumerate(hook_names):
+        hook_reports.append(report_numbers.HookReport(token_sample, hook_number, hook_name))
     statistics = totals_of_hosts(folders).statistics
     warnings = [f"Warning: {line}" for line in code_warnings(statistics)]
     return _template().render(
         dataset=dataset,
         identity=identity,
         hosts=host_states(folders),
-        sample=sample,
-        hooks=sorted(hooks, key=lambda hook: (hook.kind, hook.layer)),
+        sample=token_sample,
+        hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer)),
         decode=decode,
-        undecoded=undecoded,
+        undecoded=decoding_problem,
         codes=[*codes_in_words(statistics), *warnings],
-        throughput=report_numbers.throughput(stored.in_order for stored in folders.values()),
+        throughput=report_numbers.throughput(run_log.in_order for run_log in folders.values()),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 
 
 def _template() -> Any:
-    """Returns report.jinja, in which every value is passed through `visible` and then escaped."""
+    """Returns the template report.jinja, which makes every value visible and escapes it."""
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
-    # Imported where it is needed because matplotlib, which it imports, is optional.
+    # report_charts is imported here because it imports matplotlib, which is optional.
     from activation_extraction.inspect import report_charts
 
     environment = Environment(

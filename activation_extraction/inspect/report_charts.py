@@ -1,7 +1,7 @@
 """Draws the charts of a report as SVG images, which contain no text from the stored data.
 
-Each function that is decorated with `_image` is called without its first parameter, the axes, and
-returns an image as a data URL.
+report.jinja calls these functions. A function that is decorated with `_image` is called without its
+first parameter, the axes, and returns the image as a data URL.
 """
 
 import io
@@ -24,27 +24,27 @@ STYLE: dict[Any, Any] = {
     **{"figure.facecolor": "none", "axes.facecolor": "none", "figure.figsize": (6.0, 3.5)},
 }
 BLUE, RED = "#1f5fbf", "#c2410c"
-LOG_FROM = 20.0  # the scale is logarithmic if the largest norm / smallest norm exceeds this
+LOG_FROM = 20.0  # ratio of the largest to the smallest norm above which the scale is logarithmic
 
 
 def _image(draw: Callable[..., None]) -> Callable[..., str]:
     """Turns a function that draws on axes into a function that returns the image as a data URL.
 
     Args:
-        draw: A function that draws on the axes that are its first argument. It may have more
+        draw: A function that draws on axes. The axes are its first argument, and it may have more
             arguments.
 
     Returns:
-        A function that takes the other arguments of `draw`.
+        A function that takes the arguments of `draw` after the axes, and returns a data URL.
     """
 
-    def image(*content: Any) -> str:
+    def image(*arguments: Any) -> str:
         with matplotlib.rc_context(STYLE):
             figure = Figure(layout="constrained")
             axes = figure.add_subplot()
             axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
             axes.yaxis.set_major_formatter("{x:,.6g}")
-            draw(axes, *content)
+            draw(axes, *arguments)
             svg = io.BytesIO()
             figure.savefig(svg, format="svg", metadata={"Date": None})
         return f"data:image/svg+xml;base64,{b64encode(svg.getvalue()).decode()}"
@@ -62,11 +62,11 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
     """
     layers = [hook.layer for hook in hooks]
     quantiles = np.transpose([hook.norms for hook in hooks])  # (LEVELS, hooks)
-    lowest, lower, median, upper, highest, largest = quantiles
-    axes.vlines(layers, lowest, highest, color=BLUE, linewidth=1.2, alpha=0.55)
-    axes.vlines(layers, lower, upper, color=BLUE, linewidth=4.5, alpha=0.55)
-    axes.plot(layers, median, "o", color=BLUE, markersize=4.5)
-    axes.plot(layers, largest, "x", color=RED, markersize=4.5)
+    percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = quantiles
+    axes.vlines(layers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
+    axes.vlines(layers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)
+    axes.plot(layers, medians, "o", color=BLUE, markersize=4.5)
+    axes.plot(layers, maxima, "x", color=RED, markersize=4.5)
     axes.set(xlabel=_label(hooks), ylabel="norm")
     _norm_scale(axes, quantiles)
 
@@ -97,7 +97,8 @@ def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) 
     Args:
         axes: The axes to draw on.
         lengths: The number of tokens of each sampled document.
-        row: The end of the axis: the tokens of a row, or the longest length if that is larger.
+        row: The right end of the axis: the number of tokens of a row, or the length of the longest
+            document if that is larger.
         mean: The mean length over the whole run, drawn as a line.
     """
     axes.hist(lengths, min(max(len(lengths) // 5, 8), 40), range=(0, row), color=BLUE, alpha=0.75)
@@ -114,9 +115,13 @@ def throughput_over_time(axes: Axes, edges: np.ndarray, rates: np.ndarray) -> No
         edges: The edges of the bins, in seconds of work, (bins + 1,).
         rates: The tokens per second in each bin, (bins,).
     """
-    factor, unit = (3600, "hours") if edges[-1] >= 7200 else (1, "seconds")
-    axes.stairs(rates, edges / factor, color=BLUE, fill=True, alpha=0.3)
-    axes.set(xlabel=f"{unit} of work", ylabel="tokens per second", xlim=(0, edges[-1] / factor))
+    seconds_per_unit, time_unit = (3600, "hours") if edges[-1] >= 7200 else (1, "seconds")
+    axes.stairs(rates, edges / seconds_per_unit, color=BLUE, fill=True, alpha=0.3)
+    axes.set(
+        xlabel=f"{time_unit} of work",
+        ylabel="tokens per second",
+        xlim=(0, edges[-1] / seconds_per_unit),
+    )
 
 
 def _label(hooks: Sequence[HookReport]) -> str:
@@ -124,7 +129,7 @@ def _label(hooks: Sequence[HookReport]) -> str:
 
 
 def _norm_scale(axes: Axes, norms: np.ndarray) -> None:
-    """Makes the y axis logarithmic if the norms span more than LOG_FROM, otherwise start at 0."""
+    """Makes the y axis logarithmic if the norms differ by more than LOG_FROM, else start at 0."""
     if 0 < LOG_FROM * norms.min() < norms.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,.6g}")

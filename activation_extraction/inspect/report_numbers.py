@@ -1,7 +1,8 @@
-"""Computes the numbers of a report: from a sample of tokens, and from the times of the shards.
+"""Computes the numbers of a report, from some of the stored tokens and the times of the shards.
 
-The sample is bounded, and spread over the whole run, so that every run takes about the same time
-and memory.
+The read tokens are spread over the whole run. Their number is limited, so that reports of large and
+small runs take about the same time and memory. In this package, a document is a stored sample, and
+a sample is the selection of tokens.
 """
 
 import re
@@ -19,38 +20,37 @@ from activation_extraction.store.sample_table import stored_samples
 from activation_extraction.store.statistics import HookStatistics, Sums, sums_of
 from activation_extraction.text.sample_facts import StoredSample
 
-READ_BYTES = 1e9  # bytes of activations in the whole sample, about
-BATCH_BYTES = 2**24  # bytes of activations in a batch, about
-LEAST_TOKENS = 1000  # tokens in the sample, even if they exceed READ_BYTES
-MOST_TOKENS = 200_000  # tokens in the sample, even if READ_BYTES allows more
-# Limits on the shards from which the sample is read, because a shard of pickles is read whole.
-SHARD_BYTES = 8e9  # decompressed bytes of these shards together, about
-SHARDS = 128  # number of these shards
-MAX_NORM = 1e16  # a larger norm counts as damage
+READ_BYTES = 1e9  # approximate number of bytes of activations to read in total
+BATCH_BYTES = 2**24  # approximate number of bytes of activations to read at a time
+LEAST_TOKENS = 1000  # number of tokens that are read even if they exceed READ_BYTES
+MOST_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES allows more
+# The number of shards is limited, too, because a shard of pickles is read completely.
+SHARD_BYTES = 8e9  # approximate largest number of decompressed bytes of all these shards
+SHARDS = 128  # largest number of these shards
+MAX_NORM = 1e16  # largest norm of a token that is not damaged
 
 # An outlier exceeds this multiple of the median over the tokens or the dimensions of a hook.
 OUTLIER = 10.0
 LEVELS = (0.01, 0.25, 0.5, 0.75, 0.99, 1.0)  # probabilities of the quantiles of norms
 MEDIAN = 2  # index of the median in LEVELS
-OTHER = "other hooks"  # the kind of hooks whose names have no layer
-# Number of tokens that `largest_tokens` groups by kind: those with the largest norms at a hook.
-LARGEST = 200
-BINS = 120  # largest number of bins of the throughput
-# Approximate minimum of shards in a bin, because several shards are often committed at a time.
+OTHER = "other hooks"  # kind of the hooks whose names contain no layer
+LARGEST = 200  # number of tokens with the largest norms that `largest_tokens` groups
+BINS = 120  # largest number of bins in the chart of the throughput
+# Approximate least number of shards in a bin, because shards are often committed at the same time.
 SHARDS_PER_BIN = 4
 
 
 @dataclass(frozen=True)
 class TokenSample:
-    """The sample of tokens that was read, in stored order, and the documents that contain them.
+    """The tokens that were read, in stored order, and their documents.
 
     Attributes:
-        documents: The documents that have tokens.
-        document: The index in `documents` of each token's document, int (tokens,).
+        documents: The documents of the tokens. Each is a stored sample.
+        document: The index in `documents` of each token's document, int64 (tokens,).
         token_ids: The token ids, int32 (tokens,).
         position: The position of each token in its document, int32 (tokens,).
-        norms: The Euclidean norms of the tokens by hook, float64 (tokens,) each.
-        sums: The sums for the statistics over these tokens, by hook.
+        norms: The Euclidean norms of the tokens' activations at each hook, float64 (tokens,).
+        sums: The sums from which the statistics of these tokens are computed, by hook.
         shards: The number of shards that were read.
     """
 
@@ -64,91 +64,101 @@ class TokenSample:
 
     @cached_property
     def buckets(self) -> dict[int, np.ndarray]:
-        """The indices of the tokens, grouped by position: 0, 1, 2, 3, 4–7, 8–15 and so on.
+        """The indices of the tokens in groups of positions: 0, 1, 2, 3, 4–7, 8–15 and so on.
 
-        The key is the first position of the group. A group without tokens is left out.
+        The keys are the first positions of the groups. Groups without tokens are left out.
         """
-        starts = np.array([0, 1, 2, 3, *(2**power for power in range(2, 31))])
-        bucket = np.searchsorted(starts, self.position, "right") - 1
-        return {int(starts[n]): np.flatnonzero(bucket == n) for n in np.unique(bucket)}
+        bucket_starts = np.array([0, 1, 2, 3, *(2**power for power in range(2, 31))])
+        bucket_of_token = np.searchsorted(bucket_starts, self.position, "right") - 1
+        return {
+            int(bucket_starts[bucket_number]): np.flatnonzero(bucket_of_token == bucket_number)
+            for bucket_number in np.unique(bucket_of_token)
+        }
 
-    def around(self, token: int, most: int) -> slice:
-        """Returns the range of a token and its neighbours in the document.
+    def around(self, token: int, most_neighbours: int) -> slice:
+        """Returns the range of indices of a token and its neighbours in the document.
 
         Args:
             token: The index of the token.
-            most: The largest number of neighbours on each side. There are fewer at the ends of the
-                document, and where a token between them is not stored.
+            most_neighbours: The largest number of neighbours on each side. There are fewer at the
+                ends of the document, and where a token between them is not stored.
         """
-        start = max(token - most, 0)
-        stop = min(token + most + 1, len(self.position))
-        # If no token between two tokens is missing, their positions are as far apart as their
+        start = max(token - most_neighbours, 0)
+        stop = min(token + most_neighbours + 1, len(self.position))
+        # If no token is missing between two tokens, their positions differ as much as their
         # indices.
         offsets = self.position[start:stop] - np.arange(start, stop)
-        connected = offsets == offsets[token - start]
-        connected &= self.document[start:stop] == self.document[token]
-        return slice(start + int(connected.argmax()), stop - int(connected[::-1].argmax()))
+        is_connected = offsets == offsets[token - start]
+        is_connected &= self.document[start:stop] == self.document[token]
+        return slice(start + int(is_connected.argmax()), stop - int(is_connected[::-1].argmax()))
 
 
 def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample:
-    """Reads a sample of the tokens: consecutive documents of shards all over the run.
+    """Reads consecutive documents from shards that are spread over the whole run.
 
-    The same run gives the same sample every time.
+    The same run gives the same documents every time.
 
     Args:
         dataset: The run, which has tokens.
-        hooks: The names of the hooks to read, which have activations.
+        hooks: The names of the hooks to read. They must be hooks with activations.
 
     Raises:
-        OSError: A shard cannot be read, or has activations that are NaN or huge.
-        ValueError: The chosen documents have no tokens.
+        OSError: A shard cannot be read, or contains activations that are NaN or huge.
+        ValueError: The chosen documents contain no tokens.
     """
     token_bytes = max(dataset.shards.row_bytes(hooks), 1)
-    tokens = int(np.clip(READ_BYTES // token_bytes, LEAST_TOKENS, MOST_TOKENS))
+    tokens_to_read = int(np.clip(READ_BYTES // token_bytes, LEAST_TOKENS, MOST_TOKENS))
     commits = [commit for _, commit in dataset.shards.shards]
     mean_bytes = max(sum(commit.unpacked for commit in commits) / len(commits), 1)
-    most_shards = min(int(np.clip(SHARD_BYTES / mean_bytes, 1, SHARDS)), len(commits))
-    shards = np.linspace(0, len(commits) - 1, most_shards, dtype=int).tolist()
-    per_shard = max(tokens * len(dataset) // dataset.tokens // len(shards), 1)
+    shard_count = min(int(np.clip(SHARD_BYTES / mean_bytes, 1, SHARDS)), len(commits))
+    shard_indices = np.linspace(0, len(commits) - 1, shard_count, dtype=int).tolist()
+    documents_per_shard = max(
+        tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
+    )
     shard_starts = np.cumsum([0, *(commit.count for commit in commits)])
-    chosen = np.zeros(len(dataset), bool)
+    is_chosen = np.zeros(len(dataset), bool)
     documents: list[StoredSample] = []
-    for shard in shards:
-        spare = max(commits[shard].count - per_shard, 0)
-        first = int(np.random.default_rng(shard).integers(spare + 1))
-        chosen[shard_starts[shard] : shard_starts[shard + 1]][first : first + per_shard] = True
-        samples = stored_samples(dataset.shards.table(shard).slice(first, per_shard))
-        documents += [sample for sample in samples if sample.tokens]
-    batch_size = int(np.clip(BATCH_BYTES // token_bytes, 1, tokens))
-    norms: dict[str, list[np.ndarray]] = {hook: [] for hook in hooks}
-    sums = {hook: Sums.zeros(dataset.hooks[hook]) for hook in hooks}
-    sample_idx: list[np.ndarray] = []
+    for shard_index in shard_indices:
+        spare_documents = max(commits[shard_index].count - documents_per_shard, 0)
+        first_document = int(np.random.default_rng(shard_index).integers(spare_documents + 1))
+        start = shard_starts[shard_index] + first_document
+        stop = min(start + documents_per_shard, shard_starts[shard_index + 1])
+        is_chosen[start:stop] = True
+        table = dataset.shards.table(shard_index).slice(first_document, documents_per_shard)
+        documents += [sample for sample in stored_samples(table) if sample.tokens]
+    batch_size = int(np.clip(BATCH_BYTES // token_bytes, 1, tokens_to_read))
+    norms_by_hook: dict[str, list[np.ndarray]] = {hook: [] for hook in hooks}
+    sums_by_hook = {hook: Sums.zeros(dataset.hooks[hook]) for hook in hooks}
+    sample_numbers: list[np.ndarray] = []
     token_ids: list[np.ndarray] = []
-    position: list[np.ndarray] = []
-    batches = dataset.batches(batch_size, hooks, buffer=4 * batch_size, where=chosen)
+    positions: list[np.ndarray] = []
+    batches = dataset.batches(batch_size, hooks, buffer=4 * batch_size, where=is_chosen)
     for batch in tqdm(batches, "reading", unit=" batches", disable=None):
         for hook, values in batch.items():
             batch_norms = np.linalg.norm(values.astype(np.float64), axis=1)
-            damaged = batch.sample_idx[~(batch_norms < MAX_NORM)]  # also true for NaN
-            if len(damaged):
-                raise OSError(f"{dataset.url}: sample {damaged[0]}, {hook}: NaN or huge values")
-            norms[hook].append(batch_norms)
+            is_damaged = ~(batch_norms < MAX_NORM)  # also true for NaN
+            damaged_samples = batch.sample_idx[is_damaged]
+            if len(damaged_samples):
+                raise OSError(
+                    f"{dataset.url}: sample {damaged_samples[0]}, {hook}: NaN or huge values"
+                )
+            norms_by_hook[hook].append(batch_norms)
             batch_sums = sums_of(values.__getitem__, values.shape[1], batch.position)
-            sums[hook] = sums[hook].merge(batch_sums)
-        sample_idx.append(batch.sample_idx)
+            sums_by_hook[hook] = sums_by_hook[hook].merge(batch_sums)
+        sample_numbers.append(batch.sample_idx)
         token_ids.append(batch.token_ids)
-        position.append(batch.position)
-    if not sample_idx:
+        positions.append(batch.position)
+    if not sample_numbers:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
-    starts_document = np.diff(np.concatenate(sample_idx), prepend=sample_idx[0][0]) != 0
+    is_document_start = np.diff(np.concatenate(sample_numbers), prepend=sample_numbers[0][0]) != 0
     return TokenSample(
         documents=documents,
-        document=np.cumsum(starts_document),
+        document=np.cumsum(is_document_start),
         token_ids=np.concatenate(token_ids),
-        position=np.concatenate(position),
-        norms={hook: np.concatenate(hook_norms) for hook, hook_norms in norms.items()},
-        sums=sums,
-        shards=len(shards),
+        position=np.concatenate(positions),
+        norms={hook: np.concatenate(hook_norms) for hook, hook_norms in norms_by_hook.items()},
+        sums=sums_by_hook,
+        shards=len(shard_indices),
     )
 
 
@@ -162,78 +172,95 @@ class HookReport:
 
     Attributes:
         name: The name of the hook.
-        kind: The name without the layer, by which the charts group hooks. OTHER if it has no layer.
-        layer: The layer. If the kind is OTHER, the number of the hook.
+        kind: The name without the layer, by which the charts group hooks. OTHER if the name
+            contains no layer.
+        layer: The layer. If the kind is OTHER, the number of the hook in stored order.
         norms: The quantiles of the norms at LEVELS, float64 (LEVELS,).
         by_position: The median norm in each of `sample.buckets`, float64 (buckets,).
-        outlier: Whether each token is an outlier, bool (tokens,).
-        largest: The kinds of tokens with the largest norms; see `largest_tokens`.
-        dimensions: The dimensions that are outliers, the largest first: the number of the dimension
-            and its root mean square as a multiple of the median over the dimensions. The first
-            tokens of documents are left out unless the sample has no others.
+        outlier: Whether the norm of each token is an outlier, bool (tokens,).
+        largest: The tokens with the largest norms, grouped; see `largest_tokens`.
+        dimensions: The dimensions that are outliers, the largest first. A tuple contains the number
+            of the dimension, and its root mean square as a multiple of the median over all
+            dimensions. First tokens of documents are not counted if there are other tokens.
     """
 
-    def __init__(self, sample: TokenSample, number: int, name: str) -> None:
-        norms = sample.norms[name]
-        statistics = HookStatistics(load=lambda: sample.sums[name])
-        match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", name)
-        self.name = name
-        self.kind, self.layer = (match[2], int(match[1])) if match else (OTHER, number)
-        self.norms = np.quantile(norms, LEVELS)
-        medians = [np.median(norms[tokens]) for tokens in sample.buckets.values()]
-        self.by_position = np.array(medians)
-        self.outlier = norms > OUTLIER * self.norms[MEDIAN]
-        self.largest = largest_tokens(sample, norms)
-        dimensions = statistics.without_first_token
-        if not dimensions.tokens:
-            dimensions = statistics.all_tokens
-        ratio = np.sqrt(dimensions.variance + dimensions.mean**2)
-        # The median is zero at hooks most of whose dimensions are always zero; none is an outlier.
-        ratio /= np.median(ratio) or np.inf
-        order = np.argsort(-ratio).tolist()
-        self.dimensions = [(n, ratio[n]) for n in order if ratio[n] > OUTLIER]
+    def __init__(self, sample: TokenSample, hook_number: int, hook_name: str) -> None:
+        hook_norms = sample.norms[hook_name]
+        statistics = HookStatistics(load=lambda: sample.sums[hook_name])
+        layer_match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", hook_name)
+        self.name = hook_name
+        if layer_match:
+            self.kind, self.layer = layer_match[2], int(layer_match[1])
+        else:
+            self.kind, self.layer = OTHER, hook_number
+        self.norms = np.quantile(hook_norms, LEVELS)
+        bucket_medians = [np.median(hook_norms[tokens]) for tokens in sample.buckets.values()]
+        self.by_position = np.array(bucket_medians)
+        self.outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
+        self.largest = largest_tokens(sample, hook_norms)
+        sums_of_dimensions = statistics.without_first_token
+        if not sums_of_dimensions.tokens:
+            sums_of_dimensions = statistics.all_tokens
+        rms_ratios = np.sqrt(sums_of_dimensions.variance + sums_of_dimensions.mean**2)
+        # If most dimensions of a hook are always zero, the median is zero, and no dimension is an
+        # outlier.
+        rms_ratios /= np.median(rms_ratios) or np.inf
+        dimensions_by_ratio = np.argsort(-rms_ratios).tolist()
+        self.dimensions = [
+            (dimension, rms_ratios[dimension])
+            for dimension in dimensions_by_ratio
+            if rms_ratios[dimension] > OUTLIER
+        ]
 
 
 def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, int]]:
-    """Groups the tokens with the largest norms by kind.
+    """Groups the LARGEST tokens with the largest norms by token id and position.
 
-    Two tokens are of one kind if they have the same token id and both or neither are at position 0.
+    Tokens at position 0 are in other groups than tokens at later positions.
 
     Args:
         sample: The sample of tokens.
         norms: The norms at a hook, (tokens,).
 
     Returns:
-        For each kind among the LARGEST tokens with the largest norms, the largest norms first: the
-        index of its token with the largest norm, and the number of its tokens among the LARGEST.
+        A tuple for each group, in descending order of the largest norm. It contains the index of
+        the group's token with the largest norm, and the number of tokens in the group.
     """
-    order = np.argsort(-norms, kind="stable")[:LARGEST]
-    kinds = np.stack([sample.token_ids[order], sample.position[order] == 0])
-    _, firsts, counts = np.unique(kinds, axis=1, return_index=True, return_counts=True)
-    return [(int(order[n]), int(count)) for n, count in sorted(zip(firsts, counts, strict=True))]
+    tokens_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
+    is_first = sample.position[tokens_by_norm] == 0
+    keys = np.stack([sample.token_ids[tokens_by_norm], is_first])
+    _, first_indices, counts = np.unique(keys, axis=1, return_index=True, return_counts=True)
+    groups = []
+    for first_index, count in sorted(zip(first_indices, counts, strict=True)):
+        groups.append((int(tokens_by_norm[first_index]), int(count)))
+    return groups
 
 
 def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the throughput over the time of a run.
+    """Returns the throughput of all hosts over the time of a run.
 
-    The time is that of each host's work, without pauses between its processes.
+    The time of each host starts at 0, and pauses between its processes do not count.
 
     Args:
         hosts: The commits of the shards of each host.
 
     Returns:
-        The edges of the bins of time in seconds, (bins + 1,), and the tokens per second of all
-        hosts together in each bin, (bins,). None if no shard shows how long it took.
+        The edges of the bins of time in seconds, (bins + 1,). Then the tokens per second of all
+        hosts together in each bin, (bins,). None if the shards do not show how long they took.
     """
-    totals: list[np.ndarray] = []  # of each host, (2, shards + 1): seconds and tokens up to a shard
+    # The seconds and the tokens of each host up to each of its shards, (2, shards + 1).
+    totals_of_hosts: list[np.ndarray] = []
     for commits in hosts:
-        steps = [(seconds, commit.tokens) for commit, seconds in shard_seconds(commits)]
-        if steps:
-            totals.append(np.cumsum([(0, 0), *steps], axis=0).T)
-    if not totals:
+        shard_steps = [(seconds, commit.tokens) for commit, seconds in shard_seconds(commits)]
+        if shard_steps:
+            totals_of_hosts.append(np.cumsum([(0, 0), *shard_steps], axis=0).T)
+    if not totals_of_hosts:
         return None
-    most_shards = max(total.shape[1] - 1 for total in totals)
-    bins = int(np.clip(most_shards // SHARDS_PER_BIN, 1, BINS))
-    edges = np.linspace(0, max(seconds[-1] for seconds, _ in totals), bins + 1)
-    tokens_done = sum(np.interp(edges, seconds, tokens) for seconds, tokens in totals)
-    return edges, np.diff(tokens_done) / np.diff(edges)
+    most_shards = max(host_totals.shape[1] - 1 for host_totals in totals_of_hosts)
+    bin_count = int(np.clip(most_shards // SHARDS_PER_BIN, 1, BINS))
+    longest_seconds = max(seconds[-1] for seconds, _ in totals_of_hosts)
+    bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
+    tokens_done = np.zeros(bin_count + 1)
+    for seconds, tokens in totals_of_hosts:
+        tokens_done += np.interp(bin_edges, seconds, tokens)
+    return bin_edges, np.diff(tokens_done) / np.diff(bin_edges)

@@ -1,6 +1,6 @@
-"""Prints the progress and speed of every host of a run, and the totals, for --status.
+"""Prints the state, progress and speed of every host of a run, and the totals, for --status.
 
-It reads only JSON files. With --aggregate it also writes the totals to the output.
+Only JSON files are read. With --aggregate, the totals are also written to the output.
 """
 
 import json
@@ -26,9 +26,13 @@ from activation_extraction.store.statistics_in_words import (
 )
 from activation_extraction.store.totals import COUNTED, Totals
 
-SILENCE = 900.0  # seconds without a commit before a run counts as silent
-RECENT = 20  # number of last shards from which the current speed of a host is computed
-WRONG = {"damaged", "silent", "failed"}  # states of a host in which its user has to intervene
+SILENT_SECONDS = 900.0  # least number of seconds without a sign after which a host is "silent"
+RECENT_SHARDS = 20  # number of the last shards from which the speed of a host is computed
+PROBLEM_STATES = {
+    "damaged",
+    "silent",
+    "failed",
+}  # states of a host in which its user has to intervene
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,16 @@ class HostState:
         last_commit: The time at which the last shard was committed. None if there is no shard.
         last_sign: The time of the last write to metadata.json or of the last commit. None if
             metadata.json cannot be read.
-        tokens_per_second: The speed over the last RECENT shards, without pauses between processes.
-            None if it is unknown.
+        tokens_per_second: The speed over the last RECENT_SHARDS shards, without pauses between
+            processes. None if it is unknown.
         utilisation: The fraction of the devices' peak FLOP/s, from metrics.jsonl. None if it is
             unknown.
-        waited: The seconds for which computing waited because the memory for shards was full, by
-            the phase of the oldest shard.
+        waited: The seconds for which computing waited because the memory for shards was full. The
+            keys are the phases in which the oldest shard was at that time.
         expected_end: The time at which the run will reach --max_samples or --max_tokens at its
             present speed. None if that is unknown.
-        share: The fraction that is done of --max_samples or --max_tokens, whichever is larger.
-            None without a limit.
+        share: The stored fraction of --max_samples or of --max_tokens, whichever is larger. None
+            without these limits.
     """
 
     name: str
@@ -78,26 +82,26 @@ class HostState:
     share: float | None = None
 
 
-def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
+def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int:
     """Prints the state of every host and the totals.
 
     Args:
         root: The output of the run.
-        write: Whether to write the totals to the output.
-        as_json: Whether to print one JSON object instead of tables and lines.
+        writes_totals: Whether to write the totals to the output.
+        as_json: Whether to print one JSON object instead of a table and lines.
 
     Returns:
-        The exit status: 1 if the state of a host is in WRONG, otherwise 0.
+        The exit status: 1 if the state of a host is in PROBLEM_STATES, otherwise 0.
     """
     folders = read_folders(root)
     hosts = host_states(folders)
     totals = totals_of_hosts(folders)
-    total = aggregate(folders, totals, hosts)
-    problems = [problem for stored in folders.values() for problem in stored.problems]
+    aggregated = aggregate(folders, totals, hosts)
+    problems = [problem for run_log in folders.values() for problem in run_log.problems]
     if as_json:
-        say(json.dumps({**total, "problems": problems}))
+        say(json.dumps({**aggregated, "problems": problems}))
     else:
-        _print_table(hosts, total)
+        _print_table(hosts, aggregated)
         if not_started := [host.name for host in hosts if host.state == "not started"]:
             say(f"not started: {', '.join(not_started)}")
         if totals.skipped_rows:
@@ -112,80 +116,86 @@ def show_status(root: Folder, write: bool, as_json: bool = False) -> int:
             say(f"warning: {line}")
         for problem in problems:
             say(f"damaged: {problem}")
-    if write:
-        root.write(AGGREGATE, seal(total), ANY)
+    if writes_totals:
+        root.write(AGGREGATE, seal(aggregated), ANY)
         if not as_json:
             say(f"written: {root.url}/{AGGREGATE}")
-    return 1 if any(host.state in WRONG for host in hosts) else 0
+    return 1 if any(host.state in PROBLEM_STATES for host in hosts) else 0
 
 
 def host_states(folders: dict[str, RunLog]) -> list[HostState]:
     """Returns the state of every host, including hosts that have not started.
 
     Args:
-        folders: The content of each folder, by the folder's name.
+        folders: The run log of each folder, by the folder's name.
     """
     names = sorted({*expected_names(folders), *folders})
     return [_host_state(name, folders.get(name, RunLog())) for name in names]
 
 
-def _host_state(name: str, stored: RunLog) -> HostState:
+def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     """Returns the state of a host.
 
     Args:
-        name: The name of the host's folder.
-        stored: The content of the folder; empty if it does not exist.
+        folder_name: The name of the host's folder.
+        run_log: The run log of the folder. An empty one if the folder does not exist.
     """
-    folder = HostFolder.parse(name) or HostFolder(0)
-    commits = stored.in_order
-    metadata = stored.metadata
-    totals = Totals.of_log(stored)
-    waited = {}
-    for key, seconds in stored.metrics.items():
-        if match := re.fullmatch("waited_([a-z]+)_seconds_since_start", key):
-            waited[match[1]] = seconds
-    without_metadata = HostState(
-        name=name,
+    folder = HostFolder.parse(folder_name) or HostFolder(0)
+    commits = run_log.in_order
+    metadata = run_log.metadata
+    totals = Totals.of_log(run_log)
+    waited_seconds = {}
+    for metric_name, seconds in run_log.metrics.items():
+        if phase_match := re.fullmatch("waited_([a-z]+)_seconds_since_start", metric_name):
+            waited_seconds[phase_match[1]] = seconds
+    state_without_metadata = HostState(
+        name=folder_name,
         machine=folder.machine,
         host=folder.host or 0,
-        state="damaged" if stored.files else "not started",
-        **{name: getattr(totals, name) for name in COUNTED},
+        state="damaged" if run_log.files else "not started",
+        **{count_name: getattr(totals, count_name) for count_name in COUNTED},
         last_commit=max((commit.committed for commit in commits), default=None),
-        utilisation=stored.metrics.get("model_flops_utilisation"),
-        waited=waited,
+        utilisation=run_log.metrics.get("model_flops_utilisation"),
+        waited=waited_seconds,
     )
     if metadata is None:
-        return without_metadata
-    pace = _pace(commits)
+        return state_without_metadata
+    recent_pace = _pace(commits)
     expected_end = None
-    share = None
+    done_fraction = None
     last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
-    state = _state(stored, metadata, pace, last_sign)
-    limits = {}
-    for counted_name in ("samples", "tokens"):
-        limit = metadata.get(f"max_{counted_name}")
+    state_name = _state(run_log, metadata, recent_pace, last_sign)
+    limits_by_count = {}
+    for count_name in ("samples", "tokens"):
+        limit = metadata.get(f"max_{count_name}")
         if limit is not None:
-            limits[counted_name] = limit
-    if limits:
-        share = max(getattr(totals, name) / (limit or 1) for name, limit in limits.items())
-        share = 1.0 if state == "complete" else share
-    if state == "running" and pace is not None:
-        rates = {name: getattr(pace, name) for name in limits}
-        left = {name: limit - getattr(totals, name) for name, limit in limits.items()}
-        seconds = [left[name] / rate for name, rate in rates.items() if rate]
-        expected_end = last_sign + min(seconds) if seconds else None
+            limits_by_count[count_name] = limit
+    if limits_by_count:
+        fractions = []
+        for count_name, limit in limits_by_count.items():
+            fractions.append(getattr(totals, count_name) / (limit or 1))
+        done_fraction = 1.0 if state_name == "complete" else max(fractions)
+    if state_name == "running" and recent_pace is not None:
+        seconds_to_limits = []
+        for count_name, limit in limits_by_count.items():
+            rate = getattr(recent_pace, count_name)
+            if rate:
+                remaining_count = limit - getattr(totals, count_name)
+                seconds_to_limits.append(remaining_count / rate)
+        if seconds_to_limits:
+            expected_end = last_sign + min(seconds_to_limits)
     return replace(
-        without_metadata,
-        state=state,
+        state_without_metadata,
+        state=state_name,
         last_sign=last_sign,
-        tokens_per_second=None if pace is None else pace.tokens,
+        tokens_per_second=None if recent_pace is None else recent_pace.tokens,
         expected_end=expected_end,
-        share=share,
+        share=done_fraction,
     )
 
 
 class Pace(NamedTuple):
-    """The current speed of a host.
+    """The speed of a host over its last shards.
 
     Attributes:
         tokens: Tokens per second.
@@ -199,56 +209,77 @@ class Pace(NamedTuple):
 
 
 def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
-    """Yields the seconds that each shard of a host took, in the order of the commits.
+    """Yields how long each shard of a host took, in the order in which they were committed.
 
-    The time of a shard starts at the previous commit of the same process, or at the start of the
-    process if it is the first commit. So pauses between processes do not count, and neither does
-    the time of a --repair, which commits shards between those of an earlier process.
+    The time of a shard starts at the previous commit of the same process. The time of the first
+    shard of a process starts when the process starts. So pauses between processes do not count, and
+    the time of a --repair does not count for shards of other processes.
 
     Args:
         commits: The commits of the shards of a host, in any order.
 
     Yields:
-        The commit and its seconds. A shard is left out if its times do not show how long it took.
+        The commit of a shard, and the seconds that it took. A shard is left out if the times in the
+        commits do not show how long it took.
     """
-    last_commits: dict[float, float] = {}  # by the start of the process
+    previous_commits: dict[
+        float, float
+    ] = {}  # time of the last commit of each process, by the start of the process
     for commit in sorted(commits, key=lambda commit: commit.committed):
-        since = last_commits.get(commit.began, commit.began)
-        if commit.committed > since:
-            yield commit, commit.committed - since
-        last_commits[commit.began] = commit.committed
+        shard_start = previous_commits.get(commit.began, commit.began)
+        if commit.committed > shard_start:
+            yield commit, commit.committed - shard_start
+        previous_commits[commit.began] = commit.committed
 
 
 def _pace(commits: list[Commit]) -> Pace | None:
-    """Returns the pace over the last RECENT shards, or None if their times do not show it."""
-    timed = list(shard_seconds(commits))[-RECENT:]
-    if not timed:
+    """Returns the speed over the last RECENT_SHARDS shards.
+
+    Args:
+        commits: The commits of the shards of a host.
+
+    Returns:
+        The speed. None if the times in the commits do not show how long the shards took.
+    """
+    timed_commits = list(shard_seconds(commits))[-RECENT_SHARDS:]
+    if not timed_commits:
         return None
-    seconds = sum(shard_time for _, shard_time in timed)
-    tokens = sum(commit.tokens for commit, _ in timed)
-    samples = sum(commit.count for commit, _ in timed)
-    return Pace(tokens / seconds, samples / seconds, seconds / len(timed))
+    total_seconds = sum(shard_time for _, shard_time in timed_commits)
+    tokens = sum(commit.tokens for commit, _ in timed_commits)
+    samples = sum(commit.count for commit, _ in timed_commits)
+    return Pace(tokens / total_seconds, samples / total_seconds, total_seconds / len(timed_commits))
 
 
-def _state(stored: RunLog, metadata: dict[str, Any], pace: Pace | None, last_sign: float) -> str:
-    """Returns the state of a host that has started, as in HostState."""
-    if stored.problems:
+def _state(
+    run_log: RunLog, metadata: dict[str, Any], recent_pace: Pace | None, last_sign: float
+) -> str:
+    """Returns the value of `HostState.state` for a host that has written metadata.json.
+
+    Args:
+        run_log: The run log of the host's folder.
+        metadata: The content of metadata.json.
+        recent_pace: The speed over the last shards. None if it is unknown.
+        last_sign: The Unix time of the last write to metadata.json or of the last commit.
+    """
+    if run_log.problems:
         return "damaged"
     if metadata["status"] != "running":
         return metadata["status"]
-    patience = max(SILENCE, 5 * pace.seconds_per_shard if pace is not None else 0)
-    return "silent" if time.time() - last_sign > patience else "running"
+    silence_limit = max(
+        SILENT_SECONDS, 5 * recent_pace.seconds_per_shard if recent_pace is not None else 0
+    )
+    return "silent" if time.time() - last_sign > silence_limit else "running"
 
 
 def totals_of_hosts(folders: Mapping[str, RunLog]) -> Totals:
     """Returns the totals over all hosts.
 
     Args:
-        folders: The content of each folder, by the folder's name.
+        folders: The run log of each folder, by the folder's name.
     """
     totals = Totals()
-    for stored in folders.values():
-        totals.add_host(Totals.of_log(stored))
+    for run_log in folders.values():
+        totals.add_host(Totals.of_log(run_log))
     return totals
 
 
@@ -258,104 +289,135 @@ def aggregate(
     """Returns the content of aggregated_metadata.json, which --status --json also prints.
 
     Args:
-        folders: The content of each folder, by the folder's name.
+        folders: The run log of each folder, by the folder's name.
         totals: The totals over all hosts.
         hosts: The states of all hosts.
 
     Returns:
-        A JSON object with these keys. format_version: FORMAT_VERSION. status: "complete" or
-        "incomplete". The counts of `totals` by their names. hooks: for each hook its key, name,
-        width and statistics. parts: the fields of each HostState. written: the Unix time now.
+        A JSON object with the counts of `totals` by their names and these keys:
+
+        - format_version: FORMAT_VERSION.
+        - status: "complete" or "incomplete".
+        - hooks: The key, name, width and statistics of each hook.
+        - parts: The fields of each HostState.
+        - written: The current Unix time.
     """
-    complete = all(host.state == "complete" for host in hosts)
-    commits = (commit for stored in folders.values() for commit in stored.in_order)
-    hooks = {hook["name"]: hook for commit in commits for hook in commit.hooks}
+    is_complete = all(host.state == "complete" for host in hosts)
+    hooks_by_name = {}
+    for run_log in folders.values():
+        for commit in run_log.in_order:
+            hooks_by_name.update({hook["name"]: hook for hook in commit.hooks})
+    hooks = []
+    for hook_name, statistics in totals.statistics.items():
+        hook = hooks_by_name[hook_name]
+        names_and_width = {key: hook[key] for key in ("key", "name", "width")}
+        hooks.append(names_and_width | statistics.to_json())
     return {
         "format_version": FORMAT_VERSION,
-        "status": "complete" if complete else "incomplete",
+        "status": "complete" if is_complete else "incomplete",
         **totals.counts,
-        "hooks": [
-            {key: hooks[name][key] for key in ("key", "name", "width")} | statistics.to_json()
-            for name, statistics in totals.statistics.items()
-        ],
+        "hooks": hooks,
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
     }
 
 
-def _print_table(hosts: list[HostState], total: dict[str, Any]) -> None:
-    rows = [_row(host) for host in hosts if host.state != "not started"]
-    rows.append({**_row(_sum(hosts, total)), "machine": "all", "host": ""})
-    header = tuple(rows[0])
-    table = [header, *(tuple(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
+def _print_table(hosts: list[HostState], aggregated: dict[str, Any]) -> None:
+    started_hosts = [host for host in hosts if host.state != "not started"]
+    rows = [_cells_by_title(host) for host in started_hosts]
+    last_row = _cells_by_title(_sum_of_hosts(hosts, aggregated))
+    rows.append({**last_row, "machine": "all", "host": ""})
+    titles = tuple(rows[0])
+    table_rows = [titles, *(tuple(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    for cells in table_rows:
         say("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
 
 
-def _sum(hosts: list[HostState], total: dict[str, Any]) -> HostState:
+def _sum_of_hosts(hosts: list[HostState], aggregated: dict[str, Any]) -> HostState:
     """Returns the sums over all hosts, for the last row of the table.
 
     A run ends when its last host ends, so the expected end is known only if it is known for all
-    running hosts. The fraction that is done is known only if all hosts that have started have a
-    limit; hosts that have not started count as 0.
+    running hosts. The stored fraction is known only if all hosts that have started have a limit. It
+    is 0 for hosts that have not started.
 
     Args:
         hosts: The states of all hosts.
-        total: The content of aggregated_metadata.json.
+        aggregated: The content of aggregated_metadata.json.
     """
-    running = [host for host in hosts if host.state == "running"]
-    rates = [host.tokens_per_second for host in running if host.tokens_per_second is not None]
-    ends = [host.expected_end for host in running if host.expected_end is not None]
-    commits = [host.last_commit for host in hosts if host.last_commit is not None]
-    started = [host for host in hosts if host.state != "not started"]
-    shares = [host.share for host in started if host.share is not None]
+    running_hosts = [host for host in hosts if host.state == "running"]
+    speeds = [host.tokens_per_second for host in running_hosts]
+    known_speeds = [speed for speed in speeds if speed is not None]
+    known_ends = [host.expected_end for host in running_hosts if host.expected_end is not None]
+    expected_end = None
+    if known_ends and len(known_ends) == len(running_hosts):
+        expected_end = max(known_ends)
+    started_hosts = [host for host in hosts if host.state != "not started"]
+    known_fractions = [host.share for host in started_hosts if host.share is not None]
+    done_fraction = None
+    if known_fractions and len(known_fractions) == len(started_hosts):
+        done_fraction = sum(known_fractions) / len(hosts)
+    last_commits = [host.last_commit for host in hosts if host.last_commit is not None]
     return HostState(
         name="",
         machine=0,
         host=0,
-        state=total["status"],
-        **{name: total[name] for name in COUNTED},
-        last_commit=max(commits, default=None),
-        tokens_per_second=sum(rates) if rates else None,
-        expected_end=max(ends) if ends and len(ends) == len(running) else None,
-        share=sum(shares) / len(hosts) if shares and len(shares) == len(started) else None,
+        state=aggregated["status"],
+        **{count_name: aggregated[count_name] for count_name in COUNTED},
+        last_commit=max(last_commits, default=None),
+        tokens_per_second=sum(known_speeds) if known_speeds else None,
+        expected_end=expected_end,
+        share=done_fraction,
     )
 
 
-def _row(host: HostState) -> dict[str, str]:
-    """Returns the cells of a host by the title of the column. Unknown values are empty cells."""
-    now = time.time()
-    state = host.state
-    waited = ""
+def _cells_by_title(host: HostState) -> dict[str, str]:
+    """Returns the cells of a host in the table, by the titles of the columns.
+
+    A cell is empty if the value is unknown.
+    """
+    current_time = time.time()
+    state_in_words = host.state
     if host.state == "silent" and host.last_sign is not None:
-        state = f"silent for {_duration(now - host.last_sign)}"
-    if (seconds := sum(host.waited.values())) >= 1:
-        waited = f"{_duration(seconds)} ({max(host.waited, key=lambda name: host.waited[name])})"
+        state_in_words = f"silent for {_duration_in_words(current_time - host.last_sign)}"
+    waited_in_words = ""
+    waited_seconds = sum(host.waited.values())
+    if waited_seconds >= 1:
+        longest_phase = max(host.waited, key=lambda phase: host.waited[phase])
+        waited_in_words = f"{_duration_in_words(waited_seconds)} ({longest_phase})"
 
     def cell(number: float | None, in_words: Callable[[float], str]) -> str:
         return "" if number is None else in_words(number)
 
+    def time_since(moment: float) -> str:
+        return f"{_duration_in_words(current_time - moment)} ago"
+
+    def time_until(moment: float) -> str:
+        return f"in {_duration_in_words(moment - current_time)}"
+
     return {
         "machine": str(host.machine),
         "host": str(host.host),
-        "state": state,
+        "state": state_in_words,
         "shards": f"{host.shards:,}",
         "samples": f"{host.samples:,}",
         "tokens": f"{host.tokens:,}",
         "GB": f"{host.bytes / 1e9:,.3f}",
         "done": cell(host.share, "{:.1%}".format),
-        "last commit": cell(host.last_commit, lambda moment: f"{_duration(now - moment)} ago"),
+        "last commit": cell(host.last_commit, time_since),
         "tokens/s": cell(host.tokens_per_second, "{:,.0f}".format),
         "of peak": cell(host.utilisation, "{:.0%}".format),
-        "waited to store": waited,
-        "expected end": cell(host.expected_end, lambda moment: f"in {_duration(moment - now)}"),
+        "waited to store": waited_in_words,
+        "expected end": cell(host.expected_end, time_until),
     }
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds_left = divmod(int(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds_left} s"
+def _duration_in_words(seconds: float) -> str:
+    """Returns a duration in words, such as "2 h 5 min". A negative duration counts as 0."""
+    total_minutes, rest_seconds = divmod(int(max(seconds, 0)), 60)
+    total_hours, rest_minutes = divmod(total_minutes, 60)
+    if total_hours >= 24:
+        return f"{total_hours // 24} d {total_hours % 24} h"
+    if total_hours:
+        return f"{total_hours} h {rest_minutes} min"
+    return f"{rest_minutes} min {rest_seconds} s"

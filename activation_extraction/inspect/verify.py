@@ -1,8 +1,9 @@
 """Checks everything that a run has stored, for --verify.
 
-It compares the files with their JSON files, checks that every sample number is stored exactly once,
-and recomputes a few samples. It reports the first problem of each shard, and all problems of the
-JSON files, the sample numbers and the recomputed samples.
+This module compares the files with their JSON files, checks that every sample number is stored
+exactly once, and recomputes a few samples. It reports the first problem of each shard, and all
+problems of the JSON files, the sample numbers and the recomputed samples. store/shard_check.py
+checks the files of one shard, and run/recompute.py recomputes samples.
 """
 
 import random
@@ -36,248 +37,297 @@ from activation_extraction.store.shard_check import (
 from activation_extraction.store.totals import total_problems
 
 
-def verify(root: Folder, load: Callable[[dict[str, Any]], Recompute] | None, count: int) -> int:
+def verify(
+    root: Folder, load_model: Callable[[dict[str, Any]], Recompute] | None, sample_count: int
+) -> int:
     """Checks everything that a run has stored, and prints all problems.
 
     Args:
         root: The output of the run.
-        load: A function that takes the metadata of the run, loads its model and returns a
-            Recompute. None to recompute nothing.
-        count: The number of random samples to recompute.
+        load_model: A function that takes the content of metadata.json, loads the model of the run
+            and returns a `Recompute`. None to recompute no samples.
+        sample_count: The number of random samples to recompute.
 
     Returns:
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: There is no run, or it records no model and samples are to be recomputed.
-            `load` may raise it, too.
+        InputError: There is no run, or samples should be recomputed but the run records no model.
+            `load_model` may raise it, too.
     """
     folders = read_folders(root)
-    metadata = next((stored.metadata for stored in folders.values() if stored.metadata), None)
+    metadata = next((run_log.metadata for run_log in folders.values() if run_log.metadata), None)
     identity = Identity() if metadata is None else identity_of(metadata, METADATA)
-    without_model = metadata is not None and not identity.model_digest
+    has_no_model = metadata is not None and not identity.model_digest
     recompute = None
-    if load is not None and without_model:
+    if load_model is not None and has_no_model:
         raise InputError(
             f"--model_path: {root.url} records no model, because another program stored its "
             "activations; verify it without --model_path"
         )
-    if load is not None and metadata is not None:
-        recompute = load(metadata)
-        allowed = tolerance(identity, metadata.get("backend") == recompute.platform)
+    if load_model is not None and metadata is not None:
+        recompute = load_model(metadata)
+        allowed_differences = tolerance(identity, metadata.get("backend") == recompute.platform)
     problems = list(check_folders(folders))
-    shards = list(check_shards(root, folders, count if recompute is not None else 0))
-    checked = [shard for shard, _ in shards]
-    problems += [shard.problem for shard in checked if shard.problem]
-    problems += check_numbers(folders, checked)
-    hint = "no model is recorded" if without_model else "give --model_path"
-    recomputed = f"nothing recomputed ({hint})"
+    shards_and_samples = check_shards(root, folders, 0 if recompute is None else sample_count)
+    checked_shards: list[CheckedShard] = []
+    chosen_samples: list[ChosenSample] = []
+    for shard, samples_of_shard in shards_and_samples:
+        checked_shards.append(shard)
+        chosen_samples += samples_of_shard
+    problems += [shard.problem for shard in checked_shards if shard.problem]
+    problems += check_numbers(folders, checked_shards)
     if recompute is not None:
-        chosen = [sample for _, samples in shards for sample in samples]
-        problems += _compare(chosen, recompute, allowed)
-        recomputed = f"{counted(len(chosen), 'sample')} recomputed"
-    samples = sum(shard.commit.count for shard in checked)
-    gigabytes = sum(shard.commit.bytes for shard in checked) / 1e9
+        problems += _compare(chosen_samples, recompute, allowed_differences)
+        recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
+    else:
+        reason = "no model is recorded" if has_no_model else "give --model_path"
+        recomputed_in_words = f"nothing recomputed ({reason})"
+    stored_count = sum(shard.commit.count for shard in checked_shards)
+    gigabytes = sum(shard.commit.bytes for shard in checked_shards) / 1e9
     say(
         *problems,
         f"{'FAILED' if problems else 'in order'}: {counted(len(folders), 'folder')}, "
-        f"{counted(len(checked), 'shard')}, {counted(samples, 'sample')}, {gigabytes:,.3f} GB; "
-        f"{recomputed}; {counted(len(problems), 'problem')}",
+        f"{counted(len(checked_shards), 'shard')}, {counted(stored_count, 'sample')}, "
+        f"{gigabytes:,.3f} GB; {recomputed_in_words}; {counted(len(problems), 'problem')}",
     )
     return 1 if problems else 0
 
 
 def check_shards(
-    root: Folder, folders: dict[str, RunLog], count: int = 0
+    root: Folder, folders: dict[str, RunLog], sample_count: int = 0
 ) -> Iterator[tuple[CheckedShard, list[ChosenSample]]]:
-    """Checks all shards, several at the same time, and yields the results in order.
+    """Checks all shards, several at the same time, and yields the results in stored order.
 
     Args:
         root: The output of the run.
-        folders: The content of each folder, by the folder's name.
-        count: The number of random samples to choose, over all shards.
+        folders: The run log of each folder, by the folder's name.
+        sample_count: The number of random samples to choose from all shards together.
 
     Yields:
-        The result of the check of a shard, and its chosen samples; none if there is a problem.
+        The result of the check of a shard, and the chosen samples of the shard. If there is a
+        problem, the list of samples is empty.
     """
-    shards = [(name, commit) for name in folders for commit in folders[name].in_order]
-    picks = _pick(shards, count)
-    arguments = []
-    for (name, commit), wanted in zip(shards, picks, strict=True):
-        arguments.append((commit, (root.child(name), name, folders[name], commit, wanted)))
-    return for_each_shard(check_and_choose, arguments)
+    folders_and_commits = []
+    for folder_name, run_log in folders.items():
+        for commit in run_log.in_order:
+            folders_and_commits.append((folder_name, commit))
+    indices_by_shard = _pick_samples(folders_and_commits, sample_count)
+    commits_and_arguments = []
+    for (folder_name, commit), indices in zip(folders_and_commits, indices_by_shard, strict=True):
+        folder = root.child(folder_name)
+        arguments = (folder, folder_name, folders[folder_name], commit, indices)
+        commits_and_arguments.append((commit, arguments))
+    return for_each_shard(check_and_choose, commits_and_arguments)
 
 
 def check_and_choose(
-    store: Folder, folder: str, stored: RunLog, commit: Commit, wanted: Sequence[int]
+    store: Folder, folder_name: str, run_log: RunLog, commit: Commit, sample_indices: Sequence[int]
 ) -> tuple[CheckedShard, list[ChosenSample]]:
     """Checks a shard and, if it is good, reads the samples that are to be recomputed.
 
     Args:
         store: The host's folder.
-        folder: The name of the host's folder, for messages.
-        stored: The content of the folder.
+        folder_name: The name of the host's folder, for messages.
+        run_log: The run log of the folder.
         commit: The commit of the shard.
-        wanted: The indices in the shard of the samples to read.
+        sample_indices: The indices of the samples to read, in the shard.
 
     Returns:
-        The result of the check, and the samples. If there is a problem, even in reading the
-        samples, the list is empty.
+        The result of the check, and the samples. If there is a problem, or the samples cannot be
+        read, the list of samples is empty.
     """
-    checked = check_shard(store, folder, stored, commit)
-    if checked.problem or not wanted or stored.identity is None:
-        return checked, []
-    where = file_path(folder, commit.file)
+    checked_shard = check_shard(store, folder_name, run_log, commit)
+    if checked_shard.problem or not sample_indices or run_log.identity is None:
+        return checked_shard, []
+    shard_file = file_path(folder_name, commit.file)
     try:
-        return checked, read_samples(store, stored, commit, wanted, where)
+        return checked_shard, read_samples(store, run_log, commit, sample_indices, shard_file)
     except (RunError, OSError, ValueError) as error:
-        problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
-        return CheckedShard(folder, commit, problem), []
+        # The message may contain the file's name already, which the path replaces.
+        message = f"{shard_file}: {error}"
+        problem = message.replace(f"{shard_file}: {commit.file}: ", f"{shard_file}: ")
+        return CheckedShard(folder_name, commit, problem), []
 
 
-def _pick(shards: list[tuple[str, Commit]], count: int) -> list[list[int]]:
+def _pick_samples(
+    folders_and_commits: list[tuple[str, Commit]], sample_count: int
+) -> list[list[int]]:
     """Picks random samples with equal probability.
 
     Args:
-        shards: The folder's name and the commit of each shard.
-        count: The number of samples to pick. There are fewer if the shards have fewer.
+        folders_and_commits: The name of the folder and the commit of each shard.
+        sample_count: The number of samples to pick. If there are fewer, all samples are picked.
 
     Returns:
-        The indices of the samples within each shard, ascending.
+        A list for each shard, which contains the indices of the picked samples in the shard, in
+        ascending order.
     """
-    total = sum(commit.count for _, commit in shards)
-    numbers = sorted(random.sample(range(total), min(count, total)))
-    picks = []
-    first = 0  # number of the shard's first sample among those of all shards
-    for _, commit in shards:
-        stop = first + commit.count
-        picks.append([number - first for number in numbers if first <= number < stop])
-        first = stop
-    return picks
+    stored_count = sum(commit.count for _, commit in folders_and_commits)
+    picked_numbers = sorted(random.sample(range(stored_count), min(sample_count, stored_count)))
+    indices_by_shard = []
+    first_number = 0  # number of the shard's first sample among the samples of all shards
+    for _, commit in folders_and_commits:
+        numbers_of_shard = range(first_number, first_number + commit.count)
+        indices = [number - first_number for number in picked_numbers if number in numbers_of_shard]
+        indices_by_shard.append(indices)
+        first_number += commit.count
+    return indices_by_shard
 
 
-# Largest error of the computation of activations, relative to the norm of a sample at a hook: by
-# the dtype of the model, a pair for recomputing on the platform of the run and on another platform.
-COMPUTED = {
+# Largest errors of computing activations, relative to the norm of a sample's activations at a hook,
+# by the dtype of the model. The first error is for recomputing on the platform of the run, and the
+# second for recomputing on another platform.
+COMPUTING_ERRORS = {
     # Products have the highest precision on every platform, but another mesh or packing changes the
-    # order in which they are summed: on a CPU, 2e-6 was measured after 12 layers. Functions such as
-    # exp and rsqrt differ between platforms.
+    # order in which they are summed. On a CPU, an error of 2e-6 was measured after 12 layers.
+    # Functions such as exp and rsqrt differ between platforms.
     "float32": (1e-3, 2e-3),
-    # Each value is rounded to 8 bits, and may be rounded to the other side if the sum before it
-    # differs; later layers propagate the difference. On a CPU, 1.6e-2 was measured after 12 layers.
-    # The functions of two platforms differ by less than one such rounding.
+    # Each value is rounded to 8 significant bits, and a small difference in a sum can round it in
+    # the other direction. Later layers propagate the difference. On a CPU, an error of 1.6e-2 was
+    # measured after 12 layers. Functions of two platforms differ by less than one such rounding.
     "bfloat16": (5e-2, 5e-2),
 }
-# Relative error when the stored and the recomputed activations are both rounded to the stored
-# dtype: 0.4 of a unit in the last place (the RMS of two roundings), which is at most 2**-10 of a
-# float16 and 2**-7 of a bfloat16. Float8 is compared with recomputed values in float32; it has
-# 4 significant bits, so a value is off by at most 2**-4 of itself (0.026 of a token's norm was
-# measured).
-STORED = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0**-4}
+# Relative errors when the stored and the recomputed activations are both rounded to the stored
+# dtype, by this dtype. The error of a value is 0.4 of a unit in the last place, the RMS of two
+# roundings. A unit in the last place is at most 2**-10 of a float16 value and 2**-7 of a bfloat16
+# value. Stored float8 values are compared with recomputed values in float32. They have 4
+# significant bits, so the error is at most 2**-4 of a value. An error of 0.026 of a token's norm
+# was measured.
+ROUNDING_ERRORS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0**-4}
 
-# Largest fraction of a sample's expert numbers, or predicted token ids, that may differ at a hook,
-# by the dtype of the model. Rounding decides between experts, or tokens, that are nearly tied. On a
-# CPU, with 8 of 64 experts, no number differed if only the packing did, and 13 % differed between
-# bfloat16 and float32.
-OTHER_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
+# Largest fraction of a sample's expert numbers or predicted token ids that may differ at a hook, by
+# the dtype of the model. Rounding decides between experts or tokens whose scores are nearly equal.
+# On a CPU, with 8 of 64 experts, no number differed with another packing, and 13 % of the numbers
+# differed between bfloat16 and float32.
+DIFFERENT_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
 
 
 def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
-    """Returns the differences between stored and recomputed samples that rounding explains.
+    """Returns the largest differences of recomputed samples that rounding explains.
 
     Args:
         identity: The identity of the run.
         same_platform: Whether samples are recomputed on the platform of the run.
 
     Raises:
-        InputError: COMPUTED lacks the dtype of the model, or STORED that of the activations.
+        InputError: The dtype of the model is not in COMPUTING_ERRORS, or the dtype of the stored
+            activations is not in ROUNDING_ERRORS.
     """
-    dtype, stored = identity.dtype, identity.activation_dtype
-    if dtype not in COMPUTED or stored not in STORED:
+    model_dtype, stored_dtype = identity.dtype, identity.activation_dtype
+    if model_dtype not in COMPUTING_ERRORS or stored_dtype not in ROUNDING_ERRORS:
         raise InputError(
-            f"{METADATA}: computed in {dtype or 'an unknown dtype'}, stored in {stored}: expected "
-            f"one of {', '.join(COMPUTED)}, and one of {', '.join(STORED)}"
+            f"{METADATA}: computed in {model_dtype or 'an unknown dtype'}, stored in "
+            f"{stored_dtype}: expected one of {', '.join(COMPUTING_ERRORS)}, and one of "
+            f"{', '.join(ROUNDING_ERRORS)}"
         )
-    return Tolerance(COMPUTED[dtype][not same_platform], STORED[stored], OTHER_NUMBERS[dtype])
+    error_on_same_platform, error_on_other_platform = COMPUTING_ERRORS[model_dtype]
+    return Tolerance(
+        error_on_same_platform if same_platform else error_on_other_platform,
+        ROUNDING_ERRORS[stored_dtype],
+        DIFFERENT_NUMBERS[model_dtype],
+    )
 
 
-def _compare(chosen: list[ChosenSample], recompute: Recompute, allowed: Tolerance) -> Iterator[str]:
-    """Recomputes the chosen samples, and yields a message on each difference beyond `allowed`."""
-    for sample, recomputed in zip(chosen, recompute.values(chosen), strict=True):
-        if isinstance(recomputed, str):
-            yield f"{sample.where}: cannot be recomputed: {recomputed}"
-            continue
-        for hook, stored in zip(sample.hooks, sample.values, strict=True):
-            differences = hook.differences(
-                stored, recomputed[hook.name], sample.tokens.positions, allowed
-            )
-            for difference in differences:
-                yield f"{sample.where}, {hook.name}: recomputed, {difference}"
-
-
-def check_numbers(folders: dict[str, RunLog], checked: Sequence[CheckedShard]) -> Iterator[str]:
-    """Yields a message on repeated sample numbers, and on the first missing one of each folder.
-
-    In a run over a data set that is not complete, only numbers before its mark can be missing.
-    Missing numbers are not looked for in a folder that has a shard whose numbers are unknown.
+def _compare(
+    chosen_samples: list[ChosenSample], recompute: Recompute, allowed_differences: Tolerance
+) -> Iterator[str]:
+    """Recomputes samples, and yields a message on each difference that rounding does not explain.
 
     Args:
-        folders: The content of each folder, by the folder's name.
-        checked: The results for all shards. A shard with a problem has no numbers.
+        chosen_samples: The stored samples to recompute.
+        recompute: The function that recomputes them.
+        allowed_differences: The largest differences that rounding explains.
     """
-    by_folder: dict[str, list[np.ndarray]] = {name: [] for name in folders}
-    for shard in checked:
-        if shard.sample_idx is not None:
-            by_folder[shard.folder].append(shard.sample_idx)
-    all_shards = [shard.sample_idx for shard in checked if shard.sample_idx is not None]
-    numbers, times = np.unique(np.concatenate([NO_NUMBERS, *all_shards]), return_counts=True)
-    repeated = numbers[times > 1]
-    if repeated.size:
-        count = counted(len(repeated), "sample number")
-        yield f"{count} stored more than once, such as {repeated[0]}"
-    for name, stored in folders.items():
-        identity = stored.identity
-        last_shard = max(stored.commits, default=0)
-        if identity is None or last_shard == 0 or last_shard != len(by_folder[name]):
+    results = recompute.values(chosen_samples)
+    for sample, values_or_message in zip(chosen_samples, results, strict=True):
+        if isinstance(values_or_message, str):
+            yield f"{sample.where}: cannot be recomputed: {values_or_message}"
             continue
-        numbers = np.unique(np.concatenate(by_folder[name]))
-        if identity.from_dataset and (stored.metadata or {})["status"] != "complete":
-            mark = furthest_mark(stored.commits.values())
-            numbers = numbers[: 0 if mark is None else mark.samples]
+        positions = sample.tokens.positions
+        for hook, stored_values in zip(sample.hooks, sample.values, strict=True):
+            recomputed_values = values_or_message[hook.name]
+            for message in hook.differences(
+                stored_values, recomputed_values, positions, allowed_differences
+            ):
+                yield f"{sample.where}, {hook.name}: recomputed, {message}"
+
+
+def check_numbers(
+    folders: dict[str, RunLog], checked_shards: Sequence[CheckedShard]
+) -> Iterator[str]:
+    """Yields a message on repeated sample numbers, and on the first missing number of each folder.
+
+    If a run over a data set is not complete, only numbers before its furthest mark count as
+    missing. A folder is not searched for missing numbers if the numbers of one of its shards are
+    unknown.
+
+    Args:
+        folders: The run log of each folder, by the folder's name.
+        checked_shards: The results for all shards. A shard with a problem has no numbers.
+    """
+    numbers_by_folder: dict[str, list[np.ndarray]] = {folder_name: [] for folder_name in folders}
+    numbers_of_shards = [NO_NUMBERS]
+    for shard in checked_shards:
+        if shard.sample_idx is not None:
+            numbers_by_folder[shard.folder].append(shard.sample_idx)
+            numbers_of_shards.append(shard.sample_idx)
+    sample_numbers, occurrences = np.unique(np.concatenate(numbers_of_shards), return_counts=True)
+    repeated_numbers = sample_numbers[occurrences > 1]
+    if repeated_numbers.size:
+        repeated_in_words = counted(len(repeated_numbers), "sample number")
+        yield f"{repeated_in_words} stored more than once, such as {repeated_numbers[0]}"
+    for folder_name, run_log in folders.items():
+        identity = run_log.identity
+        last_shard = max(run_log.commits, default=0)
+        if identity is None or last_shard == 0 or last_shard != len(numbers_by_folder[folder_name]):
+            continue
+        sample_numbers = np.unique(np.concatenate(numbers_by_folder[folder_name]))
+        if identity.from_dataset and (run_log.metadata or {})["status"] != "complete":
+            mark = furthest_mark(run_log.commits.values())
+            sample_numbers = sample_numbers[: 0 if mark is None else mark.samples]
         worker = identity.worker
-        expected = worker.sample_idx(0) + worker.stride * np.arange(len(numbers))
-        different = np.flatnonzero(numbers != expected)
-        if different.size:
-            number, expected_number = numbers[different[0]], expected[different[0]]
-            problem = "is missing" if number > expected_number else "belongs to another host"
-            yield f"{shown_name(name)}: sample {min(number, expected_number)} {problem}"
+        expected_numbers = worker.sample_idx(0) + worker.stride * np.arange(len(sample_numbers))
+        different_indices = np.flatnonzero(sample_numbers != expected_numbers)
+        if different_indices.size:
+            first_difference = different_indices[0]
+            sample_number = sample_numbers[first_difference]
+            expected_number = expected_numbers[first_difference]
+            where = shown_name(folder_name)
+            if sample_number > expected_number:
+                yield f"{where}: sample {expected_number} is missing"
+            else:
+                yield f"{where}: sample {sample_number} belongs to another host"
 
 
 def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
-    """Yields all problems that the JSON files and the names of the files show.
+    """Yields all problems that the JSON files and the names of all files show.
 
     Args:
-        folders: The content of each folder, by the folder's name.
+        folders: The run log of each folder, by the folder's name.
     """
-    yield from (f"{name}: is missing" for name in expected_names(folders) if name not in folders)
+    for folder_name in expected_names(folders):
+        if folder_name not in folders:
+            yield f"{folder_name}: is missing"
     yield from foreign_folders(folders)
-    # The fingerprint of each file of the data set, by its name and size.
+    # Fingerprints of the files of the data set, by name and size.
     fingerprints: dict[tuple[str, int], str] = {}
-    for name, stored in folders.items():
-        yield from stored.damaged_files.values()
-        yield from (file_path(name, message) for message in stored.missing_jsons)
-        metadata = stored.metadata or {}
-        where = file_path(name, METADATA)
-        for file in metadata.get("data_files", ()):
-            fingerprint = file["fingerprint"]
-            expected = fingerprints.setdefault((file["name"], file["bytes"]), fingerprint)
-            if fingerprint != expected:
-                yield f"{name}: has read a file {file['name']} with other content than others have"
+    for folder_name, run_log in folders.items():
+        yield from run_log.damaged_files.values()
+        yield from (file_path(folder_name, message) for message in run_log.missing_jsons)
+        metadata = run_log.metadata or {}
+        metadata_path = file_path(folder_name, METADATA)
+        for data_file in metadata.get("data_files", ()):
+            name, size = data_file["name"], data_file["bytes"]
+            fingerprint = data_file["fingerprint"]
+            if fingerprint != fingerprints.setdefault((name, size), fingerprint):
+                yield f"{folder_name}: has read a file {name} with other content than others have"
         if metadata and metadata["status"] != "complete":
-            yield f"{where}: the run is not complete: {metadata['status']}"
+            yield f"{metadata_path}: the run is not complete: {metadata['status']}"
         elif metadata:
-            for problem in total_problems(stored.in_order, metadata):
-                yield f"{where}: {problem}"
-            for file in sorted(stored.files.keys() - {commit.file for commit in stored.in_order}):
-                if SHARD_FILE.fullmatch(file):
-                    yield f"{file_path(name, file)}: has no JSON"
+            for problem in total_problems(run_log.in_order, metadata):
+                yield f"{metadata_path}: {problem}"
+            committed_files = {commit.file for commit in run_log.in_order}
+            for file_name in sorted(run_log.files.keys() - committed_files):
+                if SHARD_FILE.fullmatch(file_name):
+                    yield f"{file_path(folder_name, file_name)}: has no JSON"
