@@ -228,8 +228,8 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     """
     tokens_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
     is_first = sample.position[tokens_by_norm] == 0
-    keys = np.stack([sample.token_ids[tokens_by_norm], is_first])
-    _, first_indices, counts = np.unique(keys, axis=1, return_index=True, return_counts=True)
+    group_keys = np.stack([sample.token_ids[tokens_by_norm], is_first])
+    _, first_indices, counts = np.unique(group_keys, axis=1, return_index=True, return_counts=True)
     groups = []
     for first_index, count in sorted(zip(first_indices, counts, strict=True)):
         groups.append((int(tokens_by_norm[first_index]), int(count)))

@@ -239,8 +239,8 @@ def _compare(
         recompute: The function that recomputes them.
         allowed_differences: The largest differences that rounding explains.
     """
-    results = recompute.values(chosen_samples)
-    for sample, values_or_message in zip(chosen_samples, results, strict=True):
+    recomputed_samples = recompute.values(chosen_samples)
+    for sample, values_or_message in zip(chosen_samples, recomputed_samples, strict=True):
         if isinstance(values_or_message, str):
             yield f"{sample.where}: cannot be recomputed: {values_or_message}"
             continue
@@ -293,11 +293,11 @@ def check_numbers(
             first_difference = different_indices[0]
             sample_number = sample_numbers[first_difference]
             expected_number = expected_numbers[first_difference]
-            where = shown_name(folder_name)
+            folder_in_words = shown_name(folder_name)
             if sample_number > expected_number:
-                yield f"{where}: sample {expected_number} is missing"
+                yield f"{folder_in_words}: sample {expected_number} is missing"
             else:
-                yield f"{where}: sample {sample_number} belongs to another host"
+                yield f"{folder_in_words}: sample {sample_number} belongs to another host"
 
 
 def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
@@ -318,10 +318,13 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
         metadata = run_log.metadata or {}
         metadata_path = file_path(folder_name, METADATA)
         for data_file in metadata.get("data_files", ()):
-            name, size = data_file["name"], data_file["bytes"]
+            file_name, file_bytes = data_file["name"], data_file["bytes"]
             fingerprint = data_file["fingerprint"]
-            if fingerprint != fingerprints.setdefault((name, size), fingerprint):
-                yield f"{folder_name}: has read a file {name} with other content than others have"
+            if fingerprint != fingerprints.setdefault((file_name, file_bytes), fingerprint):
+                yield (
+                    f"{folder_name}: has read a file {file_name} with other content than others "
+                    "have"
+                )
         if metadata and metadata["status"] != "complete":
             yield f"{metadata_path}: the run is not complete: {metadata['status']}"
         elif metadata:

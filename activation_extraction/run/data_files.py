@@ -50,31 +50,31 @@ class DataFiles:
 
     Args:
         files: The files. Their sizes determine how many bytes of each file are read.
-        recorded: The records of these files in metadata.json. None to compute the fingerprints now.
+        records: The records of these files in metadata.json. None to compute the fingerprints now.
 
     Attributes:
         files: The files.
-        recorded: The record of each file.
+        records: The record of each file.
 
     Raises:
         InputError: A file cannot be read.
     """
 
     def __init__(
-        self, files: Sequence[DataFile] = (), recorded: Sequence[RecordedFile] | None = None
+        self, files: Sequence[DataFile] = (), records: Sequence[RecordedFile] | None = None
     ) -> None:
         self.files = tuple(files)
-        if recorded is None:
-            with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as pool:
-                recorded = list(pool.map(_record, files))
-        self.recorded = tuple(recorded)
+        if records is None:
+            with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
+                records = list(thread_pool.map(_record, files))
+        self.records = tuple(records)
         # Local files by the names under which rows may refer to them. In a mixture, `file.name`
         # begins with the number of the source (see open_data.py), but the name in a row does not.
         self._local: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = defaultdict(list)
-        for file, record in zip(self.files, self.recorded, strict=True):
+        for file, record in zip(self.files, self.records, strict=True):
             if file.local:
-                for name in {file.name, file.name.partition("/")[2]}:
-                    self._local[name].append((file, record))
+                for file_name in {file.name, file.name.partition("/")[2]}:
+                    self._local[file_name].append((file, record))
 
     @classmethod
     def as_recorded(
@@ -93,18 +93,20 @@ class DataFiles:
         """
         recorded_lists: set[tuple[RecordedFile, ...]] = set()
         for metadata in earlier:
-            if records := metadata.get("data_files"):
-                recorded_lists.add(tuple(RecordedFile(**record) for record in records))
+            if file_records := metadata.get("data_files"):
+                recorded_lists.add(tuple(RecordedFile(**record) for record in file_records))
         if not recorded_lists:
             return cls(files)
         if len(recorded_lists) > 1:
             raise InputError("--dataset_path: the hosts of this run have read different files")
-        recorded = recorded_lists.pop()
-        ordered_files = _in_recorded_order(files, recorded)
+        recorded_files = recorded_lists.pop()
+        ordered_files = _in_recorded_order(files, recorded_files)
         growths = {}  # number of bytes by which a file has grown, by its URL
-        with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as pool:
-            unchanged = pool.map(_is_recorded, ordered_files, recorded)
-            for file, record, is_unchanged in zip(ordered_files, recorded, unchanged, strict=True):
+        with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
+            is_unchanged_by_file = thread_pool.map(_is_recorded, ordered_files, recorded_files)
+            for file, record, is_unchanged in zip(
+                ordered_files, recorded_files, is_unchanged_by_file, strict=True
+            ):
                 growth = file.size - record.bytes
                 if not is_unchanged:
                     sizes = f" ({record.bytes:,} bytes then, {file.size:,} now)" if growth else ""
@@ -121,9 +123,9 @@ class DataFiles:
                 min(growths) if len(growths) == 1 else counted(len(growths), "file"),
             )
         files_of_run = []
-        for file, record in zip(ordered_files, recorded, strict=True):
+        for file, record in zip(ordered_files, recorded_files, strict=True):
             files_of_run.append(replace(file, size=record.bytes))
-        return cls(files_of_run, recorded)
+        return cls(files_of_run, recorded_files)
 
     def fingerprints(self) -> dict[str, str]:
         """Returns the sizes and fingerprints of the files, which hosts compare.
@@ -133,12 +135,12 @@ class DataFiles:
         """
         return {
             f"data file {record.name}": f"{record.bytes} bytes, {record.fingerprint}"
-            for record in self.recorded
+            for record in self.records
         }
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the records of the files as the JSON that metadata.json contains."""
-        return [asdict(record) for record in self.recorded]
+        return [asdict(record) for record in self.records]
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Checks that the local files from which rows were read have not changed.
@@ -153,14 +155,14 @@ class DataFiles:
         Raises:
             RunError: A file has changed or cannot be read.
         """
-        for name in {row["file"] for row in rows if "file" in row}:
-            for file, recorded_file in self._local.get(name, ()):
+        for file_name in {row["file"] for row in rows if "file" in row}:
+            for file, recorded_file in self._local.get(file_name, ()):
                 problem = f"{file.url}: has changed while the run was reading it"
                 try:
                     with naming_unreadable(file.url):
-                        status = os.stat(file.url)
-                    version = str(status.st_mtime_ns)
-                    current_file = replace(file, size=status.st_size, version=version)
+                        file_status = os.stat(file.url)
+                    version = str(file_status.st_mtime_ns)
+                    current_file = replace(file, size=file_status.st_size, version=version)
                     if current_file == file or _is_recorded(current_file, recorded_file):
                         continue
                 except InputError as error:
@@ -169,7 +171,7 @@ class DataFiles:
 
 
 def _in_recorded_order(
-    files: Sequence[DataFile], recorded: Sequence[RecordedFile]
+    files: Sequence[DataFile], records: Sequence[RecordedFile]
 ) -> list[DataFile]:
     """Returns the files in recorded order and under their recorded names.
 
@@ -178,17 +180,17 @@ def _in_recorded_order(
 
     Args:
         files: The files that the data set has now.
-        recorded: The records of the files that the run reads.
+        records: The records of the files that the run reads.
 
     Raises:
         InputError: A recorded file is missing, or a file was not recorded.
     """
     files_by_name = {file.name: file for file in files}
-    recorded_names = {file.name for file in recorded}
+    recorded_names = {file.name for file in records}
     unrecorded_files = [file for file in files if file.name not in recorded_names]
     unrecorded_files.sort(key=lambda file: file.size)
     ordered_files = []
-    for record in recorded:
+    for record in records:
         file = files_by_name.get(record.name)
         if file is None:
             renamed_files = (file for file in unrecorded_files if _is_recorded(file, record))

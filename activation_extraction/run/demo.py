@@ -107,14 +107,22 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
     sentences: list[str] = []
     for paragraph in paragraphs:
         sentences += re.split(r"(?<=[.!?]) ", paragraph)
-    rows = []
-    for number in range(DOCUMENTS):
+    document_rows = []
+    for document_number in range(DOCUMENTS):
         sentence_count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
         first_sentence = rng.randrange(len(sentences))
-        text = " ".join(sentences[first_sentence : first_sentence + sentence_count])
-        rows.append({"text": text, "id": f"<urn:demo:{number:04d}>", "score": rng.uniform(3, 5)})
+        document_text = " ".join(sentences[first_sentence : first_sentence + sentence_count])
+        document_rows.append(
+            {
+                "text": document_text,
+                "id": f"<urn:demo:{document_number:04d}>",
+                "score": rng.uniform(3, 5),
+            }
+        )
     buffer = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer, row_group_size=100)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(document_rows), buffer, row_group_size=100
+    )
     write_file(path, [buffer.getvalue().to_pybytes()])
 
 

@@ -49,9 +49,11 @@ def content_digest(repository: Repository) -> str:
         RunError: A request for weights at a URL failed.
     """
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
-        fingerprints = sorted(_weight_fingerprint(file, pool) for file in repository.weight_files)
-    lines = [digest_files([repository.file(repository.kind.config_file)]), *fingerprints]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        fingerprints = sorted(
+            _weight_fingerprint(weight_file, pool) for weight_file in repository.weight_files
+        )
+    digest_lines = [digest_files([repository.file(repository.kind.config_file)]), *fingerprints]
+    return hashlib.sha256("\n".join(digest_lines).encode()).hexdigest()
 
 
 def digest_fingerprints(paths: Sequence[Path]) -> str:
@@ -76,11 +78,11 @@ def digest_files(paths: Sequence[Path]) -> str:
     Raises:
         InputError: A file cannot be read.
     """
-    lines = []
+    digest_lines = []
     for path in paths:
         with naming_unreadable(path):
-            lines.append(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n")
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+            digest_lines.append(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n")
+    return hashlib.sha256("".join(sorted(digest_lines)).encode()).hexdigest()
 
 
 def file_fingerprint(path: Path, size: int) -> str:
@@ -115,7 +117,7 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
     starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
         last_start = size - BLOCK
-        starts = (last_start * number // (BLOCKS - 1) for number in range(BLOCKS))
+        starts = (last_start * block_number // (BLOCKS - 1) for block_number in range(BLOCKS))
     for start in starts:
         yield start, min(start + BLOCK, size)
 

@@ -256,8 +256,8 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
             "nothing is compiled: that needs libtpu, the TPU compiler; %s", install_extra("plan")
         )
         return None
-    for variable, value in LIBTPU_VARIABLES.items():
-        os.environ.setdefault(variable, value)
+    for variable_name, variable_value in LIBTPU_VARIABLES.items():
+        os.environ.setdefault(variable_name, variable_value)
     program = program_of(run, replace(request, devices=run.topology.compilable()))
     log.info("compiling the program for the mesh %s", in_words(program.layout.shape))
     return bytes_of_step(program)
@@ -353,18 +353,20 @@ def lines_of(
         tokens_per_second: The value of --tokens_per_second, the stored tokens per second of each
             host. None if the speed is guessed.
     """
-    machine = run.topology
+    topology = run.topology
     rows_of_host, length = run.request.shape
-    chips_and_hosts = f"{counted(machine.chips, 'chip')} on {counted(machine.hosts, 'host')}"
+    chips_and_hosts = f"{counted(topology.chips, 'chip')} on {counted(topology.hosts, 'host')}"
     rows_of_tokens = f"{counted(rows_of_host, 'row')} of {counted(length, 'token')}"
-    yield f"{machine.name}: {chips_and_hosts}, each of which feeds {rows_of_tokens} per step"
+    yield f"{topology.name}: {chips_and_hosts}, each of which feeds {rows_of_tokens} per step"
     for mesh in meshes:
-        memory = f"{three_digits(mesh['memory_gb'])} GB per device by formula"
+        memory_in_words = f"{three_digits(mesh['memory_gb'])} GB per device by formula"
         if mesh["compiled_gb"] is not None:
-            memory += f", {three_digits(mesh['compiled_gb'])} GB by the compiler"
+            memory_in_words += f", {three_digits(mesh['compiled_gb'])} GB by the compiler"
+        fits_in_words = "fits" if mesh["fits"] else "does not fit"
+        step_ms = three_digits(mesh["step_ms"])
         yield (
-            f"mesh {in_words(mesh['shape'])}: {'fits' if mesh['fits'] else 'does not fit'} "
-            f"({memory}); {three_digits(mesh['step_ms'])} ms per step at the chips' peak speed"
+            f"mesh {in_words(mesh['shape'])}: {fits_in_words} ({memory_in_words}); {step_ms} ms "
+            "per step at the chips' peak speed"
         )
     if totals["hours"] is None:
         reason = "nothing says how much data there is" if run.amount is None else "no mesh fits"
@@ -375,10 +377,10 @@ def lines_of(
             "tokens per second and host (--tokens_per_second)"
         )
     else:
-        time = range_in_words(map(hours_in_words, totals["hours"]))
+        time_in_words = range_in_words(map(hours_in_words, totals["hours"]))
         lowest_fraction, highest_fraction = GUESSED_FRACTIONS
         yield (
-            f"time: {time}; a guess, which assumes that the fastest mesh above reaches "
+            f"time: {time_in_words}; a guess, which assumes that the fastest mesh above reaches "
             f"{lowest_fraction:.0%} to {highest_fraction:.0%} of its chips' peak speed, and that "
             "hosts and uploads keep up. To know it, run --max_samples 200 on this machine and give "
             "the tokens/s of its last line, 'time: ...', as --tokens_per_second"
@@ -392,7 +394,7 @@ def lines_of(
     else:
         yield f"stored: {token_bytes:,} bytes per token before compression"
     if totals["dollars"] is not None:
-        dollars = [f"${amount:,.2f}" for amount in totals["dollars"]]
+        dollars = [f"${price:,.2f}" for price in totals["dollars"]]
         yield f"cost: {range_in_words(dollars)}"
 
 

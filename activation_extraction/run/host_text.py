@@ -60,18 +60,18 @@ class Text:
     Attributes:
         options: The flags about text.
         model: The files of the model.
-        vocabulary: The number of token ids that the model has.
-        earlier: The content of metadata.json of each output that contains the run already; see
-            `open_dataset`. Empty for a new run.
-        names: The names of the sources of a mixture; see `open_dataset`.
+        vocabulary_size: The number of token ids that the model has.
+        earlier_metadata: The content of metadata.json of each output that contains the run already;
+            see `open_dataset`. Empty for a new run.
+        source_names: The names of the sources of a mixture; see `open_dataset`.
         adapter: The files of the LoRA adapter. None without an adapter.
     """
 
     options: TextOptions
     model: Repository
-    vocabulary: int
-    earlier: Sequence[Mapping[str, Any]] = ()
-    names: Sequence[str] = ()
+    vocabulary_size: int
+    earlier_metadata: Sequence[Mapping[str, Any]] = ()
+    source_names: Sequence[str] = ()
     adapter: Repository | None = None
 
     @cached_property
@@ -79,7 +79,7 @@ class Text:
         """The tokenizer of the model or the adapter. None if the data set has token ids."""
         if self.options.ids_column:
             return None
-        return choose_tokenizer(self.model, self.adapter, self.vocabulary)
+        return choose_tokenizer(self.model, self.adapter, self.vocabulary_size)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -115,28 +115,30 @@ class Text:
             conversations = MessagesColumn(options.messages_column, self.template)
             readers = (conversations, ArcTask(self.template))
         elif options.ids_column:
-            mask = options.mask_column or ""
-            readers = (IdsColumn(options.ids_column, mask, self.vocabulary),)
+            mask_column = options.mask_column or ""
+            readers = (IdsColumn(options.ids_column, mask_column, self.vocabulary_size),)
         return RowForm(readers, options.id_column, options.keep_columns)
 
     @cached_property
     def sample_form(self) -> SampleForm:
         """The settings by which documents become samples."""
         options = self.options
-        choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
-        split = options.long_documents == "split"
-        special = special_tokens(options, self.tokenizer)
-        return SampleForm(options.max_seq_length, split, options.overlap, choice, special)
+        token_choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
+        splits_documents = options.long_documents == "split"
+        added_tokens = special_tokens(options, self.tokenizer)
+        return SampleForm(
+            options.max_seq_length, splits_documents, options.overlap, token_choice, added_tokens
+        )
 
     @cached_property
     def drop_token_ids(self) -> tuple[int, ...]:
         """The token ids of --drop_token_ids, a flag that may also contain names of tokens."""
-        return dropped_ids(self.options.drop_token_ids, self.tokenizer, self.vocabulary)
+        return dropped_ids(self.options.drop_token_ids, self.tokenizer, self.vocabulary_size)
 
     @cached_property
     def dataset(self) -> Dataset:
         """The open data of the run: one data set, or all data sets of a mixture."""
-        return open_dataset(self.options, self.row_form, self.earlier, self.names)
+        return open_dataset(self.options, self.row_form, self.earlier_metadata, self.source_names)
 
     def check(self) -> None:
         """Checks the chat template, and the first row of each data set.
@@ -258,15 +260,15 @@ def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> Special
     is_plain_text = not (options.messages_column or options.ids_column)
     if tokenizer is None or not is_plain_text or options.special_tokens == "none":
         return SpecialTokens()
-    special = special_tokens_of(tokenizer)
+    added_tokens = special_tokens_of(tokenizer)
     sample_tokens = options.max_seq_length
-    if len(special) >= sample_tokens and options.long_documents == "cut":
+    if len(added_tokens) >= sample_tokens and options.long_documents == "cut":
         raise InputError(
             f"--max_seq_length {sample_tokens}: has no room for a text and the special tokens "
-            f"around it, {special.template}; give at least {len(special) + 1}, or "
+            f"around it, {added_tokens.template}; give at least {len(added_tokens) + 1}, or "
             "--special_tokens none"
         )
-    return special
+    return added_tokens
 
 
 def known_special_tokens(config: Config) -> SpecialTokens:
@@ -298,14 +300,14 @@ def known_special_tokens(config: Config) -> SpecialTokens:
 
 
 def dropped_ids(
-    tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary: int
+    tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary_size: int
 ) -> tuple[int, ...]:
     """Returns the ids of the tokens to drop, in ascending order.
 
     Args:
         tokens: The ids or names of the tokens to drop.
         tokenizer: The tokenizer, which knows the names. May be None if `tokens` are all ids.
-        vocabulary: The number of token ids that the model has.
+        vocabulary_size: The number of token ids that the model has.
 
     Raises:
         InputError: The tokenizer lacks a name, the model lacks an id, or all tokens of the model
@@ -324,11 +326,11 @@ def dropped_ids(
                 f"{near_miss(token_name, added_names)}"
             )
         token_ids.add(token_id)
-    if (largest := max(token_ids, default=0)) >= vocabulary:
+    if (largest_id := max(token_ids, default=0)) >= vocabulary_size:
         raise InputError(
-            f"--drop_token_ids {largest}: the model has token ids 0 to {vocabulary - 1}"
+            f"--drop_token_ids {largest_id}: the model has token ids 0 to {vocabulary_size - 1}"
         )
-    if len(token_ids) == vocabulary:
+    if len(token_ids) == vocabulary_size:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
     return tuple(sorted(token_ids))
 

@@ -267,7 +267,7 @@ def raise_together(
     digest = hashlib.sha256(json.dumps(shown_fields, sort_keys=True).encode()).hexdigest()
     problem_kinds, digests = zip(*gather(host, (problem_kind, digest)), strict=True)
     if problem is None and any(problem_kinds):
-        failed_hosts = [str(number) for number, kind in enumerate(problem_kinds) if kind]
+        failed_hosts = [str(host_number) for host_number, kind in enumerate(problem_kinds) if kind]
         message = f"host {', '.join(failed_hosts)} failed: see the message there"
         if BAD_INPUT in problem_kinds:
             problem = InputError(message)
@@ -292,12 +292,15 @@ def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
     """
     for field_name in chain(*fields_of_hosts):
         hosts_by_content: dict[str, list[str]] = {}
-        for number, fields in enumerate(fields_of_hosts):
+        for host_number, fields in enumerate(fields_of_hosts):
             content = fields.get(field_name, "nothing")
-            hosts_by_content.setdefault(content, []).append(str(number))
+            hosts_by_content.setdefault(content, []).append(str(host_number))
         if len(hosts_by_content) > 1:
             break
-    phrases = [f"{content} on {', '.join(hosts)}" for content, hosts in hosts_by_content.items()]
+    phrases = [
+        f"{content} on {', '.join(host_numbers)}"
+        for content, host_numbers in hosts_by_content.items()
+    ]
     return f"hosts differ in {field_name}: {'; '.join(phrases)}; it must be the same on all"
 
 
@@ -509,7 +512,7 @@ class Lockstep:
                 data, the number of hosts that were asked to stop, and the number of hosts that
                 failed.
         """
-        any_has_data, any_stopping, any_failed = (bool(count) for count in votes)
+        any_has_data, any_stopping, any_failed = (bool(host_count) for host_count in votes)
         if any_failed and self.failure is None:
             remedy = "its message says what to do on all hosts"
             self.failure = RunError("another host failed", remedy=remedy)

@@ -41,40 +41,40 @@ class Source(NamedTuple):
 class Dataset:
     """The open data of a run.
 
-    `name` and `content` are fields of the run's identity, so they must be the same when the run
+    `name` and `revisions` are fields of the run's identity, so they must be the same when the run
     continues.
 
     Attributes:
         sources: The open data sets, one or, in a mixture, several.
         name: FILES for files. For a hub data set, its name, configuration and split. For a mixture,
             its sources with their weights.
-        content: The revision of a hub data set, or the revisions of all hub data sets in a mixture.
-            "" for files, whose content `files` compares one by one.
+        revisions: The revision of a hub data set, or the names and revisions of all hub data sets
+            in a mixture. "" for files, whose content `files` compares one by one.
         files: The files of all sources.
     """
 
     sources: tuple[Source, ...]
     name: str
-    content: str
+    revisions: str
     files: DataFiles = field(default_factory=DataFiles)
 
 
 def open_dataset(
     options: TextOptions,
     row_form: RowForm,
-    earlier: Sequence[Mapping[str, Any]] = (),
-    names: Sequence[str] = (),
+    earlier_metadata: Sequence[Mapping[str, Any]] = (),
+    source_names: Sequence[str] = (),
 ) -> Dataset:
     """Opens the data of a run: files, a data set on the hub, or a mixture of both.
 
     Args:
         options: The flags about text.
         row_form: The settings by which rows become documents.
-        earlier: The content of metadata.json of each output that contains the run already, this
-            host's first. A hub data set is opened at the recorded revision, and files must be the
-            recorded ones (see `DataFiles.as_recorded`). Empty for a new run.
-        names: The names of the sources of a mixture, which are the same on all hosts. Empty for the
-            names in the flags.
+        earlier_metadata: The content of metadata.json of each output that contains the run already,
+            this host's first. A hub data set is opened at the recorded revision, and files must be
+            the recorded ones (see `DataFiles.as_recorded`). Empty for a new run.
+        source_names: The names of the sources of a mixture, which are the same on all hosts. Empty
+            for the names in the flags.
 
     Returns:
         The open data.
@@ -84,28 +84,28 @@ def open_dataset(
     """
     if options.mix:
         try:
-            return _open_mixture(options.mix, row_form, earlier, names)
+            return _open_mixture(options.mix, row_form, earlier_metadata, source_names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     dataset_path = options.dataset_path
     if dataset_path is not None:
-        recorded_runs, _ = _recorded(FILES, earlier)
+        recorded_runs, _ = _recorded_metadata(FILES, earlier_metadata)
         files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
         rows = open_files(dataset_path, row_form, files.files)
         return Dataset((Source(rows),), FILES, "", files)
     hub_name = options.dataset_name
-    subset = options.dataset_config
-    split = options.dataset_split
+    hub_config = options.dataset_config
+    hub_split = options.dataset_split
     assert hub_name is not None  # cli/config.py sets it if no other source is given
-    source_name = " ".join(filter(None, (hub_name, subset, split)))
-    recorded_runs, recorded_revision = _recorded(source_name, earlier)
+    source_name = " ".join(filter(None, (hub_name, hub_config, hub_split)))
+    recorded_runs, recorded_revision = _recorded_metadata(source_name, earlier_metadata)
     _check_reader(f"--dataset_name {source_name}", recorded_runs)
-    rows, revision = open_hub_dataset(hub_name, subset, split, recorded_revision or None)
+    rows, revision = open_hub_dataset(hub_name, hub_config, hub_split, recorded_revision or None)
     return Dataset((Source(rows),), source_name, revision)
 
 
-def _recorded(
-    data_name: str, earlier: Sequence[Mapping[str, Any]]
+def _recorded_metadata(
+    data_name: str, earlier_metadata: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
     """Returns the metadata of earlier starts that read the same data set.
 
@@ -114,14 +114,16 @@ def _recorded(
 
     Args:
         data_name: The name of the data set in identities.
-        earlier: The content of metadata.json of each output that contains the run already.
+        earlier_metadata: The content of metadata.json of each output that contains the run already.
 
     Returns:
         The metadata, and the revision of the data set that the first metadata records. The revision
         is "" if no metadata is left.
     """
     matching_runs = [
-        metadata for metadata in earlier if identity_of(metadata, METADATA).data == data_name
+        metadata
+        for metadata in earlier_metadata
+        if identity_of(metadata, METADATA).data == data_name
     ]
     revision = identity_of(matching_runs[0], METADATA).data_revision if matching_runs else ""
     return matching_runs, revision
@@ -155,7 +157,7 @@ def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]
 def _open_mixture(
     sources_and_weights: Sequence[tuple[str, float]],
     row_form: RowForm,
-    earlier: Sequence[Mapping[str, Any]],
+    earlier_metadata: Sequence[Mapping[str, Any]],
     source_names: Sequence[str],
 ) -> Dataset:
     """Opens all sources of a mixture.
@@ -166,8 +168,8 @@ def _open_mixture(
     Args:
         sources_and_weights: The sources and weights of --mix.
         row_form: The settings by which rows become documents.
-        earlier: The content of metadata.json of each output that contains the run already; see
-            `open_dataset`.
+        earlier_metadata: The content of metadata.json of each output that contains the run already;
+            see `open_dataset`.
         source_names: The names of the sources; see `open_dataset`.
 
     Raises:
@@ -178,23 +180,23 @@ def _open_mixture(
     for source_name, (_, weight) in zip(source_names, sources_and_weights, strict=True):
         named_weights.append(f"{source_name}={repr(weight).removesuffix('.0')}")
     mixture_name = " ".join(named_weights)
-    recorded_runs, recorded_revisions = _recorded(mixture_name, earlier)
+    recorded_runs, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
     revisions = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions.split():
         source_name, revision = name_and_revision.rsplit("@", 1)
         revisions[source_name] = revision
     listed_files = []
-    for number, (source, _) in enumerate(sources_and_weights):
+    for source_number, (source, _) in enumerate(sources_and_weights):
         if is_path(source):
             for file in list_files(source):
-                listed_files.append(replace(file, name=f"{number}/{file.name}"))
+                listed_files.append(replace(file, name=f"{source_number}/{file.name}"))
     refuse_repeated(listed_files)
     files = DataFiles.as_recorded(listed_files, recorded_runs)
     sources = []
-    for number, (source, weight) in enumerate(sources_and_weights):
-        source_name = source_names[number]
+    for source_number, (source, weight) in enumerate(sources_and_weights):
+        source_name = source_names[source_number]
         if is_path(source):
-            prefix = f"{number}/"
+            prefix = f"{source_number}/"
             files_of_source = [
                 replace(file, name=file.name.removeprefix(prefix))
                 for file in files.files
@@ -203,13 +205,15 @@ def _open_mixture(
             rows = open_files(source, row_form, files_of_source)
         else:
             # The configuration and the split may be missing.
-            hub_name, hub_config, split, *surplus_fields = [*source.split(":"), "", ""]
+            hub_name, hub_config, hub_split, *surplus_fields = [*source.split(":"), "", ""]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_runs)
             rows, revisions[source_name] = open_hub_dataset(
-                hub_name, hub_config or None, split or DATASET[2], revisions.get(source_name)
+                hub_name, hub_config or None, hub_split or DATASET[2], revisions.get(source_name)
             )
         sources.append(Source(rows, source_name, weight))
-    content = " ".join(f"{source_name}@{revision}" for source_name, revision in revisions.items())
-    return Dataset(tuple(sources), mixture_name, content, files)
+    all_revisions = " ".join(
+        f"{source_name}@{revision}" for source_name, revision in revisions.items()
+    )
+    return Dataset(tuple(sources), mixture_name, all_revisions, files)

@@ -110,18 +110,19 @@ class Prefetch(Generic[T, R]):
         """
         waiting_since = time.monotonic()
         while not stopped():
-            if (peeked := self._peeked) is not None:
+            if (peeked_item := self._peeked) is not None:
                 self._peeked = None
-                yield peeked
+                yield peeked_item
                 waiting_since = time.monotonic()
                 continue
             try:
                 item = self._ready.get(timeout=POLL)
             except queue.Empty:
-                waited = time.monotonic() - waiting_since
-                skipping = self._skipping
-                if skipping is not None and skipping.is_set() and waited >= self._patience:
-                    skipping.clear()
+                waited_seconds = time.monotonic() - waiting_since
+                skip_event = self._skipping
+                is_late = waited_seconds >= self._patience
+                if skip_event is not None and skip_event.is_set() and is_late:
+                    skip_event.clear()
                     yield None
                     waiting_since = time.monotonic()
                 continue

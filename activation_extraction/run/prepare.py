@@ -125,11 +125,11 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     if config.computing.batch_size == "auto":
         forward, facts["auto_batch_size"] = fit_rows(host, request, forward, earlier_metadata)
 
-    vocabulary = forward.model.config.vocab_size
+    vocabulary_size = forward.model.config.vocab_size
     text = Text(
         config.text,
         forward.checkpoint,
-        vocabulary,
+        vocabulary_size,
         earlier_metadata,
         source_names,
         forward.adapter_files,
@@ -287,7 +287,11 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
         The commit. None if the model of this host is local.
     """
     fields_of_choices = gather(host, commit_choice)
-    choices = [CommitChoice(*fields) for fields in fields_of_choices if fields is not None]
+    choices = [
+        CommitChoice(*choice_fields)
+        for choice_fields in fields_of_choices
+        if choice_fields is not None
+    ]
     if commit_choice is None or not choices:
         return None
     for choice in choices:

@@ -114,7 +114,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         check_text_inputs(text, present_config, identity)
         reread = partial(_read_again, text)
     # If the data set contains token ids, the text has no tokenizer, so it is chosen here to decode.
-    tokenizer = text.chosen_tokenizer or choose_tokenizer(model, adapter, text.vocabulary)
+    tokenizer = text.chosen_tokenizer or choose_tokenizer(model, adapter, text.vocabulary_size)
 
     def decode(token_ids: np.ndarray) -> str:
         decoded_text: str = tokenizer.pretrained.decode(
@@ -152,8 +152,8 @@ def _text_of_run(
     # special tokens of the tokenizer.
     if not identity.special_tokens:
         text_options = replace(text_options, special_tokens="none")
-    vocabulary = metadata["model"]["vocab_size"]
-    text = Text(text_options, model, vocabulary, earlier=[metadata], adapter=adapter)
+    vocabulary_size = metadata["model"]["vocab_size"]
+    text = Text(text_options, model, vocabulary_size, earlier_metadata=[metadata], adapter=adapter)
     lora_path = None if adapter is None else adapter.path
     present_config = replace(
         recorded_config,
@@ -179,9 +179,9 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # are the host and the number of samples before the start. The values are indices of
     # `stored_samples`.
     indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
-    for index, stored in enumerate(stored_samples):
-        samples_before = 0 if stored.start is None else stored.start.samples
-        indices_by_pass[stored.worker, samples_before].append(index)
+    for index, stored_tokens in enumerate(stored_samples):
+        samples_before = 0 if stored_tokens.start is None else stored_tokens.start.samples
+        indices_by_pass[stored_tokens.worker, samples_before].append(index)
     for (worker, _), indices in indices_by_pass.items():
         indices_by_number: dict[int, list[int]] = defaultdict(list)
         for index in indices:
@@ -208,7 +208,7 @@ def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
             kept tokens.
     """
     kept_positions = sample.kept_positions[: len(stored.positions)]
-    same_positions = np.array_equal(kept_positions, stored.positions)
-    if same_positions and np.array_equal(sample.token_ids[kept_positions], stored.token_ids):
+    has_same_positions = np.array_equal(kept_positions, stored.positions)
+    if has_same_positions and np.array_equal(sample.token_ids[kept_positions], stored.token_ids):
         return sample.token_ids
     return f"{OTHER_TOKENS}; its row is {json.dumps(sample.facts.row, ensure_ascii=False)}"

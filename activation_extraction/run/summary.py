@@ -159,14 +159,14 @@ def _shortfall_message(run: Run) -> str:
         stored_and_limits["token"] = (totals.tokens, options.max_tokens)
     if not stored_and_limits:
         return ""
-    if any(stored >= limit for stored, limit in stored_and_limits.values()):
+    if any(stored_count >= limit for stored_count, limit in stored_and_limits.values()):
         return ""
     host_in_words = f" of host {run.host.id}" if run.host.several else ""
     share_in_words = "its share of " if run.host.several else ""
     phrases = []
-    for unit, (stored, limit) in stored_and_limits.items():
+    for unit, (stored_count, limit) in stored_and_limits.items():
         flag_in_words = f"{share_in_words}--max_{unit}s"
-        phrases.append(f"{stored:,} of at most {counted(limit, unit)} ({flag_in_words})")
+        phrases.append(f"{stored_count:,} of at most {counted(limit, unit)} ({flag_in_words})")
     return f"the data{host_in_words} ended after {' and '.join(phrases)}"
 
 

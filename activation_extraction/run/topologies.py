@@ -108,11 +108,11 @@ class Topology:
     def described(self) -> list[Device]:
         """Returns stand-ins for the devices of the machine, from which a mesh can be made."""
         platform = "tpu" if self.is_tpu else "gpu"
-        count = self.chips * self.kind.devices
+        device_count = self.chips * self.kind.devices
         devices = []
-        for number in range(count):
-            host = number * self.hosts // count
-            devices.append(Device(number, platform, self.kind.chip, host))
+        for device_number in range(device_count):
+            host_number = device_number * self.hosts // device_count
+            devices.append(Device(device_number, platform, self.kind.chip, host_number))
         return devices
 
     def compilable(self) -> list[Any]:
