@@ -28,11 +28,8 @@ from activation_extraction.store.totals import COUNTED, Totals
 
 SILENT_SECONDS = 900.0  # least number of seconds without a sign after which a host is "silent"
 RECENT_SHARDS = 20  # number of the last shards from which the speed of a host is computed
-PROBLEM_STATES = {
-    "damaged",
-    "silent",
-    "failed",
-}  # states of a host in which its user has to intervene
+# States of a host in which the user has to intervene.
+PROBLEM_STATES = {"damaged", "silent", "failed"}
 
 
 @dataclass(frozen=True)
@@ -222,9 +219,8 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
         The commit of a shard, and the seconds that it took. A shard is left out if the times in the
         commits do not show how long it took.
     """
-    previous_commits: dict[
-        float, float
-    ] = {}  # time of the last commit of each process, by the start of the process
+    # Time of the last commit of each process, by the start of the process.
+    previous_commits: dict[float, float] = {}
     for commit in sorted(commits, key=lambda commit: commit.committed):
         shard_start = previous_commits.get(commit.began, commit.began)
         if commit.committed > shard_start:

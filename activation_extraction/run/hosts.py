@@ -463,7 +463,8 @@ class Lockstep:
             self._upcoming_batches.append(self._fetch())
             has_data_at_steps.append(self._has_data)
         flags = [*has_data_at_steps, bool(stopped()), self.failure is not None]
-        *any_has_data, any_stopping, any_failed = any_host(flags)  # over all hosts
+        # Whether any host has data for each of the first steps, was asked to stop, or has failed.
+        *any_has_data, any_stopping, any_failed = any_host(flags)
         self.complete = not any_stopping
         is_ending = any_stopping or (any_failed and not any(any_has_data))
         self._step_decisions = deque([] if is_ending else any_has_data)

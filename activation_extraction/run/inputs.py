@@ -33,9 +33,9 @@ from activation_extraction.store.identity import Identity
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.file_list import is_path
 
-# Packages whose versions decide which bytes are stored.
+# Packages whose versions determine which bytes are stored.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "transformers", "datasets", "isal")
-ModelOrText = TypeVar("ModelOrText", Forward, Text)  # the owner of an input
+ModelOrText = TypeVar("ModelOrText", Forward, Text)  # the object to which an input belongs
 # Source files of this program that are beside the package.
 SCRIPTS = ("extract_activations.py", "qwen2_jax.py", "qwen2_jax_with_hooks.py")
 
@@ -313,5 +313,5 @@ def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, A
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the packages that decide which bytes are stored."""
+    """Returns the versions of the packages that determine which bytes are stored, by name."""
     return {package: version(package) for package in PACKAGES}

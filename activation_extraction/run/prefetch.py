@@ -128,7 +128,7 @@ class Prefetch(Generic[T, R]):
                 continue
             if isinstance(item, _End):
                 error = item.error
-                self._ready.put(replace(item, error=None))  # the next iteration ends as well
+                self._ready.put(replace(item, error=None))  # so that another iteration ends, too
                 if isinstance(error, Exception):
                     raise error
                 if error is not None:

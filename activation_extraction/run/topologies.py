@@ -16,7 +16,7 @@ from activation_extraction.model.devices import CHIPS
 # Shapes in which Google Cloud arranges the chips of a TPU, as the number of chips along each axis.
 FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
-# Shapes of the chips of one TPU host, by their number.
+# Shapes in which the chips of one TPU host are arranged, by the number of these chips.
 HOST_SHAPES = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}
 # The usual number of chips of a TPU host. With a shape in CUBES, no other number exists.
 USUAL_HOST_CHIPS = 4
@@ -202,7 +202,7 @@ def _tpu_sides(
     for shape_of_kind in kind.shapes.split():
         sides = _sides(shape_of_kind)
         shapes_by_number[str(math.prod(sides) * kind.units)] = shape_of_kind
-    largest_sides = sides  # because the shapes are in ascending order
+    largest_sides = sides  # the shapes are in ascending order, so the last one is the largest
     shape = shape or shapes_by_number.get(number or "", "0")
     sides = _sides(shape)
     if len(sides) != len(largest_sides) or not 0 < math.prod(sides) <= math.prod(largest_sides):
