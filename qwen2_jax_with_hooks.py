@@ -378,8 +378,8 @@ def create_model_with_hooks(
         The model, whose parameters the caller passes to `apply`.
 
     Raises:
-        ValueError: There are no hooks.
-        InputError: The layers of a pipeline cannot be split into equal stages.
+        ValueError: If there are no hooks.
+        InputError: If the layers of a pipeline cannot be split into equal stages.
     """
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")

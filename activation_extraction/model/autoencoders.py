@@ -196,7 +196,7 @@ class AutoencoderFiles:
             supported: The supported values. The first one is the default.
 
         Raises:
-            InputError: The setting has another value.
+            InputError: If the setting has another value.
         """
         setting = config.get(key, supported[0])
         if setting not in supported:
@@ -213,8 +213,8 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         name: A folder or a file: a local path, a URL, or ORG/REPO/FOLDER on the hub.
 
     Raises:
-        InputError: A file is missing, damaged or in an unknown format, a weight is NaN or infinite,
-            or neither `hook` nor the files name a hook.
+        InputError: If a file is missing, damaged or in an unknown format, a weight is NaN or
+            infinite, or neither `hook` nor the files name a hook.
     """
     repository_path = name.rstrip("/")
     folder = ""
@@ -269,7 +269,7 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
         weights_file: The name of the file that the user gave; "" if the user gave a folder.
 
     Raises:
-        InputError: No format has all of its files. The message lists the files of all formats.
+        InputError: If no format has all of its files. The message lists the files of all formats.
     """
     expected_files: list[str] = []
     for file_format in FORMATS:
@@ -384,7 +384,8 @@ def _fold_normalisation(
         The weights of the same names and shapes for the activations of the model, float32.
 
     Raises:
-        InputError: A file of the normalisation is missing, or its factor is not a positive number.
+        InputError: If a file of the normalisation is missing, or its factor is not a positive
+            number.
     """
     if not files.has(SCALER_FILE):
         raise files.error(
@@ -552,7 +553,7 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
             they have the features on the last axis.
 
     Raises:
-        InputError: A tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are
+        InputError: If a tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are
             inconsistent, or k is not between 1 and the number of features.
     """
     for name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
@@ -594,7 +595,7 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
         fields: The fields of the autoencoder.
 
     Raises:
-        InputError: A weight is NaN, or is infinite in float32.
+        InputError: If a weight is NaN, or is infinite in float32.
     """
     for name, array in sorted(fields.items()):
         if not isinstance(array, np.ndarray):

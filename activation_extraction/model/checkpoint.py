@@ -82,7 +82,7 @@ class Checkpoint(Repository):
         The names differ in multimodal models, where the language model is one of several modules.
 
         Raises:
-            InputError: The weights are missing, or the repository contains an adapter.
+            InputError: If the weights are missing, or the repository contains an adapter.
         """
         if ADAPTER.config_file in self.file_names:
             raise self.adapter_error()
@@ -127,7 +127,7 @@ class Checkpoint(Repository):
                 The tensor's entry in the header of the file.
 
         Raises:
-            InputError: The tensor is missing.
+            InputError: If the tensor is missing.
         """
         name_in_file = self.tensors.get(tensor)
         if name_in_file is None:
@@ -171,7 +171,7 @@ class Checkpoint(Repository):
             tensor: The name of the tensor in the language model.
 
         Raises:
-            InputError: The dtype of the tensor is not supported, or its scales are missing or
+            InputError: If the dtype of the tensor is not supported, or its scales are missing or
                 inconsistent with it.
         """
         return Scales.find(tensor, self.tensors, self.locate, self._float8)

@@ -270,7 +270,7 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         stages: The number of stages.
 
     Raises:
-        InputError: Stages have equal sequences only with so many layers per stage that fewer
+        InputError: If stages have equal sequences only with so many layers per stage that fewer
             stages would contain all layers.
     """
     layer_count = len(types)

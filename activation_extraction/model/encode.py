@@ -181,7 +181,7 @@ def make_encoders(
         sizes: Letter of an axis -> its size in the model (see `HookKind.letters`).
 
     Raises:
-        InputError: The model lacks a hook, a hook has another width than the autoencoder, or two
+        InputError: If the model lacks a hook, a hook has another width than the autoencoder, or two
             autoencoders read the same hook.
     """
     encoders: list[Encoder] = []
@@ -215,7 +215,7 @@ def _hook_of_width(
         sizes: Letter of an axis -> its size in the model.
 
     Raises:
-        InputError: The model has no such hook, several of them, or one of another width.
+        InputError: If the model has no such hook, several of them, or one of another width.
     """
     try:
         matches = [*table.matching([name], depth).values()]

@@ -69,7 +69,7 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         The format; None if config.json describes no quantisation.
 
     Raises:
-        InputError: The weights are quantised in another way than float8, or activations are
+        InputError: If the weights are quantised in another way than float8, or activations are
             transformed while the model runs.
     """
     quantization_setting = _quantization(raw)
@@ -122,7 +122,7 @@ def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
         source: The path of config.json, for the message.
 
     Raises:
-        InputError: The model needs transforms.
+        InputError: If the model needs transforms.
     """
     transforms = quantization.get("transform_config")
     if isinstance(transforms, Mapping) and not transforms.get("config_groups"):
@@ -164,7 +164,7 @@ def without_scales(tensors: Collection[str], source: str) -> set[str]:
         source: The path of the checkpoint, for the message.
 
     Raises:
-        InputError: A tensor of scales is there without the tensor that it belongs to.
+        InputError: If a tensor of scales is there without the tensor that it belongs to.
     """
     names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
     for name in sorted(names):
@@ -215,7 +215,7 @@ class Scales:
             float8: The format of the scales in config.json.
 
         Raises:
-            InputError: The dtype of the tensor is not supported, or its scales are missing or
+            InputError: If the dtype of the tensor is not supported, or its scales are missing or
                 inconsistent with it.
         """
         file, entry = place(tensor)
@@ -269,7 +269,7 @@ class Scales:
             The values, like the codes in shape.
 
         Raises:
-            InputError: A code or a scale is not a finite number.
+            InputError: If a code or a scale is not a finite number.
         """
         # For each axis, the number of the scale of every index of the part.
         scale_numbers = []
@@ -320,7 +320,7 @@ class Scales:
             The scales, with as many axes as the tensor, float32.
 
         Raises:
-            InputError: A scale is not a finite number.
+            InputError: If a scale is not a finite number.
         """
         entry = self.file.tensors[self.stored_name]
         whole_tensor = tuple(slice(0, size) for size in entry.shape)

@@ -277,8 +277,8 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
         The compiled program; see `_compile`.
 
     Raises:
-        JaxRuntimeError: The program cannot be compiled. The message contains RESOURCE_EXHAUSTED if
-            a step does not fit in memory.
+        JaxRuntimeError: If the program cannot be compiled. The message contains RESOURCE_EXHAUSTED
+            if a step does not fit in memory.
     """
     model = program.model
     dtype = jnp.uint16 if program.as_bits else model.dtype
@@ -301,7 +301,7 @@ def bytes_of_step(program: Program) -> float:
         program: The program.
 
     Raises:
-        InputError: The compiler does not report how much memory a step takes.
+        InputError: If the compiler does not report how much memory a step takes.
         JaxRuntimeError: See `compile_unloaded`.
     """
     memory = compile_unloaded(program).memory_analysis()

@@ -287,7 +287,7 @@ class HookTable:
             depth: The number of layers of the model.
 
         Raises:
-            InputError: A layer is outside 0 .. depth - 1, or has no such hook.
+            InputError: If a layer is outside 0 .. depth - 1, or has no such hook.
         """
         for layer in layers:
             if not 0 <= layer < depth:
@@ -312,7 +312,7 @@ class HookTable:
             Name of a hook that a glob matches -> the hook.
 
         Raises:
-            InputError: A glob matches no hook.
+            InputError: If a glob matches no hook.
         """
         hooks = self.all_hooks(depth, large=True)
         name_of_hook: dict[Hook, str] = {}

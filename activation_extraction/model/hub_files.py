@@ -96,7 +96,7 @@ class HubFiles:
         """Returns the path of the configuration. Reading it sets `_revision` to a commit.
 
         Raises:
-            InputError: The repository has no configuration.
+            InputError: If the repository has no configuration.
         """
         path = self.find(self._kind.config_file)
         if path is None:
@@ -119,7 +119,7 @@ class HubFiles:
             cannot be reached, `_cache_shows_absence` determines whether the repository lacks it.
 
         Raises:
-            InputError: The file cannot be downloaded, and the cache does not show that the
+            InputError: If the file cannot be downloaded, and the cache does not show that the
                 repository lacks it.
         """
         try:

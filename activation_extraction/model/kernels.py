@@ -158,7 +158,7 @@ def candidates_for(platform: str) -> Candidates:
         default last.
 
     Raises:
-        InputError: The platform is not supported.
+        InputError: If the platform is not supported.
     """
     preferred_kernels = PREFERRED.get("gpu" if platform in ("cuda", "rocm") else platform)
     if preferred_kernels is None:

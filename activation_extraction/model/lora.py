@@ -101,7 +101,7 @@ class LoraAdapter:
             tied: Whether config.json ties the head of the base model to its embedding.
 
         Raises:
-            InputError: The adapter cannot be merged into this base model.
+            InputError: If the adapter cannot be merged into this base model.
         """
         self.files = Repository(folder, kind=ADAPTER)
         self._base = base
@@ -175,7 +175,7 @@ class LoraAdapter:
             read_tensors: The names of the tensors that the model reads.
 
         Raises:
-            InputError: The adapter changes a tensor that the model does not read.
+            InputError: If the adapter changes a tensor that the model does not read.
         """
         changed_tensors = {*self._replacements, *self._biases, *self._changes}
         unread_tensors = sorted(changed_tensors - set(read_tensors))
@@ -262,7 +262,7 @@ class LoraAdapter:
             "base_layer" in addition.
 
         Raises:
-            InputError: A tensor is empty or a scalar, or two keys stand for the same tensor of a
+            InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
                 module.
         """
         modules: dict[str, dict[str, str]] = defaultdict(dict)
@@ -288,7 +288,7 @@ class LoraAdapter:
             The keys to which no tensor of the base model corresponds; empty if there are none.
 
         Raises:
-            InputError: A tensor has a wrong shape, or the module is not supported.
+            InputError: If a tensor has a wrong shape, or the module is not supported.
         """
         path = path.replace(".base_layer", "")
         name = str(text_name(path))
@@ -352,7 +352,7 @@ class LoraAdapter:
             model has no tensors of experts.
 
         Raises:
-            InputError: A or B has a wrong shape or rank, or it is unclear whether inputs and
+            InputError: If A or B has a wrong shape or rank, or it is unclear whether inputs and
                 outputs are exchanged.
         """
         separate_name = f"{name}.{{expert}}.{{projection}}_proj.weight"
@@ -418,7 +418,7 @@ class LoraAdapter:
             rank: The rank of A.
 
         Raises:
-            InputError: The configuration has another rank, or a number or pattern is unusable.
+            InputError: If the configuration has another rank, or a number or pattern is unusable.
         """
         configured_rank = self._module_setting("r", "rank_pattern", path)
         alpha = self._module_setting("lora_alpha", "alpha_pattern", path)
@@ -438,7 +438,7 @@ class LoraAdapter:
             path: The path of the module.
 
         Raises:
-            InputError: The number or a pattern is unusable.
+            InputError: If the number or a pattern is unusable.
         """
         config_name = f"{self.files.where}: {ADAPTER.config_file}"
         setting: Any = self._config.get(name)
@@ -465,7 +465,7 @@ class LoraAdapter:
             expected: The shape that it must have.
 
         Raises:
-            InputError: The tensor has another shape.
+            InputError: If the tensor has another shape.
         """
         shape = self._shapes[key]
         if shape != expected:
@@ -483,7 +483,7 @@ class LoraAdapter:
             changed_tensors: The names of the tensors that other keys change.
 
         Raises:
-            InputError: Another key changes the tensor.
+            InputError: If another key changes the tensor.
         """
         if tensor in changed_tensors:
             raise self._error(key, f"changes {tensor}, which another key has changed")

@@ -62,8 +62,8 @@ class Repository:
             kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
 
         Raises:
-            InputError: The path is a file, or neither a folder nor a possible name on the hub; or
-                a revision is given for a folder or a URL.
+            InputError: If the path is a file, or neither a folder nor a possible name on the hub;
+                or a revision is given for a folder or a URL.
         """
         self.path = path
         self.kind = kind
@@ -91,7 +91,7 @@ class Repository:
         """The commit of the files on the hub; None for a folder or a URL.
 
         Raises:
-            InputError: The configuration file of this kind of repository is missing, for example
+            InputError: If the configuration file of this kind of repository is missing, for example
                 because the repository of a model contains an adapter.
         """
         self.file(self.kind.config_file)
@@ -118,7 +118,7 @@ class Repository:
             name: The name of the file in the repository.
 
         Raises:
-            InputError: The repository lacks the file.
+            InputError: If the repository lacks the file.
         """
         if (path := self.find(name)) is not None:
             return path
@@ -137,7 +137,7 @@ class Repository:
             name: The name of the file in the repository.
 
         Raises:
-            InputError: The repository lacks the file.
+            InputError: If the repository lacks the file.
         """
         if name not in self._weight_files:
             files = self._files
@@ -166,7 +166,7 @@ def check_adapter(lora: str | None) -> None:
         lora: The value of --lora; None if the flag is not set.
 
     Raises:
-        InputError: The repository has no adapter_config.json.
+        InputError: If the repository has no adapter_config.json.
     """
     if lora is not None:
         Repository(lora, kind=ADAPTER).file(ADAPTER.config_file)
@@ -179,7 +179,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         path: The local path of the file.
 
     Raises:
-        InputError: The file cannot be read, or does not contain a JSON object.
+        InputError: If the file cannot be read, or does not contain a JSON object.
     """
     try:
         content = json.loads(Path(path).read_bytes())

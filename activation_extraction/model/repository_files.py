@@ -147,7 +147,7 @@ class RemoteFiles:
             The path of the copy, or None if the repository lacks the file.
 
         Raises:
-            RunError: The copy cannot be written.
+            RunError: If the copy cannot be written.
         """
         content = self._folder.read(name)
         if content is None:

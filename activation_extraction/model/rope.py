@@ -69,7 +69,7 @@ class Rope:
             partial: Whether the family may rotate only a share of the dimensions of a head.
 
         Raises:
-            InputError: The type is not in TYPES, or a number is missing or unusable.
+            InputError: If the type is not in TYPES, or a number is missing or unusable.
         """
         rope_type = _rope_type(rope, source)
         share = _rotated_share(rope, head_dim, partial, source)
@@ -145,7 +145,7 @@ def check_rope(section: dict[str, Any], source: str) -> None:
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: The type is not in TYPES, or the length of the trained context is no positive
+        InputError: If the type is not in TYPES, or the length of the trained context is no positive
             number.
     """
     settings = section.get("rope_scaling") or section.get("rope_parameters")
@@ -168,7 +168,7 @@ def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
         source: The path of the configuration's file, for the message.
 
     Raises:
-        InputError: The field is missing, or is no positive number within the range of float32.
+        InputError: If the field is missing, or is no positive number within the range of float32.
     """
     number: Any = fields.get(field)
     if type(number) not in (int, float) or not 0 < number <= LARGEST:
@@ -186,7 +186,7 @@ def _rope_type(rope: Mapping[str, Any], source: str) -> str:
         source: The path of config.json, for the message.
 
     Raises:
-        InputError: The type is not in TYPES.
+        InputError: If the type is not in TYPES.
     """
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "mrope":
@@ -208,7 +208,7 @@ def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: The share is not supported, or does not give an even number of dimensions.
+        InputError: If the share is not supported, or does not give an even number of dimensions.
     """
     share = positive_field({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
     if share != 1 and not partial:
@@ -234,7 +234,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: A number of the configuration is unusable.
+        InputError: If a number of the configuration is unusable.
     """
     if rope.get("attention_factor") is not None:
         return positive_field(rope, "attention_factor", source)
@@ -260,7 +260,8 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: A number is missing or unusable, or the lowest one is not below the highest one.
+        InputError: If a number is missing or unusable, or the lowest one is not below the highest
+            one.
     """
     low_factor = positive_field(rope, "low_freq_factor", source)
     high_factor = positive_field(rope, "high_freq_factor", source)
@@ -287,7 +288,7 @@ def _blended_indices(
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: A number is unusable, or no index can be computed from the numbers.
+        InputError: If a number is unusable, or no index can be computed from the numbers.
     """
 
     def index_with_turns(turns: float) -> float:

@@ -66,7 +66,7 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
         Name in the language model -> name in the checkpoint.
 
     Raises:
-        InputError: Two tensors have the same name in the language model.
+        InputError: If two tensors have the same name in the language model.
     """
     checkpoint_name_of: dict[str, str] = {}
     for checkpoint_name in checkpoint_names:

@@ -30,7 +30,7 @@ def read_torch_file(path: Path, where: str) -> Any:
         The saved object: plain containers and values, with NumPy arrays in place of tensors.
 
     Raises:
-        InputError: The file is not such an archive, or contains other objects than tensors and
+        InputError: If the file is not such an archive, or contains other objects than tensors and
             plain containers and values.
     """
     try:
@@ -58,7 +58,7 @@ def _tensor(
         _: Other arguments, which are ignored.
 
     Raises:
-        ValueError: The tensor exceeds the storage. NumPy checks this.
+        ValueError: If the tensor exceeds the storage. NumPy checks this.
     """
     dtype_name, storage_bytes = storage
     dtype = np.dtype(dtype_name)

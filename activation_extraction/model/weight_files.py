@@ -56,7 +56,7 @@ class WeightFile(ABC):
         """The header of the file.
 
         Raises:
-            InputError: The header is damaged or cut off.
+            InputError: If the header is damaged or cut off.
         """
         return read_header(self.read_bytes, self.size, self.where, InputError)
 
@@ -65,7 +65,7 @@ class WeightFile(ABC):
         """The tensors of the file, by their names.
 
         Raises:
-            InputError: The header is damaged or cut off.
+            InputError: If the header is damaged or cut off.
         """
         return self.header.tensors
 
@@ -238,7 +238,7 @@ def read_index(path: Path) -> dict[str, str]:
         Name of a tensor -> the name of its file.
 
     Raises:
-        InputError: The file is not such an index, or it names files in other folders.
+        InputError: If the file is not such an index, or it names files in other folders.
     """
     try:
         file_names = dict(json.loads(path.read_bytes())["weight_map"])

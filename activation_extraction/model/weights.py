@@ -139,7 +139,7 @@ class WeightSpec:
             source: The path or URL of the file, for the message.
 
         Raises:
-            InputError: The tensor is missing or has another shape.
+            InputError: If the tensor is missing or has another shape.
         """
         if shape is None:
             raise InputError(f"{source}: tensor {name} is missing")
@@ -274,8 +274,8 @@ def check_tensors(
         allowed_names: All names that tensors of this model may have.
 
     Raises:
-        InputError: A tensor is missing or unknown, or has the wrong shape or an unsupported dtype;
-            or the scales of a float8 tensor are missing or inconsistent with it.
+        InputError: If a tensor is missing or unknown, or has the wrong shape or an unsupported
+            dtype; or the scales of a float8 tensor are missing or inconsistent with it.
     """
     for spec in specs:
         for name in spec.hf_names:
