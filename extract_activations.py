@@ -148,7 +148,7 @@ def extract(config: Config) -> int:
         has_samples, has_tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
         leave(host)
     if complete and has_samples and not has_tokens:
-        choice = run.text.sample_form.choice
+        choice = run.text.sample_settings.choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({choice})",
             remedy="start anew with another choice and --overwrite",

@@ -109,7 +109,7 @@ def measure(options: TextOptions, model: Path) -> float:
     text = Text(options, Checkpoint(str(model)), 2**20)
     documents = text.documents(Worker())
     start_time, tokens = time.perf_counter(), 0
-    for batch in pack(samples(documents, text.tokenizer, text.sample_form), ROWS, LENGTH):
+    for batch in pack(samples(documents, text.tokenizer, text.sample_settings), ROWS, LENGTH):
         tokens += batch.num_tokens
     return tokens / (time.perf_counter() - start_time)
 

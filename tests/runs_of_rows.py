@@ -13,7 +13,7 @@ from extractions import changed_identity, folder_name, identity_of
 from storages import kill, open_storage
 
 from activation_extraction.common.choices import SHARD_FORMATS
-from activation_extraction.text.batch import Batch, Placed, Sample, Worker
+from activation_extraction.text.batch import Batch, PlacedSample, Sample, Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 
@@ -213,7 +213,7 @@ def batch_of(sample, kept, length):
     mask = np.zeros((1, length), bool)
     mask[0, kept] = True
     blank = np.zeros((1, length), np.int32)
-    placed = (Placed(sample, 0, 0, sample.mark_after),)
+    placed = (PlacedSample(sample, 0, 0, sample.mark_after),)
     return Batch(blank, blank, blank, placed, mask)
 
 

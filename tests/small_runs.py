@@ -17,27 +17,27 @@ from activation_extraction.run import demo
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.packing import pack
 from activation_extraction.text.readers import ArcTask, TextColumn
-from activation_extraction.text.rows import RowForm
-from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.rows import RowSchema
+from activation_extraction.text.samples import SampleSettings, samples
 from activation_extraction.text.sources import open_files
 from activation_extraction.text.tokenizer import load_tokenizer
 
 HOOKS = {1: "blocks.1.hook_resid_post", 2: "blocks.2.hook_resid_post"}
 HIDDEN = 4
 LENGTH = 24  # tokens of a sample, at most
-TEXT = RowForm((TextColumn("text"), ArcTask()))
+TEXT = RowSchema((TextColumn("text"), ArcTask()))
 
 
-def stream_of(path, worker=None, skip=False, form=TEXT):
+def stream_of(path, worker=None, skip=False, schema=TEXT):
     """Opens the documents of one worker.
 
     Args:
         path: The file, the folder or the glob of the data.
         worker: The worker. None for the only one.
         skip: Whether to skip rows that cannot be used.
-        form: The form of the rows.
+        schema: The columns to read of each row, and their readers.
     """
-    return DocumentStream(open_files(str(path), form), form, worker, skip_bad_rows=skip)
+    return DocumentStream(open_files(str(path), schema), schema, worker, skip_bad_rows=skip)
 
 
 def documents_in(documents):
@@ -70,14 +70,15 @@ def activations(batch):
     return values
 
 
-def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, **options):
+def run_over(documents, tokenizer, folder, settings=None, rows=2, stop_after=None, **options):
     """Runs everything but the model.
 
     Args:
         documents: The documents of the run.
         tokenizer: The tokenizer.
         folder: The folder of the run.
-        form: The form of samples. None for whole documents, cut at LENGTH tokens.
+        settings: The settings by which documents become samples. None for whole documents, cut
+            at LENGTH tokens.
         rows: The rows of a batch.
         stop_after: The number of batches after which the run ends early. None to complete it.
         options: More arguments of `open_storage`.
@@ -94,9 +95,9 @@ def run_over(documents, tokenizer, folder, form=None, rows=2, stop_after=None, *
                 marks = {"start": storage.plan.mark, "stored": storage.stored_after_mark}
                 marks |= {"until": storage.plan.samples_to_read, **storage.limits}
                 marks["limits_from"] = storage.plan.end_of_stored(documents.worker)
-                stream = samples(documents, tokenizer, form or SampleForm(LENGTH), **marks)
+                stream = samples(documents, tokenizer, settings or SampleSettings(LENGTH), **marks)
                 for batch in islice(pack(stream, rows, LENGTH), stop_after):
-                    kept = slice(None) if batch.kept is None else batch.kept
+                    kept = slice(None) if batch.kept_mask is None else batch.kept_mask
                     values = {key: array[kept] for key, array in activations(batch).items()}
                     storage.add_batch(batch, values)
                 complete = stop_after is None

@@ -79,7 +79,7 @@ with --max_seq_length 2048; at most 33,554,432 per row are stored; choose a smal
 --overlap 4 | --overlap: needs --long_documents split
 --long_documents split --overlap 64 | --overlap 64: expected less than --max_seq_length 64
 --keep_columns a row | --keep_columns row: the table of samples has a column of this name
---keep_columns {many} | names 65 columns, there is room for 64
+--keep_columns {many} | names 65 columns, expected at most 64
 bare --mix a.jsonl=1 a.jsonl=2 | --mix: names a.jsonl twice
 bare --mix a.jsonl=0 | 'a.jsonl=0' is not SOURCE=WEIGHT
 bare --model_path {model} --mix {}/none.jsonl=1 | --mix {}/none.jsonl: no such file or folder

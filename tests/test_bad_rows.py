@@ -15,7 +15,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.text.documents import Mixture, check_dataset
 from activation_extraction.text.readers import IdsColumn, TextColumn
-from activation_extraction.text.rows import RowForm
+from activation_extraction.text.rows import RowSchema
 from activation_extraction.text.sources import open_files
 
 GOOD = '{"text": "good"}'
@@ -87,7 +87,7 @@ def test_a_row_is_named_or_skipped(tmp_path, name, data, told, good, bad):
 )
 def test_token_ids_that_the_model_lacks_are_a_bad_row(tmp_path, ids, mask, told):
     path = write_rows(tmp_path / "a.jsonl", [{"ids": ids, "mask": mask}])
-    stream = stream_of(path, form=RowForm((IdsColumn("ids", "mask", 10),)))
+    stream = stream_of(path, schema=RowSchema((IdsColumn("ids", "mask", 10),)))
     if told is None:
         (document,) = documents_in(stream)
         assert document.content.token_ids.tolist() == ids
@@ -111,9 +111,12 @@ def test_the_first_rows_are_checked_before_anything_starts(tmp_path):
     with pytest.raises(InputError, match="line 1: not JSON.*add --skip_bad_rows"):
         check_dataset(rows, TEXT)
     check_dataset(rows, TEXT, skip_bad_rows=True)
-    for form in (RowForm((TextColumn("body"),)), RowForm((TextColumn("text"),), id_column="id")):
+    for schema in (
+        RowSchema((TextColumn("body"),)),
+        RowSchema((TextColumn("text"),), id_column="id"),
+    ):
         with pytest.raises(InputError, match="none of the first 1,000 rows can be used"):
-            check_dataset(rows, form, skip_bad_rows=True)
+            check_dataset(rows, schema, skip_bad_rows=True)
 
 
 @pytest.mark.long

@@ -34,8 +34,8 @@ from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.run.host_text import Text
 from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.readers import ArcTask
-from activation_extraction.text.rows import RowForm, UnusableRowError
-from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.rows import RowSchema, UnusableRowError
+from activation_extraction.text.samples import SampleSettings, samples
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import load_tokenizer
 
@@ -58,13 +58,15 @@ def tokenizers(model):
 def samples_of(tokenizers, tmp_path):
     """Returns a function that reads the samples of rows, rendered by a template."""
 
-    def read(source, rows, skip=False, arguments=None, length=10_000, **form):
+    def read(source, rows, skip=False, arguments=None, length=10_000, **settings):
         template = ChatTemplate(tokenizers[1], {"default": source}, "the template", arguments or {})
         path = write_rows(tmp_path / "rows.jsonl", rows)
         stream = stream_of(
-            path, skip=skip, form=RowForm((MessagesColumn("messages", template), ArcTask(template)))
+            path,
+            skip=skip,
+            schema=RowSchema((MessagesColumn("messages", template), ArcTask(template))),
         )
-        return list(samples(stream, tokenizers[0], SampleForm(length, **form)))
+        return list(samples(stream, tokenizers[0], SampleSettings(length, **settings)))
 
     return read
 
@@ -207,7 +209,7 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
 
     def kept(positions, *roles):
         choice = TokenChoice(parse_positions(positions), (), roles)
-        return [sample.kept.tolist() for sample in samples_of(QWEN2_5, rows, choice=choice)]
+        return [sample.kept_subset.tolist() for sample in samples_of(QWEN2_5, rows, choice=choice)]
 
     first, turns_end = kept("first:3", "assistant", "tool"), kept("last_of_turn", "assistant")
     for n, sample in enumerate(samples_of(QWEN2_5, rows)):
@@ -230,12 +232,14 @@ def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
         for sample, cut in zip(
             whole, samples_of(QWEN3, rows, length=length, **options), strict=True
         ):
-            assert cut.kept.tolist() == [n for n in sample.kept.tolist() if n < length]
+            assert cut.kept_subset.tolist() == [
+                n for n in sample.kept_subset.tolist() if n < length
+            ]
         found = {sample.facts.row["line"]: [] for sample in whole}
         for piece in samples_of(QWEN3, rows, length=length, split=True, overlap=5, **options):
             row = piece.facts.row
-            found[row["line"]] += (piece.kept + row["start"]).tolist()
-        assert found == {sample.facts.row["line"]: sample.kept.tolist() for sample in whole}
+            found[row["line"]] += (piece.kept_subset + row["start"]).tolist()
+        assert found == {sample.facts.row["line"]: sample.kept_subset.tolist() for sample in whole}
 
 
 def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path):
@@ -353,10 +357,10 @@ def test_a_row_with_tools_takes_the_template_for_tools(where, model_with, tmp_pa
         row = {"messages": talk(), "tools": tools}
         if not tools and set(where) == {"tool_use"}:
             with pytest.raises(UnusableRowError, match="for conversations with tools, tool"):
-                text.row_form.content_of(row)
+                text.row_schema.content_of(row)
             continue
         expected = render(row["messages"], tools=tools or None, tokenize=False)
-        assert text.row_form.content_of(row).text == expected
+        assert text.row_schema.content_of(row).text == expected
         assert ("<tools>" in expected) == bool(tools)
     (tmp_path / "own.jinja").write_text(QWEN3)
     own = text_of(folder, replace(ASKED, chat_template=str(tmp_path / "own.jinja"))).template

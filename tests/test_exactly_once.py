@@ -28,7 +28,7 @@ from activation_extraction.store.sample_table import read_table
 from activation_extraction.text import packing
 from activation_extraction.text import samples as text_samples
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.samples import SampleForm
+from activation_extraction.text.samples import SampleSettings
 from activation_extraction.text.token_choice import TokenChoice
 
 NO_LIMITS: dict[str, int | None] = {"max_samples": None, "max_tokens": None}
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """A case says what is extracted. before: limits of the processes that come first. shard: the
     most bytes of a shard."""
 
-    form: SampleForm = SampleForm(LENGTH)
+    settings: SampleSettings = SampleSettings(LENGTH)
     before: dict[str, int] | None = None
     hosts: int = 1
     shard: int = 2000
@@ -46,13 +46,13 @@ class Case(NamedTuple):
 
 
 def keeping(*rule, **more):
-    return SampleForm(LENGTH, choice=TokenChoice(Positions(*rule, **more)))
+    return SampleSettings(LENGTH, choice=TokenChoice(Positions(*rule, **more)))
 
 
 CASES = {
     "text": Case(),
     "hosts": Case(hosts=2),
-    "pieces": Case(SampleForm(LENGTH, split=True, overlap=5), shard_format="safetensors"),
+    "pieces": Case(SampleSettings(LENGTH, split=True, overlap=5), shard_format="safetensors"),
     "few tokens": Case(keeping(9, 10), hosts=2, shard=100, shard_format="safetensors"),
     "no tokens": Case(keeping(share=1e-15), shard=200),
     "more samples": Case(before={"max_samples": 7}),
@@ -65,8 +65,8 @@ def small(monkeypatch):
     """Pauses are short, and small data has several groups and chunks."""
     monkeypatch.setattr(folder, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(folder, "MAX_PAUSE", 0.002)
-    monkeypatch.setattr(packing, "LEAST_ROWS", 3)
-    monkeypatch.setattr(packing, "GROUP_ROWS", 3)
+    monkeypatch.setattr(packing, "MIN_GROUP_ROWS", 3)
+    monkeypatch.setattr(packing, "MAX_GROUP_ROWS", 3)
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
 
 
@@ -91,7 +91,7 @@ class Run:
                 stream_of(self.path, worker),
                 self.tokenizer,
                 self.folder / f"{next(self.processes)}",
-                case.form,
+                case.settings,
                 **{"identity": identity, "remote": place, "repair": repair},
                 **usual | limits | options,
             )

@@ -73,7 +73,7 @@ KINDS = [
 
 
 def known(document):
-    return document.content.text, document.doc_id, document.row
+    return document.content.text, document.doc_id, document.position
 
 
 @pytest.mark.parametrize("place", ["here", "url"])
@@ -125,14 +125,17 @@ WHOLE = "if the file is damaged, replace it"
 BEHIND = "; the last row before: "
 LFS = "is a Git LFS pointer instead of the data; git lfs pull"
 UTF16 = "is UTF-16, expected UTF-8; convert it, for example with iconv -f UTF-16 -t UTF-8"
-QUOTES = "quotes in a quoted field are not doubled, or it has no end", "save it with doubled quotes"
+QUOTES = (
+    "quotes in a quoted field are not doubled, or the field has no end",
+    "save it with doubled quotes",
+)
 NO_ARRAY = "expected an array of objects, or an object on"
 # The name of a file, its content, and what must be said of it.
 FORMS = [
     *((f"a.{end}", POINTER, LFS) for end in ("jsonl", "csv", "arrow", "parquet")),
     ("a.jsonl", LINE.decode().encode("utf-16"), UTF16),
     ("a.jsonl", gzip.compress(b"{}"), "is compressed with gzip; give it a name that ends in .gz"),
-    ("a.jsonl.gz", LINE, "is not compressed, though its name says so; take .gz off it"),
+    ("a.jsonl.gz", LINE, "is not compressed, though its name says so; remove .gz from its name"),
     ("a.parquet", b"PK\x03\x04...", "is a zip archive; extract it"),
     ("a.json", b"<!DOCTYPE html><html>", "is a web page instead of the data; download"),
     ("a.csv", b'id,text\n1,"she \\"said\\" it"\n', *QUOTES),

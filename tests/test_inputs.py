@@ -26,7 +26,7 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
-from activation_extraction.text.samples import ChangedDataError, SampleForm, samples
+from activation_extraction.text.samples import ChangedDataError, SampleSettings, samples
 
 LENGTH = 24
 STREAM = "blocks.1.hook_resid_post"
@@ -83,8 +83,8 @@ def small_chunks(monkeypatch):
     """Small data has several chunks, blocks and groups of rows."""
     monkeypatch.setattr(text_samples, "CHUNK_ROWS", 5)
     monkeypatch.setattr(sources, "BLOCK_ROWS", 4)
-    monkeypatch.setattr(packing, "LEAST_ROWS", 4)
-    monkeypatch.setattr(packing, "GROUP_ROWS", 4)
+    monkeypatch.setattr(packing, "MIN_GROUP_ROWS", 4)
+    monkeypatch.setattr(packing, "MAX_GROUP_ROWS", 4)
 
 
 def flags_of(case, data):
@@ -100,7 +100,7 @@ def text_of(case, data):
 def read(text, worker=None, **limits):
     """The samples that a run makes of a text, and the counts of its other rows."""
     documents = text.documents(worker or Worker())
-    found, end = drained(samples(documents, text.tokenizer, text.sample_form, **limits))
+    found, end = drained(samples(documents, text.tokenizer, text.sample_settings, **limits))
     return found, (end.skipped_rows, end.empty_rows)
 
 
@@ -159,7 +159,7 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
         documents = text.documents(worker)
         start = start and Mark.from_json(json.loads(json.dumps(asdict(start))))
         found = samples(
-            documents, text.tokenizer, text.sample_form, start=start, stored=table, **limits
+            documents, text.tokenizer, text.sample_settings, start=start, stored=table, **limits
         )
         batches, end = drained(pack(found, rows, LENGTH))
         placed = [placed for batch in batches for placed in batch.samples]
@@ -196,9 +196,9 @@ def test_limits_that_are_raised_between_the_starts(case, limit, data):
 def test_other_rows_than_those_of_the_table_end_the_run(texts, tokenizer):
     """It ends before anything is made of the data set, however much of it comes before."""
     path = texts([{"text": f"w{n}"} for n in range(30)])
-    found = [*samples(stream_of(path), tokenizer, SampleForm(LENGTH))]
+    found = [*samples(stream_of(path), tokenizer, SampleSettings(LENGTH))]
     table = {20: as_stored(found[20], found[21].facts.row)}
-    again = samples(stream_of(path), tokenizer, SampleForm(LENGTH), stored=table)
+    again = samples(stream_of(path), tokenizer, SampleSettings(LENGTH), stored=table)
     why = (
         r'^sample 20: was stored from row {"file": "texts.jsonl", "line": 22}, but the data set '
         r'now gives it row {"file": "texts.jsonl", "line": 21}$'

@@ -15,7 +15,7 @@ from activation_extraction.common.errors import RunError
 from activation_extraction.run import demo
 from activation_extraction.text.chat import ChatTemplate, MessagesColumn
 from activation_extraction.text.documents import DocumentStream
-from activation_extraction.text.rows import RowForm
+from activation_extraction.text.rows import RowSchema
 from activation_extraction.text.tokenizer import read_pretrained
 
 # As Qwen3.5 and VL: a part that has the key is an image, whatever its value is.
@@ -47,12 +47,12 @@ def texts_of(tokenizer):
 
     def texts_of(path, source, skip=False, hub=False):
         template = ChatTemplate(tokenizer, {"default": source}, "", {})
-        form = RowForm((MessagesColumn("messages", template),))
-        stream = stream_of(path, skip=skip, form=form)
+        schema = RowSchema((MessagesColumn("messages", template),))
+        stream = stream_of(path, skip=skip, schema=schema)
         if hub:
             kind = "parquet" if path.suffix == ".parquet" else "json"
             rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-            stream = DocumentStream(rows, form)
+            stream = DocumentStream(rows, schema)
         return [document.content.text for document in documents_in(stream) if document]
 
     return texts_of

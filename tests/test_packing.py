@@ -12,7 +12,7 @@ from activation_extraction.text.packing import pack, samples_of
 def make_samples(lengths):
     """Samples whose token ids say which sample and position they are. 0: one that keeps nothing."""
     return [
-        replace(sample, kept=None if len(sample.token_ids) else np.zeros(0, np.int32))
+        replace(sample, kept_subset=None if len(sample.token_ids) else np.zeros(0, np.int32))
         for sample in samples_of(10_000 * i + np.arange(n) for i, n in enumerate(lengths))
     ]
 
@@ -20,7 +20,7 @@ def make_samples(lengths):
 @pytest.fixture
 def small_groups(monkeypatch):
     """Groups of 64 tokens, which are two rows of 32, and of 40 samples."""
-    monkeypatch.setattr(packing, "LEAST_ROWS", 2)
+    monkeypatch.setattr(packing, "MIN_GROUP_ROWS", 2)
     monkeypatch.setattr(packing, "GROUP_TOKENS", 64)
     monkeypatch.setattr(packing, "GROUP_SAMPLES", 40)
 
@@ -68,9 +68,12 @@ def test_samples_without_tokens_do_not_wait_for_a_row_for_ever(small_groups):
 
 def test_only_kept_tokens_are_marked():
     first, second = make_samples([5, 4])
-    second = replace(second, kept=np.array([1, 3], np.int32))
+    second = replace(second, kept_subset=np.array([1, 3], np.int32))
     (batch,) = pack([first, second], rows=2, length=8)
-    assert batch.kept.tolist() == [[True] * 5 + [False] * 3, [False, True, False, True] + 4 * [0]]
-    assert batch.token_ids[batch.kept].tolist() == [0, 1, 2, 3, 4, 10_001, 10_003]
+    assert batch.kept_mask.tolist() == [
+        [True] * 5 + [False] * 3,
+        [False, True, False, True] + 4 * [0],
+    ]
+    assert batch.token_ids[batch.kept_mask].tolist() == [0, 1, 2, 3, 4, 10_001, 10_003]
     kept = [(where.start, where.stop, found.tolist()) for where, found in batch.kept_tokens()]
     assert kept == [(0, 5, [0, 1, 2, 3, 4]), (5, 7, [1, 3])]

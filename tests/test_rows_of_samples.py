@@ -16,7 +16,7 @@ from activation_extraction.text import sources
 from activation_extraction.text.batch import Worker
 from activation_extraction.text.documents import DocumentStream
 from activation_extraction.text.file_rows import file_rows
-from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.samples import SampleSettings, samples
 
 EMPTY = ['{"text": ""}', '{"text": null}', r'{"text": " \n　"}']
 
@@ -60,16 +60,17 @@ def test_rows_of_hub_data_sets(tmp_path, monkeypatch):
     hub = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
-    rows = [document.row for document in documents_in(DocumentStream(hub, TEXT))]
+    rows = [document.position for document in documents_in(DocumentStream(hub, TEXT))]
     assert rows == [{"row": n} for n in range(10)]
     monkeypatch.setattr(sources, "BLOCK_ROWS", 2)
-    shuffled = {d.content.text: d.row for d in documents_in(DocumentStream(hub, TEXT, shuffle=1))}
+    stream = DocumentStream(hub, TEXT, shuffle=1)
+    shuffled = {document.content.text: document.position for document in documents_in(stream)}
     assert list(shuffled) != sorted(shuffled)
     numbers = [(shard, n) for shard in range(2) for n in range(5)]
     assert shuffled == {f"{'ab'[shard]}{n}": {"shard": shard, "row": n} for shard, n in numbers}
     for workers in (2, 3, 7):
         every = [
-            (document.content.text, json.dumps(document.row))
+            (document.content.text, json.dumps(document.position))
             for host in range(workers)
             for document in documents_in(DocumentStream(hub, TEXT, Worker(0, 1, host, workers)))
         ]
@@ -83,16 +84,16 @@ def test_files_are_divided_and_continued_as_stored_runs_have_it(tmp_path):
         write_parquet(tmp_path / f"{name}.parquet", 2, text=[f"{name}{n}" for n in range(count)])
     files = sources.open_files(str(tmp_path), TEXT)
 
-    def rows_of_pieces(pieces):
-        for file, row_group in pieces:
+    def rows_of_partitions(partitions):
+        for file, row_group in partitions:
             yield from file_rows(file, row_group, TEXT)
 
-    kwargs = {"pieces": [*files._pieces]}
-    before = datasets.IterableDataset.from_generator(rows_of_pieces, gen_kwargs=kwargs)
+    kwargs = {"partitions": [*files._partitions]}
+    before = datasets.IterableDataset.from_generator(rows_of_partitions, gen_kwargs=kwargs)
     assert files.num_shards == before.num_shards == 7 and len([*files]) == 12
 
     def rows_and_marks(rows):
-        return [(row.where, rows.state_dict()["examples_iterable"]) for row in rows]
+        return [(row.location, rows.state_dict()["examples_iterable"]) for row in rows]
 
     for count in range(1, 8):
         for index in range(count):
@@ -157,8 +158,8 @@ def test_a_text_that_the_tokenizer_cannot_take_is_a_bad_row(tmp_path, tokenizer)
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "panic", "", "b")])
     why = f"a row cannot be used: {path} line 2: the tokenizer cannot take it: Regex"
     with pytest.raises(RunError, match=why) as caught:
-        list(samples(stream_of(path), panicking, SampleForm(8)))
+        list(samples(stream_of(path), panicking, SampleSettings(8)))
     assert "--skip_bad_rows" in caught.value.remedy
-    first, last = samples(stream_of(path, skip=True), panicking, SampleForm(8))
+    first, last = samples(stream_of(path, skip=True), panicking, SampleSettings(8))
     assert (first.facts.row["line"], last.facts.row["line"]) == (1, 4)
     assert (last.mark.skipped_rows, last.mark.empty_rows) == (1, 1)

@@ -32,7 +32,7 @@ from activation_extraction.run import demo
 from activation_extraction.run.host_text import Text
 from activation_extraction.text import tokens
 from activation_extraction.text.batch import Worker
-from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.samples import SampleSettings, samples
 from activation_extraction.text.tokens import special_tokens_of
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -78,10 +78,10 @@ def models(model_with):
     return {template: model_with(template) for template in TEMPLATES}
 
 
-def read(path, tokenizer, length, **form):
+def read(path, tokenizer, length, **settings):
     """Returns the samples of a file."""
-    form = SampleForm(length, special=special_tokens_of(tokenizer), **form)
-    return list(samples(stream_of(path), tokenizer, form))
+    settings = SampleSettings(length, special_tokens=special_tokens_of(tokenizer), **settings)
+    return list(samples(stream_of(path), tokenizer, settings))
 
 
 @every_template
@@ -125,8 +125,8 @@ def test_a_text_without_tokens_of_its_own_is_no_sample(model_with, texts):
 
     tokenizer = tokenizer_of(model_with(BOTH, forget), VOCABULARY)
     stream = stream_of(texts([{"text": text} for text in ("", "xx", " ", "axx")]))
-    form = SampleForm(9, special=special_tokens_of(tokenizer))
-    (sample,), end = drained(samples(stream, tokenizer, form))
+    settings = SampleSettings(9, special_tokens=special_tokens_of(tokenizer))
+    (sample,), end = drained(samples(stream, tokenizer, settings))
     assert len(sample.token_ids) == 3 and end.empty_rows == 3
 
 
@@ -197,7 +197,7 @@ def test_conversations_and_given_ids_get_nothing(asked, models, texts):
         due = reference(text, add_special_tokens=False).input_ids
     config = parse_args(["--dataset_path", str(path), "--max_seq_length", "1000", *asked.split()])
     text = Text(config.text, Checkpoint(str(models[BOTH])), VOCABULARY)
-    (sample,) = samples(text.documents(Worker()), text.tokenizer, text.sample_form)
+    (sample,) = samples(text.documents(Worker()), text.tokenizer, text.sample_settings)
     assert sample.token_ids.tolist() == due
 
 
@@ -342,18 +342,18 @@ LONG += [each * 40 for each in (MARKER, MARKER + "\n", f"a{MARKER}", f" {MARKER}
 @pytest.mark.parametrize("text", LONG)
 def test_a_long_text_has_the_tokens_of_the_whole(text, tokenizer, texts, monkeypatch):
     """It is tokenised in pieces, a few at a time."""
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 300)
-    monkeypatch.setattr(tokens, "PIECES_AT_ONCE", 7)
+    monkeypatch.setattr(tokens, "SECTION_CHARACTERS", 300)
+    monkeypatch.setattr(tokens, "SECTIONS_AT_ONCE", 7)
     own = Tokenizer.from_str(tokenizer.to_str())
     own.add_special_tokens([AddedToken(each, normalized=False) for each in (MARKER, RULE)])
     ids = own.encode(text, add_special_tokens=False).ids
     path = texts([{"text": text}])
     for most in (1, 7, 64, 400):
-        (sample,) = samples(stream_of(path), own, SampleForm(most))
+        (sample,) = samples(stream_of(path), own, SampleSettings(most))
         assert sample.token_ids.tolist() == ids[:most]
         assert sample.facts.cut == max(len(ids) - most, 0)
     starts = [start for start, _ in own.encode(text, add_special_tokens=False).offsets[::30]]
-    found = samples(stream_of(path), own, SampleForm(30, split=True))
+    found = samples(stream_of(path), own, SampleSettings(30, split=True))
     assert [each.facts.text_preview for each in found] == [text[at : at + 200] for at in starts]
 
 
@@ -380,7 +380,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_no_long_text_is_cut_where_its_tokens_would_differ(pipeline, tokenizer, texts, monkeypatch):
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(tokens, "SECTION_CHARACTERS", 20)
     own, chance = Tokenizer.from_str(tokenizer.to_str()), random.Random(pipeline)
     if PIPELINES[pipeline] is not None:
         own.pre_tokenizer = PIPELINES[pipeline]
@@ -389,7 +389,7 @@ def test_no_long_text_is_cut_where_its_tokens_would_differ(pipeline, tokenizer, 
     # Tokens of several spaces, new lines and, if the words are not split, of several words.
     own.train_from_iterator(said, trainers.BpeTrainer(vocab_size=500, show_progress=False))
     own.add_tokens(GREEDY)
-    found = samples(stream_of(texts([{"text": text} for text in said])), own, SampleForm(4000))
+    found = samples(stream_of(texts([{"text": text} for text in said])), own, SampleSettings(4000))
     for text, sample in zip(said, found, strict=True):
         assert sample.token_ids.tolist() == own.encode(text, add_special_tokens=False).ids
 
@@ -409,7 +409,7 @@ def test_long_texts_of_llama_have_the_tokens_of_transformers(
     kind, demo_inputs, texts, tmp_path, monkeypatch
 ):
     """Llama 2's tokenizer takes them whole, and Llama 3's in pieces."""
-    monkeypatch.setattr(tokens, "PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(tokens, "SECTION_CHARACTERS", 40)
     documents = of_documents(demo_inputs)
     model = tmp_path / "model"
     shutil.copytree(demo_inputs / "model", model)

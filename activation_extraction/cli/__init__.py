@@ -1,11 +1,11 @@
-"""What the user types and sees: flags, the configuration that they make, progress and signals.
+"""The command line: flags and the configuration that they make, progress, and signals.
 
-    flags.py    the table of flags, and the configuration that they make
-    declare.py  how a flag of the table is declared
-    values.py   parsers of what is typed after a flag
+    flags.py    the table of flags, and the configuration that consists of their values
+    declare.py  functions that declare the flags of the table
+    values.py   parsers of the text after a flag
     config.py   the command line and --help: environment variables, defaults, and checks
-    console.py  shows progress and takes signals
+    console.py  shows the progress of a run, and stops the run on signals
 
-This room imports no JAX, and of the other rooms only `common`. Other rooms import the parts of the
+This package imports no JAX, and only the package `common`. Other packages import the parts of the
 configuration from flags.py.
 """

@@ -1,9 +1,10 @@
-"""The way from the command line to a checked `Config`.
+"""Makes a checked `Config` of the command line, and --help.
 
-flags.py declares the flags, and values.py checks the value of each where it is parsed. This module
-takes environment variables and defaults for flags that are not given, and checks whether flags are
-consistent. Nothing outside this folder sees argparse's result, and only the script, run and
-inspect/look.py see the whole `Config`.
+flags.py declares the flags, and values.py parses and checks the value of each flag. This module
+replaces missing flags by environment variables and defaults, and checks whether flags are
+consistent. Nothing outside this package uses argparse's result. Only the script, the package run
+and inspect/look.py use the whole `Config`.
+
 `python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 from activation_extraction import __version__
 from activation_extraction.cli.declare import Flag
 from activation_extraction.cli.flags import (
-    DATASET,
+    DEFAULT_DATASET,
     DEMO_MAX_SEQ_LENGTH,
     FLAGS,
     GROUPS,
@@ -32,44 +33,47 @@ from activation_extraction.common.choices import MAX_COLUMNS, SAMPLE_COLUMNS
 from activation_extraction.common.errors import FlagValueError, InputError, exit_status, near_miss
 from activation_extraction.common.visible import counted, make_streams_safe, plain_url
 
-# What schedulers call the number of a task of an array. It is only warned of, never used.
+# Environment variables in which schedulers store the number of a task in an array of tasks. Their
+# values are never used, but the user is warned if one is set and there is only one machine.
 ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "SKYPILOT_JOB_RANK", "JOB_COMPLETION_INDEX")
-BEFORE_ENVIRONMENT = """\
+# The end of --help, before and after the list of environment variables.
+HELP_BEFORE_VARIABLES = """\
 examples:
   extract_activations.py --demo
-      a tiny model and sample documents, made on the spot; needs no network
+      extract from a tiny model and documents that are created; needs no network
   extract_activations.py --model_path ./my-qwen --dataset_path texts.jsonl.gz --output_dir out
-      your own model and texts
+      extract from your own model and texts
   extract_activations.py --model_path ./my-qwen --upload_to_gcs --gcs_bucket B --gcs_prefix run1
-      shards go to gs://B/run1/machine_000; if the run is killed, the same command continues it
+      store the shards in gs://B/run1/machine_000; if the run is killed, give the command again
   extract_activations.py --status --output_dir gs://B/run1
-      how far the run has come
+      show the progress of the run
 
 README.md describes the files that are written and how to read them. In Python:
   from activation_extraction import ActivationDataset
   sample = ActivationDataset("out")[7]  # its activations by hook, token_ids, text_preview, ...
 
-environment variables, which count if the flag is not given:
+environment variables, which are used if the flag is not given:
 """
-AFTER_ENVIRONMENT = """
+HELP_AFTER_VARIABLES = """
   HF_TOKEN gives access to private and gated repositories of the Hugging Face hub.
 
 exit status: 0 done; 1 failed on the way, or --verify or --status found a problem; 2 bad input
 (also a row that cannot be used) or NaN, which a scheduler should not try again; 130 or 143 stopped
 by Ctrl-C or SIGTERM, with all complete samples stored.
 """
-Values = dict[str, Any]  # name of a flag that is given -> its value
+Values = dict[str, Any]  # name of a flag on the command line or in a variable -> its value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
-    """Returns the configuration that a command line asks for.
+    """Returns the configuration that a command line describes.
 
     Args:
-        argv: The flags. None for those that this process was started with.
+        argv: The words of the command line after the program's name. None for the command line of
+            this process.
 
     Raises:
-        InputError: A flag has a bad value, or flags are inconsistent.
-        SystemExit: After --help or --version.
+        InputError: If a flag has an invalid value, or if flags are inconsistent.
+        SystemExit: If --help or --version has been printed.
     """
     words = sys.argv[1:] if argv is None else argv
     values: Values = vars(build_parser().parse_args(_with_slices(words)))
@@ -79,80 +83,93 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     for name, value in values.items():
         if isinstance(value, list):
             values[name] = FLAGS[name].collect(value)
-    config = Config.of({**values, **_depending(values)})
+    config = Config.of({**values, **_dependent_values(values)})
     _check_values(config)
     return config
 
 
 def _with_slices(words: Sequence[str]) -> list[str]:
-    """Joins --positions and a slice such as -8: by "=".
+    """Returns the words of a command line, in which --positions -8: has become --positions=-8:.
 
-    argparse would take a word that begins with a minus for a flag.
+    argparse would interpret a word that begins with a minus sign as a flag.
     """
-    joined: list[str] = []
+    joined_words: list[str] = []
     for word in words:
-        if joined[-1:] == ["--positions"] and re.match(r"-\d", word):
-            joined[-1] += f"={word}"
+        if joined_words[-1:] == ["--positions"] and re.match(r"-\d", word):
+            joined_words[-1] += f"={word}"
         else:
-            joined.append(word)
-    return joined
+            joined_words.append(word)
+    return joined_words
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a bad flag, such as one without its value, as an InputError: one line, no usage."""
+    """A parser that raises an InputError for an invalid command line, instead of printing usage."""
 
     def error(self, message: str) -> NoReturn:
-        if message.endswith("argument"):  # one that begins with "-" looks like a flag
+        """Raises an InputError with argparse's message for an invalid command line, and advice."""
+        # argparse reports a missing value if the value begins with "-" and looks like a flag.
+        if message.endswith("argument"):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
-        argument = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
-        flag = FLAGS.get(argument[1]) if argument else None
-        if argument and flag and flag.options.get("nargs") == "+":
-            message += f"; put spaces between values: {argument[2].replace(',', ' ')}"
+        comma_list = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
+        flag = FLAGS.get(comma_list[1]) if comma_list else None
+        if comma_list and flag and flag.options.get("nargs") == "+":
+            message += f"; put spaces between values: {comma_list[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
-            names = re.findall(r"--\w+", self.format_usage())
-            typed = message.removeprefix("unrecognized arguments:").split()
-            message += near_miss(typed[0].partition("=")[0], names) if typed else "''"
+            flag_names = re.findall(r"--\w+", self.format_usage())
+            words = message.removeprefix("unrecognized arguments:").split()
+            message += near_miss(words[0].partition("=")[0], flag_names) if words else "''"
         raise InputError(f"{message} (see --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all flags. What it parses has only the flags that were given."""
+    """Returns the parser of all flags. Its result contains only the flags on the command line."""
     parser = _Parser(
         prog="extract_activations.py",
-        description="Turns a Qwen or Llama 3 checkpoint and text into shards of activations.",
+        description="Extracts activations of a Qwen or Llama 3 model from text, and stores them.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for declared in GROUPS:
-        group = parser.add_argument_group(declared.title, declared.note)
+    for group in GROUPS:
+        argument_group = parser.add_argument_group(group.title, group.note)
         for name, flag in FLAGS.items():
-            if flag.group == declared:
-                _add_flag(group, name, flag)
+            if flag.group == group:
+                _add_flag(argument_group, name, flag)
+    # --version belongs to the last group, which is GENERAL.
     version = f"activation-extraction {__version__}"
-    group.add_argument("--version", action="version", version=version, help="print the version")
+    argument_group.add_argument(
+        "--version", action="version", version=version, help="print the version"
+    )
     return parser
 
 
-def _add_flag(group: "argparse._ArgumentGroup", name: str, flag: Flag) -> None:
-    """Adds a flag to its group of --help, and its opposite if it has one."""
+def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) -> None:
+    """Adds a flag to a group of argparse, and the flag's opposite if it has one.
+
+    Args:
+        argument_group: The group of argparse.
+        name: The name of the flag.
+        flag: The declaration of the flag.
+    """
     options = flag.options
     if "type" in options:
         options = {**options, "type": _for_argparse(options["type"])}
     if flag.opposite is None:
-        group.add_argument(f"--{name}", **options)
+        argument_group.add_argument(f"--{name}", **options)
         return
-    opposite, meaning = flag.opposite
-    both = group.add_mutually_exclusive_group()
-    both.add_argument(f"--{name}", **options)
-    both.add_argument(f"--{opposite}", dest=name, action="store_false", help=meaning)
+    opposite_name, opposite_help = flag.opposite
+    exclusive_group = argument_group.add_mutually_exclusive_group()
+    exclusive_group.add_argument(f"--{name}", **options)
+    exclusive_group.add_argument(
+        f"--{opposite_name}", dest=name, action="store_false", help=opposite_help
+    )
 
 
 def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns the same parser with refusals that argparse shows as they are."""
+    """Returns a parser of values.py with errors whose messages argparse does not change."""
 
-    @wraps(parse)  # messages of argparse contain the name
+    @wraps(parse)  # messages of argparse contain the parser's name
     def parse_for_argparse(typed: str) -> Any:
         try:
             return parse(typed)
@@ -163,33 +180,38 @@ def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _epilog() -> str:
-    """Returns the end of --help: examples, environment variables, exit statuses."""
+    """Returns the end of --help: examples, environment variables and exit statuses."""
     lines = []
     for name, flag in FLAGS.items():
         if flag.variables is not None:
-            line = f"  {' or '.join(flag.variables.names):<46} --{name}"
-            if flag.variables.only_with:
-                line += f" (with --{flag.variables.only_with})"
+            variable_names = " or ".join(flag.variables.names)
+            line = f"  {variable_names:<46} --{name}"
+            if flag.variables.required_flag:
+                line += f" (with --{flag.variables.required_flag})"
             lines.append(line)
-    return BEFORE_ENVIRONMENT + "\n".join(lines) + AFTER_ENVIRONMENT
+    return HELP_BEFORE_VARIABLES + "\n".join(lines) + HELP_AFTER_VARIABLES
 
 
 def _fill_from_environment(values: Values) -> None:
-    """Takes flags that are not given from environment variables, where these count.
+    """Sets missing flags to the values of their environment variables.
+
+    Args:
+        values: The values of flags by name. Values of environment variables are added.
 
     Raises:
-        InputError: A variable has a bad value, or MACHINE_ID is set without a number of machines.
+        InputError: If a variable has an invalid value, or if MACHINE_ID is set without the number
+            of machines.
     """
     for name, flag in FLAGS.items():
         if flag.variables is None or name in values:
             continue
-        present = [variable for variable in flag.variables.names if os.environ.get(variable)]
-        if present and flag.variables.count_with(_typed(values)):
-            _take_variable(values, name, present[0])
-    of_machine = FLAGS["machine_id"].variables
+        set_variables = [variable for variable in flag.variables.names if os.environ.get(variable)]
+        if set_variables and flag.variables.count_with(_names_of_flags(values)):
+            _take_variable(values, name, set_variables[0])
+    machine_variables = FLAGS["machine_id"].variables
     if (
-        of_machine is not None
-        and of_machine.count_with(_typed(values))
+        machine_variables is not None
+        and machine_variables.count_with(_names_of_flags(values))
         and os.environ.get("MACHINE_ID")
         and "total_machines" not in values
     ):
@@ -199,17 +221,32 @@ def _fill_from_environment(values: Values) -> None:
         )
 
 
-def _typed(values: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the flags that are given, such as no_data_parallel of a pair."""
-    names = set()
+def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the flags that have set values.
+
+    A value False of a flag with an opposite was set by the opposite, such as no_data_parallel.
+
+    Args:
+        values: The values of flags by name.
+    """
+    flag_names = set()
     for name, value in values.items():
         opposite = FLAGS[name].opposite
-        names.add(name if opposite is None or value else opposite[0])
-    return names
+        flag_names.add(name if opposite is None or value else opposite[0])
+    return flag_names
 
 
 def _take_variable(values: Values, name: str, variable: str) -> None:
-    """Sets a flag to the value of an environment variable, which must exist."""
+    """Sets a flag to the value of an environment variable, which must be set.
+
+    Args:
+        values: The values of flags by name, to which the value is added.
+        name: The name of the flag.
+        variable: The name of the environment variable.
+
+    Raises:
+        InputError: If the value of the variable is invalid.
+    """
     try:
         values |= vars(build_parser().parse_args([f"--{name}={os.environ[variable]}"]))
     except InputError as error:
@@ -217,45 +254,60 @@ def _take_variable(values: Values, name: str, variable: str) -> None:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the variable by which a scheduler numbers this task, if the task is machine 0 of 1.
+    """Returns the name of a scheduler's variable that numbers this task, if there is one machine.
 
-    All tasks of the scheduler's array would then do the same work. Where the hosts of a pod are an
-    indexed Kubernetes Job, its index is the number of the host and is not returned.
+    In this case, all tasks of the scheduler's array would do the same work, because each of them is
+    machine 0 of 1. If the hosts of a pod are an indexed Kubernetes Job, its variable contains the
+    number of the host and is not returned.
+
+    Args:
+        config: The configuration of the run.
 
     Returns:
-        None if there are several machines, or if no scheduler has numbered this task.
+        The name of the environment variable. None if there are several machines, or if no scheduler
+        has numbered this task.
     """
     if config.hosts.total_machines > 1:
         return None
     for variable in ARRAY_VARIABLES:
-        of_a_host = variable == "JOB_COMPLETION_INDEX" and config.hosts.multihost
-        if os.environ.get(variable) and not of_a_host:
+        is_host_number = variable == "JOB_COMPLETION_INDEX" and config.hosts.multihost
+        if os.environ.get(variable) and not is_host_number:
             return variable
     return None
 
 
 def _refuse_conflicts(values: Values) -> None:
-    """Raises InputError for given flags that cannot be used together, or that need another one."""
+    """Checks that flags can be used together, and that no flag is missing that another flag needs.
+
+    Args:
+        values: The values of flags by name.
+
+    Raises:
+        InputError: If flags cannot be used together, or if a needed flag is missing.
+    """
     for name in values:
-        for other in FLAGS[name].excludes:
-            if other in values:
-                raise InputError(f"--{name} and --{other} cannot be used together")
+        for excluded_name in FLAGS[name].excludes:
+            if excluded_name in values:
+                raise InputError(f"--{name} and --{excluded_name} cannot be used together")
     for name in values:
-        needed = [other for other in FLAGS[name].needs.split(" or ") if other]
-        if needed and not any(other in values for other in needed):
-            raise InputError(f"--{name}: needs {' or '.join(f'--{other}' for other in needed)}")
+        if not FLAGS[name].needs:
+            continue
+        needed_names = FLAGS[name].needs.split(" or ")
+        if not any(needed_name in values for needed_name in needed_names):
+            needed_flags = " or ".join(f"--{needed_name}" for needed_name in needed_names)
+            raise InputError(f"--{name}: needs {needed_flags}")
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        looking = [mode for mode in LOOKING if mode in values]
+        looking_flags = [flag_name for flag_name in LOOKING if flag_name in values]
         for name in ("model_revision", "lora", "encode"):
-            if name in values and looking:
-                raise InputError(f"--{name}: needs --model_path if --{looking[0]} is given")
-    # The run that is estimated may begin anew.
-    planning = {"overwrite"} if "plan" in values else set()
-    modes = [f"--{mode}" for mode in MODES if mode in values and mode not in planning]
-    if len(modes) > 1:
-        raise InputError(f"{' and '.join(modes)} cannot be used together")
+            if name in values and looking_flags:
+                raise InputError(f"--{name}: needs --model_path if --{looking_flags[0]} is given")
+    mode_flags = [f"--{mode}" for mode in MODES if mode in values]
+    if "plan" in values and "overwrite" in values:
+        mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
+    if len(mode_flags) > 1:
+        raise InputError(f"{' and '.join(mode_flags)} cannot be used together")
     if values.get("compress_shards") and values.get("shard_format") == "safetensors":
         raise InputError(
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "
@@ -266,44 +318,63 @@ def _refuse_conflicts(values: Values) -> None:
 
 
 def _check_hosts(values: Values) -> None:
-    """Checks the flags that name the hosts of a pod: all of them must be given, or none."""
-    names = ("coordinator_address", "host_id", "num_hosts")
-    present = [name for name in names if name in values]
-    if 0 < len(present) < len(names):
-        missing = next(name for name in names if name not in values)
-        raise InputError(f"--{missing}: is missing; --{present[0]} needs it")
-    if present and values["host_id"] >= values["num_hosts"]:
+    """Checks the flags that describe the hosts of a pod.
+
+    Args:
+        values: The values of flags by name.
+
+    Raises:
+        InputError: If some of these flags are given without the others, or if the number of the
+            host is too large.
+    """
+    host_flags = ("coordinator_address", "host_id", "num_hosts")
+    present_flags = [name for name in host_flags if name in values]
+    missing_flags = [name for name in host_flags if name not in values]
+    if present_flags and missing_flags:
+        raise InputError(f"--{missing_flags[0]}: is missing; --{present_flags[0]} needs it")
+    if present_flags and values["host_id"] >= values["num_hosts"]:
         raise InputError(
             f"--host_id {values['host_id']}: out of range for --num_hosts {values['num_hosts']}; "
             "hosts are counted from 0"
         )
 
 
-def _depending(values: Values) -> Values:
-    """Returns the values of flags that depend on several flags."""
-    recompute = "verify" in values and "model_path" in values
-    compressible = values.get("shard_format") != "safetensors"
-    results: Values = {
+def _dependent_values(values: Values) -> Values:
+    """Returns the values of flags whose defaults depend on other flags.
+
+    Args:
+        values: The values of flags by name.
+    """
+    recomputes_samples = "verify" in values and "model_path" in values
+    is_compressible = values.get("shard_format") != "safetensors"
+    dependent_values: Values = {
         "verify_samples": 0,
-        "compress_shards": compressible and values.get("compress_shards", True),
+        "compress_shards": is_compressible and values.get("compress_shards", True),
     }
-    if recompute:
-        results["verify_samples"] = values.get("verify_samples", LookingOptions.verify_samples)
+    if recomputes_samples:
+        default_samples = LookingOptions.verify_samples
+        dependent_values["verify_samples"] = values.get("verify_samples", default_samples)
     if not {"dataset_path", "mix", "demo"} & values.keys():
-        results["dataset_name"] = values.get("dataset_name", DATASET[0])
-        # The default configuration is the default data set's.
+        dependent_values["dataset_name"] = values.get("dataset_name", DEFAULT_DATASET.name)
         if "dataset_name" not in values:
-            results["dataset_config"] = values.get("dataset_config", DATASET[1])
+            default_config = DEFAULT_DATASET.config
+            dependent_values["dataset_config"] = values.get("dataset_config", default_config)
     if "demo" in values:
-        results["max_seq_length"] = values.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
+        dependent_values["max_seq_length"] = values.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
     if "mesh_shape" in values:
-        results["mesh_type"] = values.get("mesh_type")
-    return results
+        dependent_values["mesh_type"] = values.get("mesh_type")
+    return dependent_values
 
 
 def _check_values(config: Config) -> None:
-    """Raises InputError for values, given or default, that make no sense together."""
-    output, storage, hosts = config.output, config.storage, config.hosts
+    """Checks that the values of flags, including defaults, are consistent.
+
+    Raises:
+        InputError: If values are inconsistent.
+    """
+    output = config.output
+    storage = config.storage
+    hosts = config.hosts
     if "://" in output.output_dir and not config.looking.requested:
         raise InputError(
             f"--output_dir {output.output_dir}: is a URL, expected a local folder; to store shards "
@@ -312,11 +383,12 @@ def _check_values(config: Config) -> None:
     if config.hooks.activation_dtype == "float8" and storage.shard_format != "safetensors":
         raise InputError("--activation_dtype float8: needs --shard_format safetensors")
     _check_text(config.text)
-    waiting, least = storage.waiting_shards_gb, 2 * storage.shard_size_gb
-    if waiting is not None and waiting < least:
+    waiting_gb = storage.waiting_shards_gb
+    min_waiting_gb = 2 * storage.shard_size_gb
+    if waiting_gb is not None and waiting_gb < min_waiting_gb:
         raise InputError(
-            f"--waiting_shards_gb {waiting:g}: has no room for two shards; give at least "
-            f"{least:g}, or a smaller --shard_size_gb"
+            f"--waiting_shards_gb {waiting_gb:g}: has no room for two shards; give at least "
+            f"{min_waiting_gb:g}, or a smaller --shard_size_gb"
         )
     if hosts.machine_id >= hosts.total_machines:
         raise InputError(
@@ -326,14 +398,18 @@ def _check_values(config: Config) -> None:
 
 
 def _check_text(text: TextOptions) -> None:
-    """Raises InputError for values of the flags about text that make no sense together."""
+    """Checks that the values of the flags about text are consistent.
+
+    Raises:
+        InputError: If values are inconsistent.
+    """
     if text.positions.last_of_turn and text.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
-    names = [token for token in text.drop_token_ids if isinstance(token, str)]
-    if names and text.ids_column is not None:
+    token_names = [token for token in text.drop_token_ids if isinstance(token, str)]
+    if token_names and text.ids_column is not None:
         raise InputError(
-            f"--drop_token_ids {names[0]}: with --ids_column no tokenizer is read, which knows the "
-            "names of tokens; give the id"
+            f"--drop_token_ids {token_names[0]}: with --ids_column no tokenizer is read, which "
+            "knows the names of tokens; give the id"
         )
     if text.overlap >= text.max_seq_length:
         raise InputError(
@@ -341,15 +417,15 @@ def _check_text(text: TextOptions) -> None:
         )
     if text.overlap and text.long_documents != "split":
         raise InputError("--overlap: needs --long_documents split")
-    for name in text.keep_columns:
-        if name in SAMPLE_COLUMNS:
+    for column in text.keep_columns:
+        if column in SAMPLE_COLUMNS:
             raise InputError(
-                f"--keep_columns {name}: the table of samples has a column of this name; rename "
-                "the data set's"
+                f"--keep_columns {column}: the table of samples has a column of this name; rename "
+                "the column of the data set"
             )
     if len(text.keep_columns) > MAX_COLUMNS:
         raise InputError(
-            f"--keep_columns: names {len(text.keep_columns)} columns, there is room for "
+            f"--keep_columns: names {len(text.keep_columns)} columns, expected at most "
             f"{MAX_COLUMNS}"
         )
     sources = [plain_url(source) for source, _ in text.mix]

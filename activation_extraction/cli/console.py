@@ -1,4 +1,8 @@
-"""Shows the progress of a run to the user, writes its metrics, and stops it on signals."""
+"""Shows the progress of a run to the user, measures its time, and stops it on signals.
+
+`Progress` is a bar on a terminal, and otherwise lines in the log. It also makes the metrics, which
+the caller stores. `Clock` measures how long a thread spends on each activity.
+"""
 
 import logging
 import signal
@@ -18,29 +22,36 @@ from activation_extraction.common.visible import counted
 def stop_on_signals() -> Iterator[Callable[[], int]]:
     """Turns SIGTERM and Ctrl-C in a `with` block into requests to stop.
 
-    After the first signal, a Ctrl-C raises KeyboardInterrupt.
+    After the first signal, a Ctrl-C raises KeyboardInterrupt as usual.
 
     Yields:
-        A function that returns the number of the last signal, or 0 if there was none.
+        A function that returns the number of the last signal that was received; 0 if no signal was
+        received.
     """
-    received = 0
+    signal_number = 0
 
     def handle(number: int, _: Any) -> None:
-        nonlocal received
-        received = number
+        nonlocal signal_number
+        signal_number = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log.warning("stopping after this step; complete samples will be stored")
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        yield lambda: received
+        yield lambda: signal_number
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 class Clock:
-    """The seconds that one thread spends on each of its activities."""
+    """Measures the time that a thread spends on each of its activities.
+
+    Attributes:
+        seconds: Seconds that were spent on each activity, by its name.
+    """
 
     def __init__(self) -> None:
         self.restart()
@@ -48,44 +59,50 @@ class Clock:
 
     @contextmanager
     def measure(self, activity: str) -> Iterator[None]:
-        """Adds the duration of a `with` block to the seconds of an activity."""
-        began = time.perf_counter()
+        """Adds the duration of a `with` block to the seconds of an activity.
+
+        Args:
+            activity: Name of the activity.
+        """
+        start_time = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[activity] += time.perf_counter() - began
+            self.seconds[activity] += time.perf_counter() - start_time
 
     def restart(self) -> None:
-        """Sets `elapsed` to 0. The seconds of activities stay."""
-        self._began = time.perf_counter()
+        """Sets `elapsed` to 0. `seconds` stays as it is."""
+        self._start_time = time.perf_counter()
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the clock was made or restarted."""
-        return time.perf_counter() - self._began
+        """The seconds since the clock was created or restarted."""
+        return time.perf_counter() - self._start_time
 
 
 class Progress:
-    """Reports the progress of a run: a bar on a terminal, otherwise lines in the log, and metrics.
+    """Reports the progress of a run with a bar on a terminal or lines in the log, and with metrics.
 
-    The bar, the lines and the metrics count samples and tokens of the whole run, including those of
-    earlier processes. The names of metrics that count from the start of this process say so.
+    The bar, the lines and the metrics count the samples and tokens of this host in the whole run,
+    including those of earlier processes. Some metrics only count since the start of this process;
+    their names end in "since_start".
 
     Args:
-        max_samples: Limit of this host's samples; None for no such limit.
-        max_tokens: Limit of the tokens that this host stores; None for no such limit.
+        max_samples: Largest number of samples that this host stores; None for no limit.
+        max_tokens: Largest number of tokens that this host stores; None for no limit.
         stored: Numbers of samples and of tokens that earlier processes have stored.
         interval: Seconds between two reports.
-        chips: Number of this host's devices.
-        peak_flops: Peak FLOP/s of these devices together; None if unknown.
+        chips: Number of devices of this host.
+        peak_flops: Peak FLOP/s of these devices together; None if it is unknown.
         gauges: Function that returns the metrics of the storage and of the data, by name.
-        record: Function that stores the metrics of an interval, a JSON object.
+        record: Function that stores the metrics of an interval, which are a JSON object.
 
     Attributes:
-        samples: Number of samples computed since the start of this process.
-        tokens: Number of tokens computed since the start, whether or not they are kept.
-        steps: Number of steps since the start.
-        kept: Number of tokens that the whole run has kept.
+        samples: Number of samples that were computed since the start of this process.
+        tokens: Number of tokens that were computed since the start of this process, whether or not
+            they are kept.
+        steps: Number of steps since the start of this process.
+        kept: Number of tokens that were kept since the beginning of the run.
     """
 
     def __init__(
@@ -101,26 +118,33 @@ class Progress:
     ) -> None:
         self.samples = self.tokens = self.steps = 0
         self._flops = 0.0
-        self._stored, self.kept = stored
-        self._in_tokens = max_tokens is not None
-        self._most = max_tokens if self._in_tokens else max_samples
+        self._stored_samples, self.kept = stored
+        self._counts_tokens = max_tokens is not None  # the bar counts samples otherwise
+        self._limit = max_tokens if self._counts_tokens else max_samples
         self._interval = interval
-        self._chips, self._peak_flops = chips, peak_flops
-        self._gauges, self._record = gauges, record
-        self._reported = time.perf_counter(), 0, 0.0  # when, tokens, FLOPs
-        unit = "tokens" if self._in_tokens else "samples"
-        with_limit = "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
-        without_limit = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
+        self._chips = chips
+        self._peak_flops = peak_flops
+        self._gauges = gauges
+        self._record = record
+        # The time, the number of tokens and the FLOPs at the last report.
+        self._last_report = time.perf_counter(), 0, 0.0
+        if self._limit:
+            unit = "tokens" if self._counts_tokens else "samples"
+            bar_format = (
+                "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
+            ).replace("UNIT", unit)
+        else:
+            bar_format = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
         self._bar = tqdm(
-            total=self._most,
-            initial=stored[self._in_tokens],
+            total=self._limit,
+            initial=stored[self._counts_tokens],
             desc="extracting",
-            bar_format=with_limit.replace("UNIT", unit) if self._most else without_limit,
+            bar_format=bar_format,
             disable=not (on_terminal() and log.isEnabledFor(logging.INFO)),
         )
 
     def advance(self, samples: int, tokens: int, flops: float, kept: int = 0) -> None:
-        """Counts one step, and reports if the interval is over.
+        """Counts a step, and makes a report if the interval since the last report is over.
 
         Args:
             samples: Number of samples that the step completed.
@@ -135,44 +159,49 @@ class Progress:
         self.steps += 1
         if not self._bar.disable:
             rate = self.tokens / self._bar.format_dict["elapsed"]
-            text = f"{counted(self.kept, 'token')}, {rate:,.0f} tokens/s"
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(kept if self._in_tokens else samples)
-        if time.perf_counter() - self._reported[0] >= self._interval:
+            postfix = f"{counted(self.kept, 'token')}, {rate:,.0f} tokens/s"
+            self._bar.set_postfix_str(postfix, refresh=False)
+            self._bar.update(kept if self._counts_tokens else samples)
+        if time.perf_counter() - self._last_report[0] >= self._interval:
             self._report()
 
     def _report(self) -> None:
-        now = time.perf_counter()
-        began, tokens, flops = self._reported
-        self._reported = now, self.tokens, self._flops
-        rate = (self.tokens - tokens) / (now - began)
-        used = (self._flops - flops) / (now - began)
-        share = None if self._peak_flops is None else round(used / self._peak_flops, 4)
+        """Stores the metrics since the last report, and logs a line if there is no bar."""
+        current_time = time.perf_counter()
+        last_time, last_tokens, last_flops = self._last_report
+        self._last_report = current_time, self.tokens, self._flops
+        duration = current_time - last_time
+        token_rate = (self.tokens - last_tokens) / duration
+        flop_rate = (self._flops - last_flops) / duration
+        utilisation = None
+        if self._peak_flops is not None:
+            utilisation = round(flop_rate / self._peak_flops, 4)
         metrics = {
             "time": round(time.time(), 3),
-            "samples": self._stored + self.samples,
+            "samples": self._stored_samples + self.samples,
             "tokens": self.kept,
             "tokens_computed_since_start": self.tokens,
             "steps_since_start": self.steps,
-            "tokens_per_second": round(rate, 1),
-            "tokens_per_second_per_chip": round(rate / self._chips, 1),
-            "tflops_per_second_per_chip": round(used / self._chips / 1e12, 4),
-            "model_flops_utilisation": share,
+            "tokens_per_second": round(token_rate, 1),
+            "tokens_per_second_per_chip": round(token_rate / self._chips, 1),
+            "tflops_per_second_per_chip": round(flop_rate / self._chips / 1e12, 4),
+            "model_flops_utilisation": utilisation,
             **self._gauges(),
         }
         self._record(metrics)
         if self._bar.disable:
-            samples, kept = counted(metrics["samples"], "sample"), counted(self.kept, "token")
-            if self._in_tokens:
-                kept = f"{self.kept:,} of {counted(self._most or 0, 'token')}"
-            elif self._most is not None:
-                samples = f"{metrics['samples']:,} of {counted(self._most, 'sample')}"
+            samples_text = counted(metrics["samples"], "sample")
+            tokens_text = counted(self.kept, "token")
+            if self._counts_tokens:
+                tokens_text = f"{self.kept:,} of {counted(self._limit or 0, 'token')}"
+            elif self._limit is not None:
+                samples_text = f"{metrics['samples']:,} of {counted(self._limit, 'sample')}"
             log.info(
                 "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
-                samples,
-                kept,
-                rate,
-                "" if share is None else f", {share:.0%} of peak",
+                samples_text,
+                tokens_text,
+                token_rate,
+                "" if utilisation is None else f", {utilisation:.0%} of peak",
                 counted(metrics["shards_stored"], "shard"),
                 metrics["bytes_stored"] / 1e9,
                 metrics["shards_writing"],
@@ -180,7 +209,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Reports the last interval and ends the bar."""
-        if self._reported[1] < self.tokens:
+        """Reports the tokens since the last report, and ends the bar."""
+        if self._last_report[1] < self.tokens:
             self._report()
         self._bar.close()

@@ -1,8 +1,9 @@
-"""How a flag of the table (flags.py) is declared.
+"""Functions that declare the flags of the table in flags.py.
 
-A flag is a field of a dataclass. Its type and default are those of the field; `Flag` in the field's
-metadata has everything else. The functions below make such fields, one for each kind of flag.
-values.py parses what is typed after a flag, and config.py makes argparse's parser from all flags.
+A flag is a field of a dataclass. The name, type and default of the flag are those of the field.
+Everything else is in a `Flag` in the metadata of the field. There is a function for each kind of
+flag, which returns such a field. values.py parses the text after a flag, and config.py makes
+argparse's parser from all flags.
 """
 
 from collections.abc import Callable, Collection
@@ -17,7 +18,7 @@ class Group(NamedTuple):
 
     Attributes:
         title: Title of the group.
-        note: Text below the title; None for no text.
+        note: Text of --help below the title; None for no text.
     """
 
     title: str
@@ -26,45 +27,49 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables that replace a missing flag.
+    """Environment variables from which a flag gets its value if it is not on the command line.
 
     Attributes:
-        names: Names of the variables. The first one that is set is used.
-        only_with: Flag without which the variables are ignored; "" for none.
-        unless: Flags any of which makes the variables be ignored.
+        names: Names of the variables. The first variable that is set is used.
+        required_flag: Name of a flag. The variables are ignored if this flag is not on the command
+            line. "" if the variables do not depend on a flag.
+        excluding_flags: Names of flags. The variables are ignored if one of these flags is on the
+            command line.
     """
 
     names: tuple[str, ...]
-    only_with: str = ""
-    unless: tuple[str, ...] = ()
+    required_flag: str = ""
+    excluding_flags: tuple[str, ...] = ()
 
-    def count_with(self, typed: Collection[str]) -> bool:
-        """Returns whether the variables are used.
+    def count_with(self, flag_names: Collection[str]) -> bool:
+        """Returns whether the variables are used with the flags of a command line.
 
         Args:
-            typed: Names of the flags on the command line.
+            flag_names: Names of the flags on the command line.
         """
-        has_needed = not self.only_with or self.only_with in typed
-        return has_needed and not any(name in typed for name in self.unless)
+        has_needed_flag = not self.required_flag or self.required_flag in flag_names
+        return has_needed_flag and not any(name in flag_names for name in self.excluding_flags)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The declaration of a flag, without its name, type and default.
+    """The declaration of a flag, except its name, type and default.
 
     Attributes:
-        options: Arguments of argparse's `add_argument`. `type` is a parser of values.py.
+        options: Arguments of argparse's `add_argument` by name. `type` is a parser of values.py.
         group: Group in --help; None for the group of the part that contains the flag.
-        needs: Flag that this one requires, or several flags with " or " between them, one of which
-            is enough; "" for none.
-        excludes: Flags that cannot be used together with this one.
-        variables: Environment variables that replace the flag if it is missing; None for none.
-        opposite: Name and help of the flag that sets the field to False; None for no such flag.
-        collect: Function that makes the field's value from the list of a flag's values, for flags
-            that take several.
+        needs: Name of another flag without which this flag is refused, or several names with
+            " or " between them if any of these flags is enough; "" if no other flag is needed.
+        excludes: Names of flags that cannot be used together with this flag.
+        variables: Environment variables that replace the flag if it is missing; None if there are
+            no such variables.
+        opposite: Name and help text of the flag that sets the field to False; None if there is no
+            such flag.
+        collect: Function that returns the value of the field for the list of values after the flag.
+            Only flags that take several values use it.
         content: Whether the value of the flag determines the content of shards. A run that
-            continues must have the same value (see Identity).
-        per_host: Whether the flag may differ between the hosts of a run.
+            continues must have the same value (see `store.identity.Identity`).
+        per_host: Whether the value may differ between the hosts of a run.
     """
 
     options: dict[str, Any]
@@ -97,11 +102,12 @@ def flag(
     """Declares a flag that takes a value.
 
     Args:
-        help: Text of --help, without the default.
-        default: Default. None if there is none, or if config.py or the run determines it.
-        parse: Parser of the value (values.py). Not used for a flag with `choices`.
-        unit: Unit of the default, for --help.
-        default_is: Description of the default for --help; "" to show the default itself.
+        help: Help text, without the default.
+        default: Default value. None if there is no default, or if config.py or the run determines
+            it.
+        parse: Parser of the value (values.py). It is not used for a flag with `choices`.
+        unit: Unit of the default, with a space in front, for the help text.
+        default_is: Description of the default for the help text; "" to show `default` itself.
         group: See `Flag`.
         needs: See `Flag`.
         excludes: See `Flag`.
@@ -114,17 +120,19 @@ def flag(
     Returns:
         The field of a dataclass.
     """
-    shown = default_is
-    if not shown and default is not None:
-        shown = f"{default}{unit}"
-    alternatives = [" or ".join(variables.names)] if variables is not None else []
-    if shown:
-        alternatives.append(shown)
-    if alternatives:
-        help += f" (default: {', else '.join(alternatives)})"
+    default_text = default_is
+    if not default_text and default is not None:
+        default_text = f"{default}{unit}"
+    default_sources = []
+    if variables is not None:
+        default_sources.append(" or ".join(variables.names))
+    if default_text:
+        default_sources.append(default_text)
+    if default_sources:
+        help += f" (default: {', else '.join(default_sources)})"
     if "choices" not in options:
         options = {"type": parse, "metavar": "NAME", **options}
-    declared = Flag(
+    declaration = Flag(
         {"help": help, **options},
         group,
         needs,
@@ -134,7 +142,7 @@ def flag(
         content=content,
         per_host=per_host,
     )
-    return field(default=default, metadata={"flag": declared})
+    return field(default=default, metadata={"flag": declaration})
 
 
 def switch(
@@ -149,7 +157,7 @@ def switch(
     """Declares a boolean flag that is false by default.
 
     Args:
-        help: Text of --help.
+        help: Help text.
         group: See `Flag`.
         needs: See `Flag`.
         excludes: See `Flag`.
@@ -160,8 +168,8 @@ def switch(
         The field of a dataclass.
     """
     options = {"help": help, "action": "store_true"}
-    declared = Flag(options, group, needs, excludes, content=content, per_host=per_host)
-    return field(default=False, metadata={"flag": declared})
+    declaration = Flag(options, group, needs, excludes, content=content, per_host=per_host)
+    return field(default=False, metadata={"flag": declaration})
 
 
 def pair(
@@ -172,12 +180,12 @@ def pair(
     group: Group | None = None,
     content: bool = False,
 ) -> Any:
-    """Declares a boolean flag that is true by default, and the flag that makes it false.
+    """Declares a boolean flag that is true by default, and a second flag that makes it false.
 
     Args:
-        help: Text of --help.
-        opposite: Name of the flag that makes it false.
-        opposite_help: Text of --help for that flag.
+        help: Help text of the flag.
+        opposite: Name of the second flag.
+        opposite_help: Help text of the second flag.
         group: See `Flag`.
         content: See `Flag`.
 
@@ -185,8 +193,8 @@ def pair(
         The field of a dataclass.
     """
     options = {"help": f"{help} (default)", "action": "store_true"}
-    declared = Flag(options, group, opposite=(opposite, opposite_help), content=content)
-    return field(default=True, metadata={"flag": declared})
+    declaration = Flag(options, group, opposite=(opposite, opposite_help), content=content)
+    return field(default=True, metadata={"flag": declaration})
 
 
 def each_once(values: list[Any]) -> tuple[Any, ...]:
@@ -200,9 +208,9 @@ def several(
     """Declares a flag that takes one or more values, with an empty tuple as default.
 
     Args:
-        help: Text of --help, without the default.
+        help: Help text, without the default.
         parse: Parser of one value (values.py).
-        default_is: Description of the default for --help.
+        default_is: Description of the default for the help text.
         options: Further arguments of `flag`.
 
     Returns:
@@ -217,10 +225,10 @@ def number(
     """Declares a flag that takes a whole number.
 
     Args:
-        help: Text of --help, without the default.
-        default: Default; None if there is none.
+        help: Help text, without the default.
+        default: Default value; None if there is no default.
         least: Smallest valid number.
-        metavar: Name of the number in --help.
+        metavar: Name of the number in the help text.
         options: Further arguments of `flag`.
 
     Returns:
@@ -233,7 +241,7 @@ def seconds(help: str, default: int) -> Any:
     """Declares a flag that takes a whole number of seconds, at least 1.
 
     Args:
-        help: Text of --help, without the default.
+        help: Help text, without the default.
         default: Default in seconds.
 
     Returns:
@@ -249,11 +257,11 @@ def gigabytes(
     parse: Callable[[str], Any] = positive,
     **options: Any,
 ) -> Any:
-    """Declares a flag that takes a size in GB, 10^9 bytes.
+    """Declares a flag that takes a size in GB, which are 10^9 bytes.
 
     Args:
-        help: Text of --help, without the unit and the default.
-        default: Default in GB; None if there is none.
+        help: Help text, without the unit and the default.
+        default: Default in GB; None if there is no default.
         parse: Parser of the number (values.py).
         options: Further arguments of `flag`.
 
@@ -264,14 +272,14 @@ def gigabytes(
     return flag(help, default, parse, unit=" GB", metavar="GB", **options)
 
 
-def part(kind: type[Any], group: Group) -> Any:
+def part(options_class: type[Any], group: Group) -> Any:
     """Declares a part of the configuration.
 
     Args:
-        kind: Dataclass whose fields are flags.
-        group: Group in --help of the flags of `kind` that do not name another group.
+        options_class: Dataclass whose fields are flags.
+        group: Group in --help of the flags in `options_class` that name no other group.
 
     Returns:
         The field of a dataclass.
     """
-    return field(default_factory=kind, metadata={"part": kind, "group": group})
+    return field(default_factory=options_class, metadata={"part": options_class, "group": group})

@@ -1,17 +1,17 @@
-"""The table of flags, and the configuration that they make.
+"""The table of flags, and the configuration that consists of their values.
 
-`Config` is a run as its user asks for it. It consists of parts, which are frozen dataclasses of
-flags; each part goes unchanged to the package that uses it. Every flag is declared once, with its
-meaning and default: as a field of a part, or of `Config` itself if it selects the program's action
-or how the program logs. config.py makes the command line and --help from this table, and checks
-whether flags are consistent. Every package may import the parts from here, so this module imports
-neither argparse nor NumPy.
+`Config` describes a run as its user asks for it. It consists of parts, which are frozen dataclasses
+of flags. Each part is passed unchanged to the package that uses it. Every flag is declared once,
+with its meaning and its default, as a field of a part. Flags that select the action of the program
+or its logging are fields of `Config` itself. config.py makes the command line and --help from this
+table, and checks whether flags are consistent. Every package may import the parts from here, so
+this module imports neither argparse nor NumPy.
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from activation_extraction.cli.declare import (
     Flag,
@@ -57,24 +57,33 @@ from activation_extraction.common.host_memory import available_memory
 from activation_extraction.common.positions import ALL, Positions, parse_positions
 from activation_extraction.common.visible import plain_url
 
-DATASET = ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")  # name, config, split
-DEMO_MAX_SEQ_LENGTH = 256
-LOOKING = ("status", "verify", "report", "export")
+
+class HubDataset(NamedTuple):
+    """A data set of the Hugging Face hub, with its configuration and its split."""
+
+    name: str
+    config: str
+    split: str
+
+
+DEFAULT_DATASET = HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
+DEMO_MAX_SEQ_LENGTH = 256  # the default of --max_seq_length with --demo, in tokens
+LOOKING = ("status", "verify", "report", "export")  # flags that look at a stored run
 # At most one of these flags may be given.
 MODES = (*LOOKING, "repair", "overwrite", "list_hooks", "plan")
-# With these, a machine has no share of the user's data.
+# If one of these flags is given, the data is not divided among machines.
 WITHOUT_SHARES = (*LOOKING, "plan", "list_hooks", "demo")
-GIGABYTE = 10**9
-MAX_WAITING_BYTES = 16 * GIGABYTE
+GIGABYTE = 10**9  # the number of bytes in a GB
+MAX_WAITING_BYTES = 16 * GIGABYTE  # the largest default of --waiting_shards_gb
 
-# The groups of --help.
+# The groups of flags in --help.
 MODEL = Group("model")
 EXTRACT = Group("what to extract")
 TOKENS = Group(
     "which tokens to keep", "the model always reads whole samples; only kept tokens are stored"
 )
 TEXT = Group("text")
-MACHINES = Group("several machines", "each with its own share of the data")
+MACHINES = Group("several machines", "each machine extracts its own share of the data")
 COMPUTING = Group("computing")
 HOSTS = Group("several hosts as one", "start the same command on every host of a pod")
 OUTPUT = Group("output")
@@ -86,14 +95,14 @@ UPLOAD = Group(
 )
 PLAN = Group(
     "before a machine is rented",
-    "with these flags beside those of a run, the run is estimated and does not start. This needs "
-    "neither weights nor data nor an accelerator, only the model's config.json; the sizes of "
-    "released Qwen models are known even if the hub cannot be reached",
+    "give these flags together with the flags of a run, and the run is estimated instead of "
+    "started. This needs neither weights nor data nor an accelerator, only the model's "
+    "config.json. The sizes of released Qwen models are known even if the hub cannot be reached",
 )
 LOOK = Group(
     "looking at a run",
-    "these flags extract nothing. They look at the bucket if --upload_to_gcs is given, otherwise "
-    "at --output_dir, which may be a URL here",
+    "these flags extract nothing. They look at the run in the bucket if --upload_to_gcs is given, "
+    "otherwise at the run in --output_dir, which may be a URL here",
 )
 GENERAL = Group("general")
 GROUPS = (
@@ -113,38 +122,45 @@ GROUPS = (
 
 
 def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
-    return "all" if "all" in ranges else each_once([n for layers in ranges for n in layers])
+    """Returns the layers of several ranges, each once; "all" if one of the ranges is "all"."""
+    if "all" in ranges:
+        return "all"
+    layer_numbers: list[Any] = []
+    for layers_of_range in ranges:
+        layer_numbers += layers_of_range
+    return each_once(layer_numbers)
 
 
 def _ids_and_names(tokens: list[int | str]) -> tuple[int | str, ...]:
-    return tuple(sorted(set(tokens), key=lambda item: (isinstance(item, str), item)))
+    """Returns the ids of tokens in ascending order, then the names of tokens, each once."""
+    return tuple(sorted(set(tokens), key=lambda token: (isinstance(token, str), token)))
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model and its dtype. The notes of --help describe all fields."""
+    """The model and its dtype. The help texts of the flags describe the fields."""
 
     model_path: str = flag(
-        "the model, a Qwen or Llama 3 checkpoint: a folder with config.json, safetensors and "
-        "tokenizer, local or in a bucket (gs://BUCKET/FOLDER), or the name of a model on the hub "
-        "(Hugging Face)",
+        "the checkpoint of a Qwen or Llama 3 model: a folder with config.json, safetensors and "
+        "tokenizer, local or in a bucket (gs://BUCKET/FOLDER), or the name of a model on the "
+        "Hugging Face hub",
         "Qwen/Qwen2.5-0.5B",
         metavar="PATH",
     )
     model_revision: str | None = flag(
-        "the branch, tag or commit of a model on the hub",
-        default_is="the commit that the run began with; for a new one, the newest commit",
+        "the branch, tag or commit of a model on the Hugging Face hub",
+        default_is="the newest commit; when a run continues, the commit with which it began",
     )
     lora: str | None = flag(
         "a LoRA adapter in PEFT's format (adapter_config.json, adapter_model.safetensors): a "
-        "folder, local or in a bucket, or the name of an adapter on the hub. It is merged into the "
-        "weights in float32 while they are read. If a tokenizer or chat template is stored with "
-        "the adapter and differs from the model's, the run uses the adapter's",
+        "folder, local or in a bucket, or the name of an adapter on the Hugging Face hub. It is "
+        "merged into the weights in float32 while they are read. If the adapter has a tokenizer or "
+        "chat template that differs from the model's, the run uses the adapter's",
         default_is="none",
         metavar="PATH",
     )
     dtype: str = flag(
-        "the dtype of the weights and of matrix products, whose sums are float32",
+        "the dtype of the weights and of matrix products, which are accumulated in float32",
         "auto",
         default_is="auto, which is bfloat16 on TPU and GPU, float32 on CPU",
         choices=("auto", "float32", "bfloat16"),
@@ -153,100 +169,105 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class HookOptions:
-    """The hooks whose activations or codes are stored, and the dtype of what is stored.
+    """The hooks whose activations or codes are stored, and the dtype of the stored activations.
 
-    The notes of --help describe all fields.
+    The help texts of the flags describe the fields. A field is described here if its value differs
+    from the text after the flag.
 
     Attributes:
-        layers_to_extract: Layers, "all", or None for the default layers.
-        encode: Hook and path of each autoencoder. The hook is "" if it is not given.
+        layers_to_extract: Numbers of the layers, "all", or None for the default layers.
+        encode: Hook and path of each autoencoder. The hook is "" if the user has not named it.
     """
 
     layers_to_extract: tuple[int, ...] | str | None = flag(
-        "the layers to extract from, counted from 0: numbers, ranges such as 1-3 (inclusive), or "
-        "all",
-        default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}, clipped to the model's depth",
+        "the layers whose activations are stored, counted from 0: numbers, inclusive ranges such "
+        "as 1-3, or all",
+        default_is=f"those of {DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]} that the model has",
         parse=layers,
         collect=_all_layers,
         nargs="+",
         metavar="N|N-M|all",
     )
     activation_type: str = flag(
-        "which activations of these layers. residual: the residual stream after the block; attn, "
-        "mlp: what the attention or the MLP of the block adds to that stream",
+        "which activations of the layers in --layers_to_extract are stored. residual: the residual "
+        "stream after the layer; attn or mlp: the output of the layer's attention or MLP, which is "
+        "added to the residual stream",
         "residual",
         choices=("residual", "mlp", "attn"),
     )
     hook_names: tuple[str, ...] | None = flag(
-        "the hooks to extract, instead of the two flags above: names or globs as in "
-        "TransformerLens, such as 'blocks.*.mlp.hook_in', or of inputs and outputs of Hugging Face "
-        "modules, such as 'model.layers.20.mlp.output' (--list_hooks prints all). A glob matches "
-        "large hooks, such as logits, only if it ends in their name. loss is the loss at each "
-        "token, given the tokens before it; entropy, logits.top_ids and logits.top_logprobs "
-        "describe the prediction of the token after it",
+        "the hooks whose activations are stored, instead of --layers_to_extract and "
+        "--activation_type. Each is a name or glob as in TransformerLens, such as "
+        "'blocks.*.mlp.hook_in', or of an input or output of a Hugging Face module, such as "
+        "'model.layers.20.mlp.output' (--list_hooks prints all names). A glob matches large hooks, "
+        "such as logits, only if it ends in their name. The hook loss is the loss of predicting a "
+        "token from the tokens before it. The hooks entropy, logits.top_ids and "
+        "logits.top_logprobs describe the prediction of the token that follows a token",
         excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
     )
     top_logits: int = number(
-        "how many of the most likely next tokens logits.top_ids and logits.top_logprobs contain",
+        "with --hook_names: the number of most likely next tokens in logits.top_ids and "
+        "logits.top_logprobs",
         DEFAULT_TOP_LOGITS,
         needs="hook_names",
         metavar="K",
     )
     encode: tuple[tuple[str, str], ...] = several(
-        "store codes, the active features of sparse autoencoders or transcoders, instead of "
-        "activations. SAE is a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the "
-        "hub, in the format of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, Llamascopium or "
-        "circuit_tracer. HOOK= is needed if the files do not name the hook, or if they hold an "
-        "autoencoder for each layer",
+        "store codes instead of activations. Codes are the active features of sparse autoencoders "
+        "or transcoders. SAE is a folder or file, local or in a bucket, or ORG/REPO/FOLDER on the "
+        "Hugging Face hub, in the format of Qwen Scope (layerN.sae.pt), SAELens 6, sparsify, "
+        "Llamascopium or circuit_tracer. HOOK= is needed if the files do not name the hook, or if "
+        "they contain an autoencoder for each layer",
         hook_and_path,
         collect=each_once,
         metavar="[HOOK=]SAE",
     )
     encode_most: int | None = number(
-        "store at most K features of each token, those with the largest values; the run counts the "
-        "features that this leaves out",
-        default_is="the k of autoencoders with a top k, otherwise 256",
+        "with --encode: the largest number of features that are stored of each token. The features "
+        "with the largest values are stored, and the run counts those that are left out",
+        default_is="the k of an autoencoder with a top k, otherwise 256",
         needs="encode",
         metavar="K",
     )
     keep_activations: bool = switch(
-        "store the activations that are encoded beside their codes", needs="encode"
+        "with --encode: store the activations as well as their codes", needs="encode"
     )
     activation_dtype: str = flag(
-        "the dtype of the stored activations. float8 takes half as many bytes as bfloat16, and 4 "
-        "more per token and hook. It needs --shard_format safetensors and is read as float32, "
-        "float16 or bfloat16; the run measures its error on some of the tokens",
+        "the dtype of the stored activations. float8 takes half as many bytes as bfloat16, plus 4 "
+        "bytes per token and hook. It needs --shard_format safetensors, and is read as float32, "
+        "float16 or bfloat16. The run measures its error on some of the tokens",
         "auto",
-        default_is="auto, which is the --dtype",
+        default_is="auto, which is the dtype of --dtype",
         choices=("auto", "float32", "float16", "bfloat16", "float8"),
     )
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The text that the model reads, and which of its tokens are stored.
+    """The text that the model reads, and the choice of the tokens whose activations are stored.
 
-    The notes of --help describe all fields.
+    The help texts of the flags describe the fields. A field is described here if its value differs
+    from the text after the flag.
 
     Attributes:
-        drop_token_ids: Ids in ascending order, then names of tokens.
-        dataset_name: Data set of the hub; None if there are files or a mixture instead.
-        mix: Source and weight of each source of a mixture.
+        drop_token_ids: Token ids in ascending order, then names of tokens.
+        dataset_name: Name of a data set of the hub; None if the rows come from files or a mixture.
+        mix: Name and weight of each source of a mixture.
         chat_template_args: Name and value of each variable.
     """
 
     positions: Positions = flag(
-        "which tokens of each sample to store. all, last, first:N, last:N; every:N (positions 0, "
-        "N, 2N, ...); a slice as in Python, such as 4:-1; random:N, random:N:SEED or "
+        "the tokens of each sample that are stored: all, last, first:N, last:N; every:N (positions "
+        "0, N, 2N, ...); a slice as in Python, such as 4:-1; random:N, random:N:SEED or "
         "random:N:SEED:FROM with a whole number N, which stores N random tokens of each sample, "
-        "from position FROM on (all of these tokens if there are fewer); random:P or random:P:SEED "
-        "with a probability P, which stores each token with this probability (SEED and FROM are 0 "
-        "unless they are set); last_of_turn, the last token "
-        "of every turn of a conversation. With --roles, last_of_turn is the last token that has "
-        "one of these roles, such as <|im_end|>; without --roles, it is often the new line after "
-        "it",
+        "from position FROM on (all of these tokens if there are fewer than N); random:P or "
+        "random:P:SEED with a probability P, which stores each token with this probability; or "
+        "last_of_turn, which stores the last token of every turn of a conversation. SEED and FROM "
+        "are 0 if they are missing. With --roles, last_of_turn is the last token of the turn that "
+        "has one of the roles, such as <|im_end|>. Without --roles, it is often the newline after "
+        "<|im_end|>",
         Positions(),
         parse=parse_positions,
         metavar="RULE",
@@ -254,10 +275,10 @@ class TextOptions:
         group=TOKENS,
     )
     roles: tuple[str, ...] = several(
-        "store only the tokens with these roles in a conversation; --positions then counts only "
-        "these tokens. A turn is one message with its header. Its <|im_end|> has the role of the "
-        "message, </think> has the role thinking, and headers and text between turns have the role "
-        "template",
+        "with --messages_column: store only the tokens with these roles in the conversation. "
+        "--positions then counts only these tokens. <|im_end|> at the end of a message has the "
+        "role of the message, </think> has the role thinking, and headers of messages and text "
+        "between messages have the role template",
         default_is="all",
         needs="messages_column",
         choices=ROLES,
@@ -267,8 +288,8 @@ class TextOptions:
         group=TOKENS,
     )
     drop_token_ids: tuple[Any, ...] = several(
-        "do not store these tokens, even if --positions selects them: ids, or names as in the "
-        "tokenizer, such as '<|im_end|>'. A number is always an id",
+        "tokens that are never stored, even if --positions selects them: token ids, or names of "
+        "tokens in the tokenizer, such as '<|im_end|>'. A number is always an id",
         token,
         collect=_ids_and_names,
         metavar="ID|NAME",
@@ -276,110 +297,116 @@ class TextOptions:
         group=TOKENS,
     )
     dataset_name: str | None = flag(
-        "a data set on the hub, whose rows are streamed", default_is=DATASET[0]
+        "the name of a data set on the Hugging Face hub, whose rows are streamed",
+        default_is=DEFAULT_DATASET.name,
     )
     dataset_config: str | None = flag(
-        "the configuration of the data set on the hub",
-        default_is=f"{DATASET[1]} for the default data set, otherwise the data set's own",
+        "the configuration of the data set in --dataset_name",
+        default_is=f"{DEFAULT_DATASET.config} for the default data set, otherwise the data set's "
+        "default",
     )
-    dataset_split: str = flag("the split of the data set on the hub", DATASET[2])
+    dataset_split: str = flag("the split of the data set in --dataset_name", DEFAULT_DATASET.split)
     dataset_path: str | None = flag(
-        "your own files instead of a data set on the hub: a file, a folder that holds one split, "
-        "or a glob, local or as a URL. The files are .jsonl, .ndjson, .json (an array of objects, "
-        "or lines) or .csv (with a header), each also compressed (.gz, .zst, .bz2, .xz); .parquet; "
-        ".arrow; or what save_to_disk of `datasets` has written. Names that begin with . or _ are "
-        "left out",
+        "your own files instead of a data set on the Hugging Face hub: a file, a folder that "
+        "contains one split, or a glob, local or as a URL. The files are .jsonl, .ndjson, .json "
+        "(an array of objects, or an object on each line) or .csv (with a header), each also "
+        "compressed (.gz, .zst, .bz2, .xz); .parquet; .arrow; or files that save_to_disk of the "
+        "library `datasets` has written. Files whose names begin with . or _ are left out",
         excludes=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
     mix: tuple[tuple[str, float], ...] = several(
-        "several sources instead of one, each with its share of the documents. SOURCE is a path as "
-        "for --dataset_path, or NAME:CONFIG:SPLIT of a data set on the hub. When a source runs "
-        "out, the others continue",
+        "several sources instead of one data set. Numbers of documents are proportional to the "
+        "weights. SOURCE is a path as for --dataset_path, or NAME:CONFIG:SPLIT of a data set on "
+        "the Hugging Face hub. If a source has no more documents, the others continue",
         weighted,
         excludes=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
         metavar="SOURCE=WEIGHT",
     )
     text_column: str = flag(
-        "the column with the text. In rows without this column, the columns train and test of an "
-        "ARC-AGI task become a prompt",
+        "the column with the text of each row. If a row lacks it but has the columns train and "
+        "test of an ARC-AGI task, they become a prompt",
         "text",
         content=True,
     )
     messages_column: str | None = flag(
-        "the column with a conversation: messages with role and content, or with from and value. "
-        "The chat template turns them into one text, together with the tools in the column tools. "
-        "If the template leaves out text of a message, other than thinking, the row cannot be "
-        "used. Tokens get a role and a turn only if the template writes turns between <|im_start|> "
-        "and <|im_end|>, as Qwen's templates do",
+        "the column with a conversation in each row, instead of --text_column: a list of messages "
+        "with the keys role and content, or from and value. The chat template turns them into one "
+        "text, together with the tools in the column tools, if there is one. If the template "
+        "leaves out text of a message, other than thinking, the row cannot be used. Tokens get a "
+        "role and a turn only if the template writes turns between <|im_start|> and <|im_end|>, as "
+        "Qwen's templates do",
         excludes=("text_column",),
         content=True,
     )
     chat_template: str | None = flag(
-        "a file with the chat template for all rows",
-        default_is="the adapter's or the model's; if it has several, tool_use for rows with tools",
+        "with --messages_column: a file with the chat template for all rows",
+        default_is="the template of the adapter or the model. If it has several, tool_use is used "
+        "for rows with tools, and default for the others",
         needs="messages_column",
         metavar="FILE",
     )
     chat_template_args: tuple[tuple[str, Any], ...] = several(
-        "extra variables for the chat template, such as enable_thinking=false",
+        "with --messages_column: more variables for the chat template, such as "
+        "enable_thinking=false",
         argument,
-        default_is="nothing",
         needs="messages_column",
         collect=lambda arguments: tuple(dict(arguments).items()),
         metavar="NAME=VALUE",
     )
     ids_column: str | None = flag(
-        "the column with token ids, which are used as they are, without a tokenizer",
+        "the column with a list of token ids in each row, instead of --text_column. They are used "
+        "unchanged, without a tokenizer",
         excludes=("text_column", "messages_column"),
         content=True,
     )
     mask_column: str | None = flag(
-        "the column with a 0 or 1 for each token id of --ids_column. Tokens with 0 are context, "
-        "which the model reads but the run does not store; in a column called attention_mask, they "
-        "are padding, which the model does not read either",
+        "with --ids_column: the column with a list of 0 or 1 for each token id. Tokens with 0 are "
+        "context, which the model reads but the run does not store. In a column with the name "
+        "attention_mask, they are padding, which the model does not read either",
         default_is="all tokens are stored",
         needs="ids_column",
         content=True,
     )
     id_column: str | None = flag(
         "the column with the id of each row, which is stored as doc_id",
-        default_is="id, or task_id of ARC-AGI, in rows that have it",
+        default_is="id, or task_id of an ARC-AGI task, if a row has it",
         content=True,
     )
     keep_columns: tuple[str, ...] = several(
-        "the columns of the data set that are stored with each sample, such as a label",
+        "more columns of the data set that are stored with each sample, such as a label",
         collect=each_once,
         content=True,
     )
     special_tokens: str = flag(
-        "which special tokens plain text gets. tokenizer: those that the model's tokenizer adds at "
-        "the front and at the end; none: no special tokens. Llama 3's tokenizer adds "
-        "<|begin_of_text|> at the front, that of Qwen's embedding models adds <|endoftext|> at the "
-        "end, and those of Qwen's chat and base models add nothing. Conversations and token ids "
-        "never get any",
+        "the special tokens that are added to plain text. tokenizer: the tokens that the model's "
+        "tokenizer adds at the front and at the end; none: no special tokens. Llama 3's tokenizer "
+        "adds <|begin_of_text|> at the front, the tokenizer of Qwen's embedding models adds "
+        "<|endoftext|> at the end, and the tokenizers of Qwen's chat and base models add nothing. "
+        "Nothing is added to conversations and token ids",
         "tokenizer",
         choices=("tokenizer", "none"),
     )
     long_documents: str = flag(
-        "what happens to documents that are longer than --max_seq_length. cut: the rest is left "
-        "out; split: the document becomes several samples, each of which counts for --max_samples "
-        "and has its own --positions",
+        "how to treat documents that are longer than --max_seq_length. cut: leave out the rest of "
+        "the document; split: divide the document into several samples. --max_samples counts each "
+        "of them, and --positions applies to each of them",
         "cut",
         choices=("cut", "split"),
         content=True,
     )
     overlap: int = number(
-        "with --long_documents split: how many tokens of the previous piece each piece repeats. "
-        "They are only context, so every token is stored once",
+        "with --long_documents split: the number of tokens from the end of a sample that the next "
+        "sample of the same document repeats. They are only context there, so every token is "
+        "stored once",
         0,
         least=0,
         unit=" tokens",
         content=True,
     )
     shuffle_documents: int | None = number(
-        "read the documents in a random order that depends on this seed: files and row groups are "
-        "shuffled, and so are the rows within blocks of 1,024",
+        "read the documents in a random order that depends on this seed. Files and row groups are "
+        "shuffled, and so are the rows in each block of 1,024 rows",
         least=0,
         default_is="the order of the data set",
         metavar="SEED",
@@ -387,13 +414,13 @@ class TextOptions:
     )
     skip_bad_rows: bool = switch(
         "skip and count rows that cannot be used, for example because they are not JSON, or "
-        "because their column is missing or does not hold text. The flag may be added when a run "
+        "because a column is missing or does not contain text. The flag may be added when a run "
         "is continued (default: such a row ends the run)",
         content=True,
     )
     max_seq_length: int = number(
-        "the number of tokens per row of a batch, and the most per sample; see --long_documents "
-        "for longer documents",
+        "the number of tokens in each row of a batch, and the largest number of tokens of a "
+        "sample. --long_documents says how longer documents are treated",
         2048,
         default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
         metavar="TOKENS",
@@ -404,44 +431,50 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class ComputingOptions:
-    """The way in which a step is computed. The values do not depend on it beyond rounding.
+    """The way in which steps are computed, which changes the activations only by rounding.
 
-    The notes of --help describe all fields.
+    The help texts of the flags describe the fields. A field is described here if its value differs
+    from the text after the flag.
 
     Attributes:
-        batch_size: Rows per host and step, "auto", or None for the default (run/batch_size.py).
-        mesh_type: None if --mesh_shape is given instead.
+        batch_size: Number of rows per host and step, "auto", or None for the default
+            (run/batch_size.py).
+        mesh_type: Type of the mesh; None if --mesh_shape is given without --mesh_type.
     """
 
     batch_size: int | str | None = flag(
-        "the number of rows per host and step; several samples share a row. auto: as many rows as "
-        "fit in the memory of the devices and of the host, at most 512; on a CPU, the default",
-        default_is="8; on a CPU as many as 2,048 tokens fill, at most 8, rounded up to a multiple "
-        "of the devices",
+        "the number of rows that a host computes in each step. Several samples share a row. auto: "
+        "as many rows as fit in the memory of the devices and of the host, at most 512; on a CPU, "
+        "the default",
+        default_is="8; on a CPU as many rows as 2,048 tokens fill, at most 8, rounded up to a "
+        "multiple of the number of devices",
         parse=rows,
         metavar="ROWS|auto",
     )
     mesh_type: str | None = flag(
-        "how the devices are arranged. auto: as makes the step shortest, with weights split as "
-        "little as possible (over the axes data, fsdp, expert and model); 1d: all devices along "
-        "the axis model; 2d: data x model, with one host per index of data; 3d: pipeline x data x "
-        "model",
+        "how the devices are arranged in a mesh. auto: so that a step is as short as possible and "
+        "weights are split as little as possible (over the axes data, fsdp, expert and model); "
+        "1d: all devices along the axis model; 2d: data x model, with one host per index of data; "
+        "3d: pipeline x data x model. --mesh_axes explains the axes",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
     )
     mesh_shape: tuple[int, ...] | None = flag(
-        "the size of each axis of the mesh",
-        default_is="as --mesh_type says",
-        variables=Variables(("TPU_MESH_CONFIG",), unless=("mesh_type", "no_data_parallel")),
+        "the size of each axis of the mesh, that is, the numbers of devices along the axes of "
+        "--mesh_axes",
+        default_is="as --mesh_type determines",
+        variables=Variables(
+            ("TPU_MESH_CONFIG",), excluding_flags=("mesh_type", "no_data_parallel")
+        ),
         parse=sizes,
         metavar="A,B[,C]",
     )
     mesh_axes: tuple[str, ...] | None = flag(
-        f"the names of the mesh's axes, from {', '.join(MESH_AXES)}. pipeline splits the layers; "
-        "data, fsdp and expert split the rows; fsdp and model split the weights, and expert splits "
-        "the weights of experts",
-        default_is="data,model for two sizes, pipeline,data,model for three",
-        variables=Variables(("TPU_AXIS_NAMES",), only_with="mesh_shape"),
+        f"the names of the axes of the mesh, from {', '.join(MESH_AXES)}. pipeline splits the "
+        "layers; data, fsdp and expert split the rows; fsdp and model split the weights; and "
+        "expert splits the weights of experts",
+        default_is="data,model if --mesh_shape has two sizes, pipeline,data,model if it has three",
+        variables=Variables(("TPU_AXIS_NAMES",), required_flag="mesh_shape"),
         parse=axes,
         metavar="NAME,...",
     )
@@ -449,8 +482,8 @@ class ComputingOptions:
         "use all devices of each host", "no_data_parallel", "use only one device of each host"
     )
     compilation_cache: str | None = flag(
-        "the folder in which JAX keeps compiled programs for the next start, or off for none. With "
-        "--multihost, this is a folder or URL that all hosts share",
+        "the folder in which JAX keeps compiled programs for the next start, or off to keep no "
+        "programs. With --multihost, this is a folder or URL that all hosts share",
         default_is="activation_extraction/jax in XDG_CACHE_HOME or ~/.cache; off with --multihost",
         variables=Variables(("JAX_COMPILATION_CACHE_DIR",)),
         parse=path,
@@ -461,20 +494,21 @@ class ComputingOptions:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The number of this process among the machines and hosts of a run, and its timeouts.
+    """The number of this process among the machines and hosts of a run, and timeouts.
 
-    The notes of --help describe all fields.
+    The help texts of the flags describe the fields.
     """
 
     machine_id: int = number(
         "the number of this machine, counted from 0. Each machine extracts its own share of the "
-        "data. The templates in deploy/ number their tasks. A script of your own must set "
-        "MACHINE_ID and TOTAL_MACHINES, or give both flags, because variables of schedulers are "
-        "not read: otherwise, each of its tasks is machine 0 of 1. --demo and flags that only look "
-        "or plan ignore the two variables",
+        "data. The templates in deploy/ set the number for each of their tasks. Your own script "
+        "must set MACHINE_ID and TOTAL_MACHINES, or give --machine_id and --total_machines. "
+        "Otherwise, each of its tasks is machine 0 of 1, because the numbers of tasks in variables "
+        "of schedulers are not read. --demo and flags that only look at a run or plan it ignore "
+        "MACHINE_ID and TOTAL_MACHINES",
         0,
         least=0,
-        variables=Variables(("MACHINE_ID",), unless=WITHOUT_SHARES),
+        variables=Variables(("MACHINE_ID",), excluding_flags=WITHOUT_SHARES),
         metavar="I",
         group=MACHINES,
     )
@@ -482,17 +516,18 @@ class HostOptions:
         "the number of independent machines that share the data. It may be much larger than the "
         "number of machines that run at a time",
         1,
-        variables=Variables(("TOTAL_MACHINES",), unless=WITHOUT_SHARES),
+        variables=Variables(("TOTAL_MACHINES",), excluding_flags=WITHOUT_SHARES),
         group=MACHINES,
     )
     multihost: bool = switch(
-        "join the other hosts of the pod. On Cloud TPU, GKE and Slurm, this flag alone is enough; "
-        "elsewhere, the three flags below are needed, too"
+        "run one model together with the other hosts of the pod. On Cloud TPU, GKE and Slurm, this "
+        "flag alone is enough. Elsewhere, --coordinator_address, --host_id and --num_hosts are "
+        "needed as well"
     )
     coordinator_address: str | None = flag(
         "with --multihost: the address of host 0",
         variables=Variables(
-            ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"), only_with="multihost"
+            ("JAX_COORDINATOR_ADDRESS", "COORDINATOR_ADDRESS"), required_flag="multihost"
         ),
         needs="multihost",
         parse=address,
@@ -502,22 +537,24 @@ class HostOptions:
     host_id: int | None = number(
         "with --multihost: the number of this host, counted from 0",
         least=0,
-        variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), only_with="multihost"),
+        variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), required_flag="multihost"),
         needs="multihost",
         metavar="I",
         per_host=True,
     )
     num_hosts: int | None = number(
         "with --multihost: the number of hosts",
-        variables=Variables(("JAX_PROCESS_COUNT", "NUM_HOSTS"), only_with="multihost"),
+        variables=Variables(("JAX_PROCESS_COUNT", "NUM_HOSTS"), required_flag="multihost"),
         needs="multihost",
     )
-    connect_timeout: int = seconds("how long to wait for the other hosts at the start", 300)
+    connect_timeout: int = seconds(
+        "with --multihost: how long to wait for the other hosts at the start", 300
+    )
     heartbeat_timeout: int = seconds(
-        "how long a host may be silent before the others take it for dead", 100
+        "with --multihost: how long a host may be silent before the others consider it dead", 100
     )
     stall_timeout: int = seconds(
-        "end the process if no step finishes for this long; skipping samples that are already "
+        "end the process if no step finishes for this long. Skipping samples that are already "
         "stored counts as progress",
         600,
     )
@@ -525,11 +562,11 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The folders that the shards are stored in. The notes of --help describe all fields."""
+    """The folders in which shards are stored. The help texts of the flags describe the fields."""
 
     output_dir: str = flag(
-        "the folder for the shards. To continue a run that was interrupted, give the same command "
-        "again",
+        "the local folder for the files of the run. To continue a run that was interrupted, give "
+        "the same command again",
         "activations",
         path,
         metavar="FOLDER",
@@ -541,20 +578,21 @@ class OutputOptions:
         parse=positive_or_0,
     )
     upload_to_gcs: bool = switch(
-        "store the shards in a bucket, straight from memory. A shard counts as stored only once "
-        "the bucket has confirmed it",
+        "store the shards in the bucket of --gcs_bucket, directly from memory. A shard counts as "
+        "stored only when the bucket has confirmed it",
         needs="gcs_bucket",
         group=UPLOAD,
     )
     gcs_bucket: str | None = flag(
-        "the name of a bucket of Google Cloud Storage, or the URL of any bucket, which begins with "
-        "gs://, s3://, s3a://, az://, abfs:// or abfss://",
+        "with --upload_to_gcs: the name of a bucket of Google Cloud Storage, or the URL of any "
+        "bucket, which begins with gs://, s3://, s3a://, az://, abfs:// or abfss://",
         parse=bucket,
         needs="upload_to_gcs",
         group=UPLOAD,
     )
     gcs_prefix: str = flag(
-        "the folder in the bucket, in which every machine and host gets a folder of its own",
+        "with --upload_to_gcs: the folder in the bucket that contains a folder for each machine "
+        "and host",
         "activations",
         in_bucket,
         needs="upload_to_gcs",
@@ -562,8 +600,8 @@ class OutputOptions:
         group=UPLOAD,
     )
     upload_timeout: int = number(
-        "how long an upload may keep failing, or may wait for an answer once all is sent, before "
-        "the run stops. The time for sending it comes on top, at most 8 s per MB",
+        "how long an upload may fail repeatedly, or may wait for an answer after everything was "
+        "sent, before the run stops. The time for sending is added, at most 8 s per MB",
         300,
         unit=" s",
         metavar="SECONDS",
@@ -572,18 +610,19 @@ class OutputOptions:
 
     @property
     def bucket_url(self) -> str | None:
-        """The folder in the bucket that contains those of machines and hosts; None without upload.
+        """The URL of the folder of the run in the bucket; None without --upload_to_gcs.
 
-        The URL has the secrets that --gcs_bucket has.
+        If --gcs_bucket contains secrets, the URL contains them as well.
         """
         if not self.upload_to_gcs or self.gcs_bucket is None:
             return None
         bucket = self.gcs_bucket.rstrip("/")
-        return f"{bucket if '://' in bucket else f'gs://{bucket}'}/{self.gcs_prefix.strip('/')}"
+        url = bucket if "://" in bucket else f"gs://{bucket}"
+        return f"{url}/{self.gcs_prefix.strip('/')}"
 
     @property
     def location(self) -> str:
-        """The URL or path of the run: the bucket's if there is one, otherwise the local folder."""
+        """The URL of the run in the bucket if it is uploaded, otherwise the path of its folder."""
         return self.bucket_url or self.output_dir
 
 
@@ -592,20 +631,22 @@ class StorageOptions:
     """How activations are stored.
 
     Attributes:
-        shard_size_gb: Size of a shard's activations before compression, in 10^9 bytes. A shard has
-            at least one sample.
-        shard_format: "pickle" or "safetensors".
-        compress_shards: Whether pickles are compressed with gzip. Safetensors never are.
-        max_samples: The most samples that the caller adds; None for any number. No sample is
-            refused for this limit, but a run that already has more is refused when it begins.
-        max_tokens: The most tokens of all these samples, with the same meaning.
-        overwrite: Whether to begin anew instead of continuing what is stored already.
-        delete_local_after_upload: Whether shards are stored in the bucket alone, if there is one,
-            and not locally as well.
-        writer_threads: Number of threads that compress shards and add up statistics. None for one
-            for each core.
-        waiting_shards_gb: The most memory for activations that wait to be stored, in 10^9 bytes.
-            None for a quarter of the available memory, but at most 16 GB and at least two shards.
+        shard_size_gb: Size of the activations in a shard before compression, in units of 10^9
+            bytes. A shard contains at least one sample, however large it is.
+        shard_format: Format of the shards, "pickle" or "safetensors".
+        compress_shards: Whether pickles are compressed with gzip. Safetensors are never compressed.
+        max_samples: Largest number of samples that the caller adds; None for any number. The limit
+            is only checked at the start: a run with more stored samples is refused.
+        max_tokens: Largest number of tokens that the samples store; None for any number. The limit
+            is only checked at the start: a run with more stored tokens is refused.
+        overwrite: Whether to begin a new run in place of a stored run, instead of continuing it.
+        delete_local_after_upload: Whether shards are stored only in the bucket. Otherwise they are
+            stored in the local folder as well. It has no effect without a bucket.
+        writer_threads: Number of threads that compress shards and add up statistics; None for one
+            thread per core.
+        waiting_shards_gb: Largest amount of memory for activations that wait to be stored, in units
+            of 10^9 bytes. None for a quarter of the available memory, but at most 16 GB and at
+            least the size of two shards.
     """
 
     shard_size_gb: float = gigabytes(
@@ -614,42 +655,43 @@ class StorageOptions:
         content=True,
     )
     shard_format: str = flag(
-        "pickle: a dict that Python reads without this program; safetensors: one contiguous tensor "
-        "per hook, so that one hook is read without the others. Readers compare every MiB with its "
-        "crc32c, and --verify compares the whole file with its sha256",
+        "the file format of the shards. pickle: a dict that Python reads without this program; "
+        "safetensors: one contiguous tensor per hook, so that a hook can be read without the "
+        "others. Readers compare every MiB of safetensors with its crc32c, and --verify compares "
+        "whole files with their sha256",
         "pickle",
         choices=SHARD_FORMATS,
         content=True,
     )
     compress_shards: bool = pair(
-        "compress pickles with gzip; safetensors are never compressed",
+        "compress pickles with gzip. Safetensors are never compressed",
         "no_compress_shards",
-        "write pickles as plain .pkl files",
+        "do not compress pickles, which are then .pkl files",
         content=True,
     )
     max_samples: int | None = number(
-        "store at most N samples on this machine. Its hosts have equal shares of N. A host that "
-        "runs out of rows stores fewer samples, and the run names it at the end",
-        default_is="all",
+        "store at most N samples on this machine. Each of its hosts stores an equal share of N. A "
+        "host with too few rows stores fewer samples, and the run names this host at the end",
+        default_is="no limit",
         group=TEXT,
     )
     max_tokens: int | None = number(
-        "store at most N tokens on this machine, shared among its hosts like --max_samples. The "
-        "last sample is cut, so that a host stores exactly its share unless it runs out of rows; "
-        "it stays cut if N is raised later",
-        default_is="all",
+        "store at most N tokens on this machine. Each of its hosts stores an equal share of N. The "
+        "last sample of a host is cut, so that the host stores exactly its share unless it has too "
+        "few rows. This sample stays cut if the run is continued with a larger N",
+        default_is="no limit",
         group=TEXT,
     )
     overwrite: bool = switch(
-        "begin a new run at every start, in place of the one in --output_dir and in the bucket, of "
-        "which nothing is left at the end (default: continue that run)",
+        "begin a new run at every start, in place of a run in --output_dir and in the bucket. The "
+        "files of the old run are deleted at the end (default: continue the old run)",
         group=OUTPUT,
     )
     delete_local_after_upload: bool = pair(
         "with --upload_to_gcs: write no shards to --output_dir, only metadata.json and "
         "metrics.jsonl",
         "keep_local",
-        "write the shards to --output_dir as well, beside those in the bucket",
+        "with --upload_to_gcs: write the shards to --output_dir as well as to the bucket",
         group=UPLOAD,
     )
     writer_threads: int | None = number(
@@ -657,14 +699,14 @@ class StorageOptions:
         default_is="one for each core",
     )
     waiting_shards_gb: float | None = gigabytes(
-        "the most memory for activations that wait to be stored. When it is full, computing waits. "
-        "It has to hold two shards",
-        default_is="a quarter of the available memory, at most 16, but at least two shards",
+        "the largest amount of memory for activations that wait to be stored. When it is full, "
+        "computing waits. Two shards must fit in it",
+        default_is="a quarter of the available memory, at most 16 GB, but at least two shards",
     )
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The most samples and tokens to store, by the names that metadata.json has for them."""
+        """The largest numbers of samples and tokens to store, by their keys in metadata.json."""
         return {"max_samples": self.max_samples, "max_tokens": self.max_tokens}
 
     @property
@@ -674,7 +716,7 @@ class StorageOptions:
 
     @property
     def waiting_bytes(self) -> float:
-        """The most bytes that may wait in memory to be stored."""
+        """The largest number of bytes of activations that wait in memory to be stored."""
         if self.waiting_shards_gb is not None:
             return self.waiting_shards_gb * GIGABYTE
         return max(min(available_memory() / 4, MAX_WAITING_BYTES), 2 * self.shard_bytes)
@@ -682,46 +724,48 @@ class StorageOptions:
     @property
     def threads(self) -> int:
         """The number of threads that compress shards and add up statistics."""
-        cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
-            cores = len(os.sched_getaffinity(0))
-        return self.writer_threads or cores
+        num_cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):  # Linux may allow a process to use only some cores
+            num_cores = len(os.sched_getaffinity(0))
+        return self.writer_threads or num_cores
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The machine that --plan estimates a run for, and what is known of it.
+    """The machine for which --plan estimates a run, with its speed and its price.
 
-    The notes of --help describe all fields.
+    The help texts of the flags describe the fields. A field is described here if its value differs
+    from the text after the flag.
 
     Attributes:
-        plan: Name of the machine; None if nothing is estimated.
+        plan: Name of the machine; None if no run is estimated.
     """
 
     plan: str | None = flag(
-        "estimate what this run would take on a machine, such as v5e:8x8, v5litepod-64, v4-32, "
-        "h100 or h100-8: whether it fits, how many bytes it stores, and how many hours it takes, "
-        "which is a guess without --tokens_per_second. The estimate is for the mesh of auto and "
-        "for the one that the flags ask for. If the package libtpu is installed, the TPU compiler "
-        "also says whether the program fits",
+        "estimate the run of the other flags on a machine, such as v5e:8x8, v5litepod-64, v4-32, "
+        "h100 or h100-8: whether it fits in memory, how many bytes it stores, and how many hours "
+        "it takes (a guess without --tokens_per_second). The estimate is for --mesh_type auto and "
+        "for the mesh that the other flags describe. If the package libtpu is installed, the TPU "
+        "compiler also checks whether the program fits",
         metavar="TOPOLOGY",
     )
     chips_per_host: int | None = number(
         "with --plan: the number of chips of each host",
-        default_is="4 TPU chips, but all of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
+        default_is="4 TPU chips, but all chips of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
         needs="plan",
     )
     tokens_per_second: float | None = flag(
-        "with --plan: the stored tokens per second of each host. A run with --max_samples 200 on "
-        "such a machine prints them at its end, in the line that begins with 'time:'",
-        default_is="a guess from the chips' peak speed",
+        "with --plan: the number of tokens that each host stores per second. To measure it, run "
+        "with --max_samples 200 on such a machine. The line that begins with 'time:' at the end "
+        "contains it",
+        default_is="a guess from the peak speed of the chips",
         parse=positive,
         needs="plan",
         metavar="X",
     )
     chip_hour_dollars: tuple[float, ...] | None = flag(
         "with --plan: the price in dollars of a chip for an hour, on demand and, after a comma, on "
-        "a spot machine. The estimate then contains dollars, too",
+        "a spot machine. The estimate then contains the price of the run",
         default_is="none",
         parse=dollars,
         needs="plan",
@@ -731,62 +775,71 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class LookingOptions:
-    """What to do with a stored run. The notes of --help describe all fields.
+    """The actions for a stored run.
+
+    The help texts of the flags describe the fields. A field is described here if its value differs
+    from the text after the flag.
 
     Attributes:
         verify_samples: Number of samples that --verify recomputes; 0 without --model_path.
-        report: File to write the report to, "" for the default one; None without --report.
+        report: File to which the report is written, or "" for the default file; None without
+            --report.
     """
 
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
-        "done, also during a run. Exits with status 1 if files are damaged or missing, or if a "
-        "host has failed or has been silent for 15 minutes (or as long as five of its shards take, "
-        "if this is longer)"
+        "done, also during a run. Exits with status 1 if files are damaged or missing, if a host "
+        "has failed, or if a host has been silent for 15 minutes (or for the time of five of its "
+        "shards, if this is longer)"
     )
     aggregate: bool = switch(
-        "with --status: also write the totals to aggregated_metadata.json, in the same place as "
-        "the run",
+        "with --status: also write the totals of all machines and hosts to "
+        "aggregated_metadata.json, in the folder of the run",
         needs="status",
     )
     json: bool = switch(
-        "with --status or --plan: print one JSON object. With --plan, it contains meshes, best "
-        "(the fastest mesh that fits), hours and dollars as [least, most], and terabytes before "
-        "compression; null stands for what is unknown, such as dollars without --chip_hour_dollars",
+        "with --status or --plan: print one JSON object instead of text. With --plan, its keys are "
+        "meshes, best (the fastest mesh that fits), hours and dollars (each as [least, most]), and "
+        "terabytes (before compression). Unknown values are null, such as dollars without "
+        "--chip_hour_dollars",
         needs="status or plan",
     )
     verify: bool = switch(
         "compare every shard with its sha256 and its JSON file, and check that every sample is "
-        "there once. With --model_path (and the --lora and --encode of the run), also recompute "
-        "some samples. Lists every problem, and exits with status 1 if there is any"
+        "stored once. With --model_path (and with --lora and --encode, if the run has them), also "
+        "recompute some samples. Lists every problem, and exits with status 1 if there is one"
     )
     verify_samples: int = number(
-        "with --verify and --model_path: how many random samples to recompute", 8, needs="verify"
+        "with --verify and --model_path: the number of random samples to recompute",
+        8,
+        needs="verify",
     )
     report: str | None = flag(
-        "write an HTML page about the activations, also during a run: norms by layer and position, "
-        "outlier tokens and dimensions, lengths of documents, throughput",
-        default_is="report.html in --output_dir, or in the working directory for a bucket",
+        "write an HTML page about the activations to FILE, also during a run. It shows norms by "
+        "layer and position, outlier tokens and dimensions, lengths of documents, and throughput",
+        default_is="report.html in --output_dir, or in the working directory if the run is in a "
+        "bucket",
         parse=path_or_default,
         nargs="?",
         const="",
         metavar="FILE",
     )
     export: str | None = flag(
-        "copy a finished run to --export_dir, in the files of another program. sae_lens: cached "
-        "activations of SAELens. speculators, specforge: for training EAGLE-3 draft models, a file "
-        "for each sample, in which the kept column loss_mask or the roles make the mask of the "
-        "loss. delphi: the cache of codes from which delphi explains features, without codes of at "
-        "most 1e-5 and without the last tokens of a sample that do not fill a row of 64. nla: for "
-        "natural language autoencoders, a Parquet file with each stored token of one hook "
-        "blocks.K.hook_resid_post and the text before it; unless the run stores all tokens, its "
-        "data is read again (from --dataset_path if it has moved). --hook_names chooses hooks (all "
-        "without it). The command prints how many tokens and codes it leaves out",
+        "copy a finished run to --export_dir in the file format of another program. sae_lens: the "
+        "cached activations of SAELens. speculators or specforge: files for training EAGLE-3 draft "
+        "models, one for each sample. The mask of the loss comes from the column loss_mask, if "
+        "--keep_columns has stored it, otherwise from the roles. delphi: the cache of codes from "
+        "which delphi explains features. Codes of at most 1e-5 are left out, and so are the last "
+        "tokens of a sample that do not fill a row of 64. nla: for natural language autoencoders, "
+        "a Parquet file with each stored token of one hook blocks.K.hook_resid_post and the text "
+        "before the token. If the run does not store all tokens, its data is read again (from "
+        "--dataset_path, if the data has been moved). --hook_names selects hooks; without it, all "
+        "hooks are exported. The command prints how many tokens and codes are left out",
         needs="export_dir",
         choices=EXPORTS,
     )
     export_dir: str | None = flag(
-        "the folder that --export creates; it must not exist yet",
+        "with --export: the folder to create for the exported files. It must not exist yet",
         parse=path,
         needs="export",
         metavar="FOLDER",
@@ -794,29 +847,45 @@ class LookingOptions:
 
     @property
     def requested(self) -> bool:
-        """Whether to look at what is stored instead of extracting."""
+        """Whether to look at a stored run instead of extracting activations."""
         return self.status or self.verify or self.report is not None or self.export is not None
 
     @property
     def needs_model(self) -> bool:
-        """Whether looking needs the model, to recompute samples, or its tokenizer, for texts."""
+        """Whether the action needs the model to recompute samples, or its tokenizer for texts."""
         return self.verify_samples > 0 or self.export == "nla"
 
 
 def content_flags(options: Any) -> dict[str, Any]:
-    """Returns the values of those flags of a part that decide the content of shards, by name."""
-    return {
-        item.name: getattr(options, item.name)
-        for item in fields(options)
-        if item.metadata["flag"].content
-    }
+    """Returns the values of the flags in a part that determine the content of shards, by name.
+
+    Args:
+        options: A part of the configuration, such as TextOptions.
+    """
+    values = {}
+    for option in fields(options):
+        if option.metadata["flag"].content:
+            values[option.name] = getattr(options, option.name)
+    return values
 
 
 @dataclass(frozen=True)
 class Config:
-    """A run, as the user asks for it.
+    """The configuration of a run, as its user asks for it.
 
-    It consists of the parts, and of the flags that select the program's action or how it logs.
+    It consists of parts, and of flags that select the action of the program or its logging. The
+    help texts describe the flags.
+
+    Attributes:
+        model: The model and its dtype.
+        hooks: The hooks whose activations or codes are stored.
+        text: The text that the model reads, and the choice of stored tokens.
+        computing: The way in which steps are computed.
+        hosts: The number of this process among the machines and hosts.
+        output: The folders in which the shards are stored.
+        storage: How activations are stored.
+        planning: The machine for which --plan estimates the run.
+        looking: The actions for a stored run.
     """
 
     model: ModelOptions = part(ModelOptions, MODEL)
@@ -830,17 +899,18 @@ class Config:
     looking: LookingOptions = part(LookingOptions, LOOK)
     list_hooks: bool = switch(
         "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
-        "then exit. Reads no weights: only config.json, the special tokens in tokenizer.json and, "
-        "in a local folder, the names of the tensors",
+        "then exit. This reads no weights, but only config.json, the special tokens in "
+        "tokenizer.json and, if the model is in a local folder, the names of the tensors",
         group=EXTRACT,
     )
     repair: bool = switch(
-        "together with the flags of the run: compute the samples of damaged and missing shards "
-        "again, then verify the folder, and exit with status 1 if anything is still wrong",
+        "together with the flags of a stored run: compute the samples of damaged and missing "
+        "shards again, then verify the folder, and exit with status 1 if a problem is left",
         group=OUTPUT,
     )
     demo: bool = switch(
-        "make a tiny model and sample documents in --output_dir/demo_inputs, and extract from them",
+        "create a tiny model and some documents in --output_dir/demo_inputs, and extract their "
+        "activations",
         excludes=(
             "model_path",
             "model_revision",
@@ -858,8 +928,8 @@ class Config:
         group=GENERAL,
     )
     log_every: int = number(
-        "the time between two lines of metrics.jsonl and, where the output is no terminal, between "
-        "two lines of progress",
+        "the time between two lines of metrics.jsonl and, if the output is no terminal, between "
+        "two lines of progress in the log",
         30,
         unit=" s",
         metavar="SECONDS",
@@ -873,75 +943,92 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Config":
-        """Makes the configuration of the values of flags.
+        """Returns the configuration with the values of flags.
 
         Args:
-            values: Name of a flag -> value. A flag that is left out gets its default. Names that
-                are no flags are ignored.
+            values: The values by the names of the flags. A flag that is missing gets its default.
+                Names that are no flags are ignored.
         """
-        content = {}
-        for item in fields(cls):
-            if kind := item.metadata.get("part"):
-                content[item.name] = kind(**_present(kind, values))
-            elif item.name in values:
-                content[item.name] = values[item.name]
-        return cls(**content)
+        arguments = {}
+        for config_field in fields(cls):
+            options_class = config_field.metadata.get("part")
+            if options_class is not None:
+                arguments[config_field.name] = options_class(**_present(options_class, values))
+            elif config_field.name in values:
+                arguments[config_field.name] = values[config_field.name]
+        return cls(**arguments)
 
     @property
     def values(self) -> dict[str, Any]:
         """The values of all flags by their names."""
         values: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            values |= vars(value) if "part" in item.metadata else {item.name: value}
+        for config_field in fields(self):
+            field_value = getattr(self, config_field.name)
+            if "part" in config_field.metadata:
+                values |= vars(field_value)
+            else:
+                values[config_field.name] = field_value
         return values
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the configuration as metadata.json records it: by flag, URLs without secrets."""
-        content = {
-            name: plain_url(value) if isinstance(value, str) else value
-            for name, value in {**self.values, "bucket_url": self.output.bucket_url}.items()
-        }
-        mix = [(plain_url(source), weight) for source, weight in self.text.mix]
-        encode = [(hook, plain_url(name)) for hook, name in self.hooks.encode]
-        positions = str(self.text.positions)
-        return {**content, "mix": mix, "encode": encode, "positions": positions}
+        """Returns the configuration as metadata.json stores it.
+
+        Returns:
+            The values of the flags by name, with URLs without their secrets, and the key
+            "bucket_url".
+        """
+        values = {**self.values, "bucket_url": self.output.bucket_url}
+        for name, value in values.items():
+            if isinstance(value, str):
+                values[name] = plain_url(value)
+        values["mix"] = [(plain_url(source), weight) for source, weight in self.text.mix]
+        values["encode"] = [(hook, plain_url(path)) for hook, path in self.hooks.encode]
+        values["positions"] = str(self.text.positions)
+        return values
 
     @classmethod
-    def from_json(cls, recorded: Mapping[str, Any]) -> "Config":
-        """Reads the result of `to_json`, perhaps of another version with other flags.
+    def from_json(cls, stored_values: Mapping[str, Any]) -> "Config":
+        """Returns the configuration in metadata.json, which another version may have written.
 
-        Flags that are not recorded get their default, and recorded ones that are unknown now are
-        ignored.
+        Args:
+            stored_values: The result of `to_json`. A flag that is missing gets its default. Names
+                that are no flags in this version are ignored.
         """
-        values = {name: _as_tuple(value) for name, value in recorded.items()}
-        return cls.of({**values, "positions": parse_positions(recorded.get("positions", ALL))})
+        values = {name: _as_tuple(value) for name, value in stored_values.items()}
+        values["positions"] = parse_positions(stored_values.get("positions", ALL))
+        return cls.of(values)
 
 
-def _present(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those of the values that are for fields of a dataclass."""
-    return {item.name: values[item.name] for item in fields(kind) if item.name in values}
+def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the flags that are fields of a part of the configuration.
+
+    Args:
+        options_class: The dataclass of the part.
+        values: The values of flags by name.
+    """
+    names = [option.name for option in fields(options_class)]
+    return {name: values[name] for name in names if name in values}
 
 
 def _as_tuple(value: Any) -> Any:
-    """Returns a list of values, or of pairs, as the tuple that it was before it became JSON."""
+    """Returns a value from JSON with lists, and lists in lists, turned into tuples."""
     if not isinstance(value, list):
         return value
-    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+    return tuple(tuple(element) if isinstance(element, list) else element for element in value)
 
 
 def _declared_flags() -> dict[str, Flag]:
-    """Returns all flags by their names, each with its group, in the order of --help."""
+    """Returns the declarations of all flags by name, with their groups, in the order of --help."""
     flags: list[tuple[str, Flag]] = []
-    for item in fields(Config):
-        if "flag" in item.metadata:
-            flags.append((item.name, item.metadata["flag"]))
+    for config_field in fields(Config):
+        if "flag" in config_field.metadata:
+            flags.append((config_field.name, config_field.metadata["flag"]))
             continue
-        for declared in fields(item.metadata["part"]):
-            flag = declared.metadata["flag"]
-            group = flag.group or item.metadata["group"]
-            flags.append((declared.name, replace(flag, group=group)))
-    return dict(sorted(flags, key=lambda item: GROUPS.index(item[1].group)))
+        for option in fields(config_field.metadata["part"]):
+            flag = option.metadata["flag"]
+            group = flag.group or config_field.metadata["group"]
+            flags.append((option.name, replace(flag, group=group)))
+    return dict(sorted(flags, key=lambda name_and_flag: GROUPS.index(name_and_flag[1].group)))
 
 
-FLAGS = _declared_flags()  # name -> flag
+FLAGS = _declared_flags()  # name of a flag -> its declaration

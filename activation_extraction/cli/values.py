@@ -1,8 +1,8 @@
 """Parses the values of flags.
 
-Each parser takes the text after the flag and returns the value. It raises FlagValueError, or
-ValueError for text that is no number at all. config.py passes the parsers to argparse. The parser
-of --positions is in common/positions.py.
+Each parser takes the text after a flag, as the user has typed it, and returns the value. It raises
+FlagValueError, or ValueError for text that is no number at all. config.py passes the parsers to
+argparse. The parser of --positions is in common/positions.py.
 """
 
 import json
@@ -14,15 +14,16 @@ from typing import Any
 from activation_extraction.common.choices import BUCKET_PROTOCOLS, MESH_AXES
 from activation_extraction.common.errors import FlagValueError
 
-MOST = 10**9  # the largest whole number that a flag takes; a larger one is a typo
-MOST_LAYERS = 10_000  # the largest end of a range of layers
+MAX_INTEGER = 10**9  # the largest valid whole number, because a larger number is a typo
+MAX_LAYER = 10_000  # the largest valid end of a range of layers
 
 
 def text(typed: str) -> str:
-    """Returns the text as it is.
+    """Returns the text after a flag unchanged.
 
     Raises:
-        FlagValueError: The text is empty, or has bytes that are not UTF-8, which JSON cannot hold.
+        FlagValueError: If the text is empty, or if it contains bytes that are not UTF-8, which JSON
+            cannot store.
     """
     if not typed.strip():
         raise FlagValueError("is empty (an unset variable?)")
@@ -32,40 +33,45 @@ def text(typed: str) -> str:
 
 
 def path(typed: str) -> str:
-    """Returns a path with the home folder for ~.
+    """Returns a path, in which a ~ at the beginning is replaced by the home folder.
 
     Raises:
-        FlagValueError: There is no home folder. A folder called ~ would be made otherwise.
+        FlagValueError: If the home folder is unknown, because a folder with the name ~ would be
+            created otherwise.
     """
-    expanded = os.path.expanduser(text(typed))
-    if expanded.startswith("~"):  # without a home folder; a folder called ~ would be made
+    expanded_path = os.path.expanduser(text(typed))
+    if expanded_path.startswith("~"):  # expanduser has not found a home folder
         raise FlagValueError(
             f"{typed}: no home folder is known for {typed.split('/')[0]}; set HOME, or give a path "
             f"without ~ (./{typed} if this is its name)"
         )
-    return expanded
+    return expanded_path
 
 
 def path_or_default(typed: str) -> str:
-    """Returns a path, or "" for the default if nothing was typed."""
+    """Returns a path; "", which stands for the default path, if the text is empty."""
     return path(typed) if typed else ""
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """Returns a parser of whole numbers of at least `least` and at most MOST."""
+    """Returns a parser of whole numbers.
+
+    Args:
+        least: The smallest valid number. MAX_INTEGER is the largest.
+    """
 
     def parse(typed: str) -> int:
         number = int(typed)
-        if not least <= number <= MOST:
-            raise FlagValueError(f"{number} is not a whole number from {least} to {MOST}")
+        if not least <= number <= MAX_INTEGER:
+            raise FlagValueError(f"{number} is not a whole number from {least} to {MAX_INTEGER}")
         return number
 
-    parse.__name__ = "integer"  # in messages of argparse
+    parse.__name__ = "integer"  # messages of argparse contain this name
     return parse
 
 
 def rows(typed: str) -> int | str:
-    """Returns a number of rows from 1 on, or "auto"."""
+    """Returns a positive number of rows, or "auto"."""
     return typed if typed == "auto" else integer(1)(typed)
 
 
@@ -73,17 +79,18 @@ rows.__name__ = "integer or auto"
 
 
 def token(typed: str) -> int | str:
-    """Returns a token id, or other text as the text of a token."""
-    # Numbers with commas go to `integer`, too, which rejects them: ids are separated by spaces.
-    numbers = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed)
-    return integer(0)(typed) if numbers else text(typed)
+    """Returns a token id if the text is a number, otherwise the text as the name of a token."""
+    # Numbers with commas are passed to `integer` as well, which rejects them, because token ids are
+    # separated by spaces.
+    is_numeric = re.fullmatch("[-+]?[0-9]+(,[0-9]+)*", typed) is not None
+    return integer(0)(typed) if is_numeric else text(typed)
 
 
 token.__name__ = "token id"
 
 
 def layers(typed: str) -> tuple[int, ...] | str:
-    """Returns the layers of a number or of an inclusive range such as 1-3, or "all"."""
+    """Returns the layers of a number such as 5 or an inclusive range such as 1-3, or "all"."""
     if typed == "all":
         return typed
     if typed.startswith("-") or "--" in typed:
@@ -91,23 +98,24 @@ def layers(typed: str) -> tuple[int, ...] | str:
             f"{typed}: layers are counted from 0, never from the end; expected a number, a range "
             "such as 1-3, or all"
         )
-    first, dash, last = typed.partition("-")
-    parse = integer(0)
-    if not dash or not first:
-        return (parse(typed),)
-    start, end = parse(first), parse(last)
-    if start > end or end > MOST_LAYERS:
+    start_text, dash, end_text = typed.partition("-")
+    parse_layer = integer(0)
+    if not dash or not start_text:
+        return (parse_layer(typed),)
+    first_layer = parse_layer(start_text)
+    last_layer = parse_layer(end_text)
+    if first_layer > last_layer or last_layer > MAX_LAYER:
         raise FlagValueError(f"{typed} is not a range of layers such as 1-3")
-    return tuple(range(start, end + 1))
+    return tuple(range(first_layer, last_layer + 1))
 
 
 def sizes(typed: str) -> tuple[int, ...]:
-    """Returns sizes of mesh axes from a list with commas."""
+    """Returns the sizes of mesh axes, which are separated by commas."""
     return tuple(map(integer(1), typed.split(",")))
 
 
 def axes(typed: str) -> tuple[str, ...]:
-    """Returns the names of mesh axes, which are separated by commas and all different."""
+    """Returns the names of mesh axes, which are separated by commas and must all differ."""
     names = tuple(typed.split(","))
     if len(set(names)) < len(names) or not set(names) <= set(MESH_AXES):
         raise FlagValueError(
@@ -117,7 +125,13 @@ def axes(typed: str) -> tuple[str, ...]:
 
 
 def address(typed: str) -> str:
-    """Returns HOST:PORT. The host is a name, an IPv4 address or an IPv6 address in brackets."""
+    """Returns an address HOST:PORT unchanged if it is valid.
+
+    HOST is a name, an IPv4 address, or an IPv6 address in brackets.
+
+    Raises:
+        FlagValueError: If the address is not valid.
+    """
     match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
     if match is None or not 0 < int(match[2]) < 65536:
         raise FlagValueError(f"{typed}: expected HOST:PORT of host 0, such as 10.0.0.1:8476")
@@ -141,7 +155,7 @@ positive.__name__ = positive_or_0.__name__ = "number"
 
 
 def dollars(typed: str) -> tuple[float, ...]:
-    """Returns one price, or two that are separated by a comma."""
+    """Returns one price, or two prices that are separated by a comma."""
     if typed.count(",") > 1:
         raise FlagValueError(f"{typed!r} is not one or two prices such as 1.2,0.4")
     return tuple(map(positive, typed.split(",")))
@@ -151,28 +165,35 @@ def argument(typed: str) -> tuple[str, Any]:
     """Parses NAME=VALUE.
 
     Returns:
-        The name, which is a Python identifier.
-        The value: parsed if it is JSON, otherwise text.
+        A tuple of:
+            The name, which is a Python identifier.
+            The value, which is decoded if it is JSON. Otherwise it is the text.
     """
-    name, equals, typed_value = typed.partition("=")
-    if not equals or not name.isidentifier():
+    name, equals_sign, value_text = typed.partition("=")
+    if not equals_sign or not name.isidentifier():
         raise FlagValueError(f"{typed!r} is not NAME=VALUE")
     try:
-        parsed = json.loads(typed_value)
+        decoded_value = json.loads(value_text)
     except (ValueError, RecursionError):
-        parsed = typed_value
-    # Python parses NaN, 1e999 and half of a surrogate pair, but metadata.json cannot store them.
+        decoded_value = value_text
+    # Python decodes NaN, 1e999 and half of a surrogate pair, but metadata.json cannot store them.
     try:
-        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(decoded_value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
         raise FlagValueError(
             f"{typed!r} is not NAME=VALUE with a finite number, or with text in Unicode"
         ) from error
-    return name, parsed
+    return name, decoded_value
 
 
 def weighted(typed: str) -> tuple[str, float]:
-    """Parses SOURCE=WEIGHT into the source and its positive weight."""
+    """Parses SOURCE=WEIGHT.
+
+    Returns:
+        A tuple of:
+            The source.
+            Its weight, a positive number.
+    """
     source, _, weight = text(typed).rpartition("=")
     try:
         return text(source), positive(weight)
@@ -186,22 +207,24 @@ def hook_and_path(typed: str) -> tuple[str, str]:
     """Parses [HOOK=]PATH.
 
     Returns:
-        The name of the hook, which contains no slash; "" if there is none.
-        The path.
+        A tuple of:
+            The name of the hook, which contains no slash; "" if it is missing.
+            The path.
     """
-    hook, equals, typed_path = text(typed).partition("=")
-    if not equals or "/" in hook:
+    hook_name, equals_sign, path_text = text(typed).partition("=")
+    if not equals_sign or "/" in hook_name:
         return "", path(typed)
-    if not hook:
+    if not hook_name:
         raise FlagValueError(f"{typed!r} is not [HOOK=]SAE")
-    return hook, path(typed_path)
+    return hook_name, path(path_text)
 
 
 def in_bucket(typed: str) -> str:
-    """Returns the path of a folder in a bucket.
+    """Returns the path of a folder in a bucket unchanged if all clients of buckets accept it.
 
     Raises:
-        FlagValueError: Clients of buckets would interpret the path in another way or change it.
+        FlagValueError: If a client of a bucket would interpret the path in another way or change
+            it.
     """
     if re.search(r"[*?\[\]#;\\\s]|::", text(typed)) or not typed.isprintable():
         raise FlagValueError(
@@ -218,7 +241,11 @@ def in_bucket(typed: str) -> str:
 
 
 def bucket(typed: str) -> str:
-    """Returns the name of a bucket, or the URL of a bucket or of a folder in it."""
+    """Returns the name of a bucket, or the URL of a bucket or of a folder in it, unchanged.
+
+    Raises:
+        FlagValueError: If the text is neither a name nor such a URL.
+    """
     protocol, is_url, name = typed.partition("://")
     in_bucket(name or typed)
     if is_url and (protocol not in BUCKET_PROTOCOLS or not name):

@@ -226,9 +226,9 @@ def compile_step(forward: Forward) -> Step:
             host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         host_arrays.append(np.array([flags], np.int32))
         activations, votes = compiled_program(params, *map(rows.feed, host_arrays))
-        if batch is not None and batch.kept is not None:
+        if batch is not None and batch.kept_mask is not None:
             # The kept tokens are taken in this step, before the devices get the next step to do.
-            activations = take_kept(activations, batch.kept)
+            activations = take_kept(activations, batch.kept_mask)
         return activations, votes
 
     return step

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from activation_extraction.cli.flags import DATASET, Config
+from activation_extraction.cli.flags import DEFAULT_DATASET, Config
 from activation_extraction.common.errors import InputError, install_extra, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import counted, say
@@ -41,8 +41,8 @@ from qwen2_jax import weight_table
 GUESSED_FRACTIONS = (0.15, 0.7)
 # Number of documents of a data set on the hub, by its name and configuration, as published.
 KNOWN_DOCUMENTS = {
-    (DATASET[0], "sample-10BT"): 9_672_101,
-    (DATASET[0], "sample-350BT"): 339_347_842,
+    (DEFAULT_DATASET.name, "sample-10BT"): 9_672_101,
+    (DEFAULT_DATASET.name, "sample-350BT"): 339_347_842,
 }
 # Environment variables that libtpu reads when it is loaded. Without a TPU, libtpu warns about each
 # of them that is missing. TPU_ACCELERATOR_TYPE may be any type, because a program names the

@@ -41,8 +41,8 @@ from activation_extraction.text.mark import Mark
 from activation_extraction.text.packing import pack, rows_of_group
 from activation_extraction.text.readers import ArcTask, IdsColumn, TextColumn
 from activation_extraction.text.roles import END, START
-from activation_extraction.text.rows import Reader, RowForm
-from activation_extraction.text.samples import SampleForm, samples
+from activation_extraction.text.rows import Reader, RowSchema
+from activation_extraction.text.samples import SampleSettings, samples
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import read_tokenizer
 from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
@@ -107,7 +107,7 @@ class Text:
         )
 
     @cached_property
-    def row_form(self) -> RowForm:
+    def row_schema(self) -> RowSchema:
         """The settings by which rows become documents: the columns and their readers."""
         options = self.options
         readers: tuple[Reader, ...] = (TextColumn(options.text_column), ArcTask())
@@ -117,16 +117,16 @@ class Text:
         elif options.ids_column:
             mask_column = options.mask_column or ""
             readers = (IdsColumn(options.ids_column, mask_column, self.vocabulary_size),)
-        return RowForm(readers, options.id_column, options.keep_columns)
+        return RowSchema(readers, options.id_column, options.keep_columns)
 
     @cached_property
-    def sample_form(self) -> SampleForm:
+    def sample_settings(self) -> SampleSettings:
         """The settings by which documents become samples."""
         options = self.options
         token_choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
         splits_documents = options.long_documents == "split"
         added_tokens = special_tokens(options, self.tokenizer)
-        return SampleForm(
+        return SampleSettings(
             options.max_seq_length, splits_documents, options.overlap, token_choice, added_tokens
         )
 
@@ -138,7 +138,7 @@ class Text:
     @cached_property
     def dataset(self) -> Dataset:
         """The open data of the run: one data set, or all data sets of a mixture."""
-        return open_dataset(self.options, self.row_form, self.earlier_metadata, self.source_names)
+        return open_dataset(self.options, self.row_schema, self.earlier_metadata, self.source_names)
 
     def check(self) -> None:
         """Checks the chat template, and the first row of each data set.
@@ -152,7 +152,7 @@ class Text:
             self.template.check()
         for source in self.dataset.sources:
             try:
-                check_dataset(source.rows, self.row_form, self.options.skip_bad_rows)
+                check_dataset(source.rows, self.row_schema, self.options.skip_bad_rows)
             except InputError as error:
                 if source.name is None:
                     raise
@@ -169,7 +169,7 @@ class Text:
         streams = [
             DocumentStream(
                 source.rows,
-                self.row_form,
+                self.row_schema,
                 worker,
                 skip_bad_rows=options.skip_bad_rows,
                 leave=self.dataset.files.check,
@@ -218,7 +218,7 @@ class Text:
         sample_stream = samples(
             self.documents(worker),
             self.tokenizer,
-            self.sample_form,
+            self.sample_settings,
             start=storage.plan.mark,
             stored=storage.stored_after_mark,
             until=storage.plan.samples_to_read,
@@ -350,6 +350,6 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
         flag_with_roles = f"--positions {options.positions}"
     if flag_with_roles and not template.has_roles:
         raise InputError(
-            f"{flag_with_roles}: {template.where} writes no turns between {START} and {END}, by "
+            f"{flag_with_roles}: {template.origin} writes no turns between {START} and {END}, by "
             "which the roles of tokens are known; give another template with --chat_template"
         )

@@ -226,7 +226,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     return Identity(
         **model_inputs,
         **text_inputs,
-        special_tokens=text.sample_form.special.template,
+        special_tokens=text.sample_settings.special_tokens.template,
         text=replace(config.text, drop_token_ids=text.drop_token_ids),
         storage=config.storage,
         hooks=(*dtypes_by_name, *code_names),

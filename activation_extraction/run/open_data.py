@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from activation_extraction.cli.flags import DATASET, TextOptions
+from activation_extraction.cli.flags import DEFAULT_DATASET, TextOptions
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import plain_url
 from activation_extraction.run.data_files import DataFiles
 from activation_extraction.store.run_log import METADATA, identity_of
 from activation_extraction.text.file_list import is_path, list_files, refuse_repeated
-from activation_extraction.text.rows import RowForm
+from activation_extraction.text.rows import RowSchema
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
 FILES = "files"  # name in an identity of a data set that consists of files
@@ -61,7 +61,7 @@ class Dataset:
 
 def open_dataset(
     options: TextOptions,
-    row_form: RowForm,
+    row_schema: RowSchema,
     earlier_metadata: Sequence[Mapping[str, Any]] = (),
     source_names: Sequence[str] = (),
 ) -> Dataset:
@@ -69,7 +69,7 @@ def open_dataset(
 
     Args:
         options: The flags about text.
-        row_form: The settings by which rows become documents.
+        row_schema: The settings by which rows become documents.
         earlier_metadata: The content of metadata.json of each output that contains the run already,
             this host's first. A hub data set is opened at the recorded revision, and files must be
             the recorded ones (see `DataFiles.as_recorded`). Empty for a new run.
@@ -84,14 +84,14 @@ def open_dataset(
     """
     if options.mix:
         try:
-            return _open_mixture(options.mix, row_form, earlier_metadata, source_names)
+            return _open_mixture(options.mix, row_schema, earlier_metadata, source_names)
         except InputError as error:
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     dataset_path = options.dataset_path
     if dataset_path is not None:
         recorded_runs, _ = _recorded_metadata(FILES, earlier_metadata)
         files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
-        rows = open_files(dataset_path, row_form, files.files)
+        rows = open_files(dataset_path, row_schema, files.files)
         return Dataset((Source(rows),), FILES, "", files)
     hub_name = options.dataset_name
     hub_config = options.dataset_config
@@ -156,7 +156,7 @@ def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]
 
 def _open_mixture(
     sources_and_weights: Sequence[tuple[str, float]],
-    row_form: RowForm,
+    row_schema: RowSchema,
     earlier_metadata: Sequence[Mapping[str, Any]],
     source_names: Sequence[str],
 ) -> Dataset:
@@ -167,7 +167,7 @@ def _open_mixture(
 
     Args:
         sources_and_weights: The sources and weights of --mix.
-        row_form: The settings by which rows become documents.
+        row_schema: The settings by which rows become documents.
         earlier_metadata: The content of metadata.json of each output that contains the run already;
             see `open_dataset`.
         source_names: The names of the sources; see `open_dataset`.
@@ -202,7 +202,7 @@ def _open_mixture(
                 for file in files.files
                 if file.name.startswith(prefix)
             ]
-            rows = open_files(source, row_form, files_of_source)
+            rows = open_files(source, row_schema, files_of_source)
         else:
             # The configuration and the split may be missing.
             hub_name, hub_config, hub_split, *surplus_fields = [*source.split(":"), "", ""]
@@ -210,7 +210,10 @@ def _open_mixture(
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_runs)
             rows, revisions[source_name] = open_hub_dataset(
-                hub_name, hub_config or None, hub_split or DATASET[2], revisions.get(source_name)
+                hub_name,
+                hub_config or None,
+                hub_split or DEFAULT_DATASET.split,
+                revisions.get(source_name),
             )
         sources.append(Source(rows, source_name, weight))
     all_revisions = " ".join(

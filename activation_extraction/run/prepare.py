@@ -522,7 +522,7 @@ def plan_storage(
 
 def log_start(run: Run) -> None:
     """Logs the hooks, the samples that are stored already, and the rule for the kept tokens."""
-    storage, sample_form = run.storage, run.text.sample_form
+    storage, sample_settings = run.storage, run.text.sample_settings
     log_hooks(run.config.hooks, run.forward)
     totals = storage.totals
     if totals.shards and storage.plan.repair is None and not storage.complete:
@@ -533,7 +533,7 @@ def log_start(run: Run) -> None:
             counted(totals.tokens, "token"),
             counted(totals.shards, "shard"),
         )
-    if special_tokens := sample_form.special:
+    if special_tokens := sample_settings.special_tokens:
         log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.template)
-    if not sample_form.choice.everything:
-        log.info("kept tokens: %s", sample_form.choice)
+    if not sample_settings.choice.everything:
+        log.info("kept tokens: %s", sample_settings.choice)

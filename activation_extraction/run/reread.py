@@ -189,7 +189,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
-            text.sample_form,
+            text.sample_settings,
             start=stored_samples[indices[0]].start,
             until=worker.number_of(max(indices_by_number)) + 1,
         )

@@ -85,7 +85,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        splits_documents = run.text.sample_form.split
+        splits_documents = run.text.sample_settings.split
         causes_of_cuts = []
         if not splits_documents:
             row_tokens = run.text.options.max_seq_length
@@ -100,7 +100,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         )
     if totals.empty_samples:
         mask_column = run.text.options.mask_column
-        rule_of_kept_tokens = str(run.text.sample_form.choice)
+        rule_of_kept_tokens = str(run.text.sample_settings.choice)
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule_of_kept_tokens})")
@@ -179,7 +179,7 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
         new_tokens: The number of tokens that this process has stored.
     """
     elapsed_seconds = clock.elapsed
-    token_unit = "tokens" if run.text.sample_form.choice.everything else "kept tokens"
+    token_unit = "tokens" if run.text.sample_settings.choice.everything else "kept tokens"
     times_in_words = ", ".join(
         f"{activity} {clock.seconds[activity]:.1f}" for activity in ACTIVITIES
     )

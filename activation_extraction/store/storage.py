@@ -335,8 +335,8 @@ class ActivationStorage:
             batch: Batch whose samples are added. The batches must come in the order in which they
                 were packed, without the samples in `stored_after_mark`.
             activations: Activations of the batch, by the key of the hook: arrays (B, T, width), or
-                (tokens, width) for the kept tokens if `batch.kept` is set. At hooks with codes, the
-                arrays contain the records of the codes, int32 (common/codes.py).
+                (tokens, width) for the kept tokens if `batch.kept_mask` is set. At hooks with
+                codes, the arrays contain the records of the codes, int32 (common/codes.py).
 
         Raises:
             StorageError: If a shard could not be stored.

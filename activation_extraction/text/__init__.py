@@ -2,27 +2,27 @@
 
 A row passes these modules in this order:
 
-    file_list.py       lists the files of a data set, and refuses those that would store wrong rows
-    sources.py         opens files, or a data set of the hub, as a stream of rows, shuffled or not
+    file_list.py       lists the files of a data set, and rejects files with wrong rows
+    sources.py         opens files, or a hub data set, as a stream of rows, shuffled or not
     file_rows.py       reads the rows of a file by its kind: JSON, CSV, Parquet or Arrow
-    documents.py       takes this host's share of the rows, mixes several data sets, skips bad rows
+    documents.py       selects this worker's rows, mixes several data sets, skips bad rows
     rows.py            declares the columns to read of a row: content, id, and columns to keep
       readers.py       reads text, token ids, or an ARC-AGI task
-      chat.py          reads a conversation, and renders it by the chat template
+      chat.py          reads a conversation, and renders it with the chat template
       roles.py         finds the role of every character of a rendered conversation
-      structs.py       distinguishes the nulls of Arrow's objects from those of JSON
+      structs.py       distinguishes nulls in Arrow's objects from nulls in JSON's objects
     tokens.py          turns contents into token ids, with the role and turn of each token
       tokenizer.py     loads the tokenizer of a model or adapter
     samples.py         cuts or splits documents into samples, and continues where a run stopped
-      token_choice.py  chooses which tokens of a sample are kept
-    packing.py         lays groups of samples out in the rows of batches
+      token_choice.py  chooses the tokens of a sample whose activations are stored
+    packing.py         packs groups of samples into the rows of batches
 
-The types that other rooms use:
+Other packages use these types:
 
     sample_facts.py    the facts of a sample, which are stored beside its tokens
     mark.py            marks, from which the stream of samples continues
     batch.py           workers, samples and batches
 
-run/host_text.py builds the stream from the flags. This room imports no JAX, and knows nothing of
-the model or of stored files.
+run/host_text.py builds the stream from the flags. This package imports no JAX, and does not depend
+on the model or on stored files.
 """

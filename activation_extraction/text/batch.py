@@ -1,7 +1,7 @@
-"""Declares workers, samples and batches, the types that other rooms use.
+"""Declares workers, samples and batches, the types that other packages use.
 
-documents.py splits the data between workers, samples.py makes samples, and packing.py makes batches
-of them.
+documents.py divides the rows of the data among workers, samples.py makes samples, and packing.py
+packs samples into batches.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,15 +16,15 @@ from activation_extraction.text.sample_facts import SampleFacts
 
 @dataclass(frozen=True)
 class Worker:
-    """A host that reads a share of the data.
+    """A host of a machine, which reads its own share of the data.
 
-    Data is first split between machines. The hosts of a machine then split the machine's share, so
-    machines may differ in their number of hosts.
+    The data is first divided among the machines. The hosts of a machine then divide the machine's
+    share, so machines may differ in their number of hosts.
 
     Attributes:
-        machine: Number of the machine, from 0.
-        machines: Number of machines.
-        host: Number of the host in its machine, from 0.
+        machine: Number of the machine, counted from 0.
+        machines: Number of machines of the run.
+        host: Number of the host in its machine, counted from 0.
         hosts: Number of hosts of the machine.
     """
 
@@ -34,29 +34,30 @@ class Worker:
     hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
-        """Returns the index of one of this worker's samples, which is unique over all workers.
+        """Returns the `sample_idx` of a sample of this worker, which is unique in the run.
 
         Args:
-            number: Number of the sample among those of this worker, from 0.
+            number: Number of the sample among this worker's samples, counted from 0.
         """
         return (number * self.hosts + self.host) * self.machines + self.machine
 
     def number_of(self, sample_idx: int) -> int:
-        """Returns the number that a sample has among those of this worker, from 0.
+        """Returns the number of a sample among this worker's samples, counted from 0.
 
         Args:
-            sample_idx: Number of the sample among those of all workers. It must be this worker's.
+            sample_idx: `sample_idx` of the sample, which must belong to this worker.
         """
         return (sample_idx - self.sample_idx(0)) // self.stride
 
     def share_of(self, limit: int | None) -> int | None:
-        """Returns the share that this host has of a limit.
+        """Returns the part of a machine's limit that applies to this host.
 
         Args:
-            limit: Most samples or tokens of its machine. None for no limit.
+            limit: Largest number of samples, or of tokens, that the machine stores; None for no
+                limit.
 
         Returns:
-            Most samples or tokens of this host; None for no limit.
+            The largest number that this host stores; None for no limit.
         """
         return None if limit is None else len(range(self.host, limit, self.hosts))
 
@@ -68,28 +69,29 @@ class Worker:
 
 @dataclass(frozen=True)
 class Sample:
-    """A tokenised document or a piece of one.
+    """A sample: a tokenised document, or a piece of one.
 
     Attributes:
         facts: Facts of the sample, which are stored beside its tokens.
-        token_ids: Ids of the tokens, int32 (tokens,). samples.py leaves them out if the sample
-            keeps no token, because then nothing needs them.
+        token_ids: Token ids, int32 (tokens,). samples.py makes them empty if no token's activations
+            are stored, because the model need not read the sample then.
         mark: Mark before the sample.
-        labels: Labels of the tokens by name, int32 (tokens,) each: "role", an index into ROLES, and
-            "turn". Empty unless the sample is a conversation.
-        kept: Positions of the tokens whose activations are stored, int32, ascending. None for all
-            tokens.
+        labels: Labels of the tokens by name, int32 (tokens,) each. The names are "role", an index
+            into ROLES, and "turn", the number of the turn from 0. Empty if the sample is no
+            conversation.
+        kept_subset: Positions of the tokens whose activations are stored, int32, ascending. None if
+            the activations of all tokens are stored.
     """
 
     facts: SampleFacts
     token_ids: np.ndarray
     mark: Mark
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
-    kept: np.ndarray | None = None
+    kept_subset: np.ndarray | None = None
 
     @property
     def number(self) -> int:
-        """The number of the sample among those of its worker, counted from 0."""
+        """The number of the sample among the samples of its worker, counted from 0."""
         return self.mark.samples
 
     @property
@@ -100,24 +102,26 @@ class Sample:
     @property
     def kept_positions(self) -> np.ndarray:
         """The positions of the tokens whose activations are stored, int32, ascending."""
-        return np.arange(len(self.token_ids), dtype=np.int32) if self.kept is None else self.kept
+        if self.kept_subset is None:
+            return np.arange(len(self.token_ids), dtype=np.int32)
+        return self.kept_subset
 
     @property
     def num_kept(self) -> int:
         """The number of tokens whose activations are stored."""
-        return len(self.token_ids if self.kept is None else self.kept)
+        return len(self.token_ids if self.kept_subset is None else self.kept_subset)
 
 
-class Placed(NamedTuple):
-    """A sample with the part of a batch's row that contains its tokens.
+class PlacedSample(NamedTuple):
+    """A sample with its place in a batch: a row, and a range of tokens in this row.
 
     Attributes:
         sample: Sample, which may have no tokens.
         row: Index of the row in the batch.
-        start: Index in the row of the sample's first token.
-        mark: Mark from which a run continues once this sample and all samples that were placed
-            before it, in this batch and in earlier ones, are stored. Some samples after the mark
-            may be stored already.
+        start: Index of the sample's first token in the row.
+        mark: Mark from which a run can continue once this sample is stored, together with all
+            samples before it in this batch and in earlier batches. Some samples after the mark may
+            be stored already.
     """
 
     sample: Sample
@@ -127,7 +131,7 @@ class Placed(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index in the row after the sample's last token."""
+        """The index in the row of the first token after the sample."""
         return self.start + len(self.sample.token_ids)
 
 
@@ -137,43 +141,51 @@ class Batch:
 
     Attributes:
         token_ids: Token ids, int32 (B, T); 0 for padding.
-        segment_ids: Number of the sample in its row, from 1 on, for each token, int32 (B, T); 0
-            for padding.
-        positions: Position of each token in its sample, from 0, int32 (B, T); 0 for padding.
-        samples: Samples row by row, and from left to right in a row.
-        kept: Mask of the tokens whose activations are stored, bool (B, T); None for all.
+        segment_ids: For each token, the number of its sample in the row, counted from 1, int32
+            (B, T); 0 for padding.
+        positions: Position of each token in its sample, counted from 0, int32 (B, T); 0 for
+            padding.
+        samples: Samples with their places, row by row, and from left to right in a row.
+        kept_mask: Mask of the tokens whose activations are stored, bool (B, T). None if the
+            activations of all tokens are stored.
     """
 
     token_ids: np.ndarray
     segment_ids: np.ndarray
     positions: np.ndarray
-    samples: tuple[Placed, ...]
-    kept: np.ndarray | None = None
+    samples: tuple[PlacedSample, ...]
+    kept_mask: np.ndarray | None = None
 
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each sample."""
-        return [len(placed.sample.token_ids) for placed in self.samples]
+        return [len(placement.sample.token_ids) for placement in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yields where the kept tokens of each sample are.
+        """Yields, for each sample, an index and the positions of its kept tokens.
+
+        Kept tokens are the tokens whose activations are stored.
 
         Yields:
-            For each sample an index, and the positions of its kept tokens in the sample, int32
-            (tokens,). If all tokens are kept, the index selects the sample's tokens in an array
-            (B, T, ...). Otherwise it selects them in an array (tokens, ...) that has only the kept
-            tokens of the batch, row by row.
+            A tuple of:
+                The index that selects the sample's kept tokens in an array of activations. If all
+                tokens of the batch are kept, this is an array (B, T, ...). Otherwise it is an array
+                (tokens, ...) of the kept tokens of the batch, row by row.
+                The positions of the kept tokens in the sample, int32 (tokens,).
         """
-        if self.kept is None:
-            for placed in self.samples:
-                all_positions = np.arange(placed.stop - placed.start, dtype=np.int32)
-                yield (placed.row, slice(placed.start, placed.stop)), all_positions
+        if self.kept_mask is None:
+            for placement in self.samples:
+                all_positions = np.arange(placement.stop - placement.start, dtype=np.int32)
+                yield (placement.row, slice(placement.start, placement.stop)), all_positions
             return
-        before = np.concatenate([[0], np.cumsum(self.kept)])
-        for placed in self.samples:
-            positions = np.flatnonzero(self.kept[placed.row, placed.start : placed.stop])
-            first = before[placed.row * self.kept.shape[1] + placed.start]
-            yield slice(first, first + len(positions)), positions.astype(np.int32)
+        row_length = self.kept_mask.shape[1]
+        # For each token of the batch, row by row, the number of kept tokens before it.
+        counts_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
+        for placement in self.samples:
+            sample_mask = self.kept_mask[placement.row, placement.start : placement.stop]
+            positions = np.flatnonzero(sample_mask)
+            first_index = counts_before[placement.row * row_length + placement.start]
+            yield slice(first_index, first_index + len(positions)), positions.astype(np.int32)
 
     @property
     def num_tokens(self) -> int:

@@ -1,11 +1,11 @@
-"""Reads the conversation of a row and renders it by a model's chat template.
+"""Reads the conversation of a row and renders it as a text with a model's chat template.
 
 The module follows the order of the work. MessagesColumn reads messages and tools from their
-columns. Data sets spell messages in several ways (OpenAI's form, ShareGPT's form, JSON in a text
-column, objects of Arrow with null for missing keys), which are converted to the form that
-transformers takes. ChatTemplate renders them with transformers, by the checkpoint's template or by
-the template of --chat_template, and checks that the rendering contains the text of each message.
-roles.py then finds the role of each character.
+columns. Data sets write messages in several formats (OpenAI's keys, ShareGPT's keys, JSON in a text
+column, objects of Arrow with null for missing keys). They are converted to the format of
+transformers. ChatTemplate renders them with transformers, and checks that the rendered conversation
+contains the text of each message. The template comes from the model, the adapter or
+--chat_template. roles.py finds the role of each character.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from activation_extraction.text.roles import (
     END_THINK,
     START,
     THINK,
-    refuse_marks,
+    refuse_markers,
     require_texts,
     role_spans,
 )
@@ -37,7 +37,7 @@ from activation_extraction.text.rows import (
 )
 from activation_extraction.text.structs import without_nulls
 
-# Other spellings of the roles, such as ShareGPT's and OpenAI's.
+# Other names of the roles, for example in ShareGPT's format -> the names in MESSAGE_ROLES.
 ROLE_ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -46,10 +46,13 @@ ROLE_ALIASES = {
     "function": "tool",
 }
 MESSAGE_ROLES = ("system", "user", "assistant", "tool")
-# Parameters of transformers' apply_chat_template that it hands on to the template.
+# Parameters of transformers' apply_chat_template that are also variables of the template.
 TEMPLATE_PARAMETERS = {"add_generation_prompt", "documents"}
-# A conversation and a tool, with which templates are tried.
-TRIAL = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+# A conversation and a tool with which templates are tried at the start of a run.
+TRIAL_MESSAGES = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": "an answer"},
+]
 TRIAL_TOOL = {
     "type": "function",
     "function": {
@@ -58,9 +61,9 @@ TRIAL_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# Replaces transformers' function that returns today's date to templates, because a run that
-# continues on another day would render other text.
-NO_DATE = """\
+# Jinja source that replaces transformers' function for today's date, because a run that continues
+# on another day would render other text.
+DATE_REJECTION = """\
 {%- macro strftime_now(format) %}
 {{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
 {%- endmacro %}{{ '' }}"""
@@ -68,11 +71,11 @@ NO_DATE = """\
 
 @dataclass(frozen=True)
 class MessagesColumn:
-    """Reads conversations: messages from a column, and tools from the column `tools` if present.
+    """Reads conversations from a column of messages, and from the column `tools` if a row has it.
 
     Attributes:
         name: The name of the column of messages.
-        template: The template that renders the messages.
+        template: The chat template that renders the messages.
     """
 
     activity: ClassVar = "rendering the chat template of"
@@ -90,12 +93,14 @@ class MessagesColumn:
         """Returns the rendered conversation of a row; None if it has no messages.
 
         Raises:
-            UnusableRowError: If the messages or tools have another form, or cannot be rendered.
+            UnusableRowError: If the messages or tools are no lists of objects, or cannot be
+                rendered.
         """
         messages = _decoded(without_nulls(column_of(row, self.name, "--messages_column")))
         if messages is None or messages == []:
             return None
-        if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        is_list = isinstance(messages, list)
+        if not is_list or not all(isinstance(message, dict) for message in messages):
             raise UnusableRowError(
                 f"--messages_column {self.name}: expected a list of messages, found "
                 f"{type(messages).__name__} {messages!r:.40}"
@@ -103,15 +108,19 @@ class MessagesColumn:
         tools = _decoded(without_nulls(row.get("tools")))
         if tools is not None and not isinstance(tools, list):
             raise UnusableRowError(f"its tools are {type(tools).__name__}, expected a list")
-        return self.template.content([_message(item) for item in messages], tools or None)
+        converted_messages = [_message(message) for message in messages]
+        return self.template.content(converted_messages, tools or None)
 
 
 def _decoded(column: Any) -> Any:
-    """Decodes messages or tools, which some data sets store as JSON text.
+    """Returns messages or tools, which some data sets store as JSON text, decoded.
+
+    Args:
+        column: The value of a column.
 
     Returns:
-        The decoded JSON; None for an empty text; any other value unchanged, including text that is
-        not JSON.
+        The decoded value if the column contains JSON text, and None if it contains an empty text.
+        Any other value is returned unchanged, including text that is not JSON.
     """
     if isinstance(column, str) and column.strip():
         try:
@@ -121,24 +130,24 @@ def _decoded(column: Any) -> Any:
     return None if column == "" else column
 
 
-def _message(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a message in the form that transformers takes, with a single text as its content.
+def _message(row_message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message in the format of transformers, with a single text as its content.
 
-    Keys that are null stay null: transformers decides what the template sees of them.
+    Keys that are null stay null, because transformers decides whether the template gets them.
 
     Args:
-        stored: The message as the data set spells it.
+        row_message: The message in the format of the data set.
 
     Raises:
-        UnusableRowError: If its role is unknown, or if its content is not text.
+        UnusableRowError: If the role of the message is unknown, or if its content is not text.
     """
-    message = dict(stored)
+    message = dict(row_message)
     if message.get("role") is None and "from" in message:
         message["role"] = message.pop("from")
         content = message.pop("value", None)
         message["content"] = "" if content is None else content
-    for spelling in ("thinking", "reasoning"):
-        thinking = message.get(spelling)
+    for thinking_key in ("thinking", "reasoning"):
+        thinking = message.get(thinking_key)
         if thinking is not None and message.get("reasoning_content") is None:
             message["reasoning_content"] = thinking
     role = message.get("role")
@@ -157,57 +166,67 @@ def _message(stored: Mapping[str, Any]) -> dict[str, Any]:
 def _content_text(content: Any) -> str:
     """Returns the text of a message's content.
 
-    The texts of several parts are joined without a separator, as templates for parts join them.
+    In OpenAI's format, the content may be a list of parts. Their texts are joined without a
+    separator, as templates that accept parts join them.
+
+    Args:
+        content: The content of the message: a text, or a list of parts.
 
     Raises:
         UnusableRowError: If the content, or a part of it, is not text.
     """
-    for part in content if isinstance(content, list) else []:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise UnusableRowError(f"a message has a part of type {kind!r:.40}, expected text")
-        if not isinstance(part.get("text"), str):
-            raise UnusableRowError("a message has a part of text without its text")
-    if not isinstance(content, str | list):
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise UnusableRowError(f"a message's content is {type(content).__name__}, expected text")
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise UnusableRowError(f"a message has a part of type {part_type!r:.40}, expected text")
+        if not isinstance(part.get("text"), str):
+            raise UnusableRowError("a message has a part of type text that contains no text")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a message with the arguments of its tool calls converted.
 
-    A call has its arguments at its top level or in its `function`.
+    The arguments are a key of the call itself, or of the object under its key `function`.
 
     Args:
         message: The message.
-        convert: Returns the converted arguments of a call.
+        convert: Function that returns the converted arguments of a call.
     """
 
-    def converted(call: Any) -> Any:
+    def convert_call(call: Any) -> Any:
         if not isinstance(call, dict):
             return call
-        changed = dict(call)
+        converted_call = dict(call)
         if "arguments" in call:
-            changed["arguments"] = convert(call["arguments"])
+            converted_call["arguments"] = convert(call["arguments"])
         if "function" in call:
-            changed["function"] = converted(call["function"])
-        return changed
+            converted_call["function"] = convert_call(call["function"])
+        return converted_call
 
     if not isinstance(message.get("tool_calls"), list):
         return dict(message)
-    return {**message, "tool_calls": [converted(call) for call in message["tool_calls"]]}
+    return {**message, "tool_calls": [convert_call(call) for call in message["tool_calls"]]}
 
 
 def _as_object(arguments: Any) -> Any:
-    """Returns the arguments of a call as an object if they are the JSON text of one.
+    """Returns the arguments of a call as an object if they are the JSON text of an object.
 
-    Other text stays as it is: the template writes it as it does for transformers.
+    Other arguments are returned unchanged, and the template writes them as they are.
     """
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        decoded = json.loads(arguments) if isinstance(arguments, str) else None
+        decoded_arguments = json.loads(arguments)
     except ValueError:
         return arguments
-    return decoded if isinstance(decoded, dict) else arguments
+    return decoded_arguments if isinstance(decoded_arguments, dict) else arguments
 
 
 def _as_text(arguments: Any) -> Any:
@@ -221,15 +240,15 @@ class ChatTemplate:
 
     Attributes:
         tokenizer: The tokenizer, an object of transformers.
-        sources: Jinja sources by name: "default" and, for conversations with tools, "tool_use", or
-            only one of the two.
-        where: The flag and path of the templates, for messages.
-        arguments: Arguments of the templates besides messages and tools.
+        sources: Jinja sources by name. The names are "default", "tool_use" (for conversations with
+            tools), or both.
+        origin: Flag and path from which the templates were read, for messages.
+        arguments: Variables of the templates besides messages and tools, by name.
     """
 
     tokenizer: Any
     sources: Mapping[str, str]
-    where: str
+    origin: str
     arguments: Mapping[str, Any]
 
     @classmethod
@@ -238,78 +257,92 @@ class ChatTemplate:
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
-            file: Value of --chat_template: the path of the file.
+            file: Value of --chat_template, which is the path of the file.
             arguments: Values of --chat_template_args by name.
 
         Raises:
-            InputError: If the file cannot be read, or if the template does not take the arguments.
+            InputError: If the file cannot be read, or if the template does not use an argument.
         """
-        where = f"--chat_template {file}"
+        origin = f"--chat_template {file}"
         try:
             sources = {"default": Path(file).read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{where}: cannot be read: {one_line(error)}") from error
-        return cls._checked(tokenizer, sources, where, arguments)
+            raise InputError(f"{origin}: cannot be read: {one_line(error)}") from error
+        return cls._checked(tokenizer, sources, origin, arguments)
 
     @classmethod
     def of_model(
-        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
+        cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
         """Returns the templates of a model or adapter.
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
-            sources: Jinja sources by name, as in the class; empty if the model has none.
-            where: The flag and path of the model or adapter, for messages.
+            sources: Jinja sources by name (see the class); empty if the model has no template.
+            origin: Flag and path of the model or adapter, for messages.
             arguments: Values of --chat_template_args by name.
 
         Raises:
-            InputError: If there is no template, or if the templates do not take the arguments.
+            InputError: If there is no template, or if the templates do not use an argument.
         """
         if not sources:
-            raise InputError(f"{where}: has no chat template; give one with --chat_template FILE")
-        return cls._checked(tokenizer, sources, where, arguments)
+            raise InputError(f"{origin}: has no chat template; give one with --chat_template FILE")
+        return cls._checked(tokenizer, sources, origin, arguments)
 
     @classmethod
     def _checked(
-        cls, tokenizer: Any, sources: Mapping[str, str], where: str, arguments: Mapping[str, Any]
+        cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
+        """Returns the templates if they use all arguments.
+
+        Args:
+            tokenizer: See `of_model`.
+            sources: See `of_model`.
+            origin: Flag and path of the templates, for messages.
+            arguments: See `of_model`.
+
+        Raises:
+            InputError: If an argument is reserved for transformers, or if no template mentions it.
+        """
         parameters = {"messages", *tokenizer.apply_chat_template.__annotations__}
         for name in arguments:
             if name in parameters - TEMPLATE_PARAMETERS:
                 raise InputError(f"--chat_template_args {name}: is no argument of a template")
             is_mentioned = any(name in source for source in sources.values())
             if name != "add_generation_prompt" and not is_mentioned:
-                raise InputError(f"--chat_template_args {name}: {where} does not mention it")
-        return cls(tokenizer, sources, where, arguments)
+                raise InputError(f"--chat_template_args {name}: {origin} does not mention it")
+        return cls(tokenizer, sources, origin, arguments)
 
     def check(self) -> None:
         """Tries the templates on a conversation.
 
         Raises:
-            InputError: If a template cannot render the conversation or renders it differently the
-                second time, or if only one of two templates writes turns between markers.
+            InputError: If a template cannot render the conversation, if it renders the conversation
+                differently the second time, or if only one of two templates writes turns between
+                START and END.
         """
         if len({START in source for source in self.sources.values()}) > 1:
             raise InputError(
-                f"{self.where}: of its templates default and tool_use, one writes turns between "
+                f"{self.origin}: of its templates default and tool_use, one writes turns between "
                 f"{START} and {END} and the other does not; expected both or neither"
             )
         for name in self.sources:
             tools = [TRIAL_TOOL] if name == "tool_use" else None
             try:
-                with activity(f"rendering the chat template of {self.where}"):
-                    is_same = self.content(TRIAL, tools) == self.content(TRIAL, tools)
+                with activity(f"rendering the chat template of {self.origin}"):
+                    is_same = self.content(TRIAL_MESSAGES, tools) == self.content(
+                        TRIAL_MESSAGES, tools
+                    )
             except UnusableRowError as error:
-                raise InputError(f"{self.where}: cannot render a conversation: {error}") from error
+                raise InputError(f"{self.origin}: cannot render a conversation: {error}") from error
             if not is_same:
-                raise InputError(f"{self.where}: renders the same conversation in different ways")
+                raise InputError(f"{self.origin}: renders the same conversation in different ways")
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the templates and their arguments."""
-        first, *others = self.sources.values()
-        content = json.dumps([first, dict(self.arguments), *others], sort_keys=True)
+        """The SHA-256 of the templates and their arguments, in hexadecimal."""
+        first_source, *other_sources = self.sources.values()
+        content = json.dumps([first_source, dict(self.arguments), *other_sources], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
@@ -320,8 +353,10 @@ class ChatTemplate:
     @cached_property
     def marks_thinking(self) -> bool:
         """Whether the templates write thinking between <think> and </think>."""
-        marks = (THINK, END_THINK)
-        return any(mark in source for mark in marks for source in self.sources.values())
+        for source in self.sources.values():
+            if THINK in source or END_THINK in source:
+                return True
+        return False
 
     def content(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
@@ -329,19 +364,20 @@ class ChatTemplate:
         """Renders a conversation.
 
         Args:
-            messages: Messages as `MessagesColumn` reads them; contents are text, null or missing.
-            tools: The tools that the assistant may call; None for none.
+            messages: Messages in the format of transformers, as MessagesColumn converts them. The
+                content of each message is text, null or missing.
+            tools: The tools that the assistant may call; None for no tools.
 
         Returns:
-            The text, with spans of roles if `has_roles`.
+            The rendered text, with the roles of its characters if `has_roles`.
 
         Raises:
-            UnusableRowError: If the template fails, if the rendering lacks the text of a message,
-                or if the roles would be ambiguous.
+            UnusableRowError: If the template fails, if the rendered text lacks the text of a
+                message, or if the roles would be ambiguous.
         """
         if self.has_roles:
-            reason = "its text holds {}, which would end a turn"
-            refuse_marks([messages, tools], (START, END), reason)
+            error_message = "its text contains {}, which would end a turn"
+            refuse_markers([messages, tools], (START, END), error_message)
         if self.marks_thinking:
             self._refuse_marked_thinking(messages)
         text = self._render(messages, tools)
@@ -350,53 +386,53 @@ class ChatTemplate:
         try:
             require_texts(messages, self.marks_thinking, text)
         except UnusableRowError:
-            # Some templates write the system's text first, wherever its message is.
-            ordered = sorted(messages, key=lambda message: message["role"] != "system")
-            require_texts(ordered, self.marks_thinking, text)
+            # Some templates write the text of the system first, even if its message is not first.
+            system_first = sorted(messages, key=lambda message: message["role"] != "system")
+            require_texts(system_first, self.marks_thinking, text)
         return Content(text)
 
     def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Checks that messages with separate thinking contain no marks of thinking.
+        """Checks that messages with thinking under a key of its own contain no thinking markers.
 
-        Such a mark could end the thinking early, or make other text look like thinking.
+        Such a marker could end the thinking early, or make other text look like thinking.
 
         Raises:
-            UnusableRowError: If a message contains both.
+            UnusableRowError: If a message has separate thinking, and THINK or END_THINK in a text.
         """
-        reason = "a message has its thinking apart, and {} in its text"
+        error_message = "a message has its thinking apart, and {} in its text"
         for message in messages:
             if message.get("reasoning_content"):
                 texts = [message["reasoning_content"], message.get("content")]
-                refuse_marks(texts, (THINK, END_THINK), reason)
+                refuse_markers(texts, (THINK, END_THINK), error_message)
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
-        """Returns the rendered text.
+        """Returns the rendered text of a conversation.
 
-        The arguments of tool calls are objects at first. Some templates only accept text, so a
-        second attempt passes the arguments as text.
+        The first attempt passes the arguments of tool calls as objects. Some templates only accept
+        text, so a second attempt passes the arguments as JSON text.
 
         Raises:
-            UnusableRowError: If the template raises an error for both.
+            UnusableRowError: If the template raises an error in both attempts.
         """
         try:
             return self._apply(messages, tools)
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any exception
             with suppress(Exception):
-                as_text = [_with_arguments(message, _as_text) for message in messages]
-                if as_text != messages:
-                    return self._apply(as_text, tools)
+                text_messages = [_with_arguments(message, _as_text) for message in messages]
+                if text_messages != messages:
+                    return self._apply(text_messages, tools)
             raise UnusableRowError(
                 f"the chat template refuses it: {one_line(error):.200}"
             ) from error
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
-        """Returns the text that transformers renders, or raises any exception."""
-        name = "tool_use" if tools and "tool_use" in self.sources else "default"
-        if name not in self.sources:
-            raise ValueError("the model names one for conversations with tools, tool_use, alone")
-        source = self.sources[name]
+        """Returns the text that transformers renders. May raise any exception."""
+        template_name = "tool_use" if tools and "tool_use" in self.sources else "default"
+        if template_name not in self.sources:
+            raise ValueError("its only template is for conversations with tools, tool_use")
+        source = self.sources[template_name]
         if "strftime_now" in source:
-            source = NO_DATE + source
+            source = DATE_REJECTION + source
         text: str = self.tokenizer.apply_chat_template(
             messages, tools=tools, chat_template=source, tokenize=False, **self.arguments
         )

@@ -1,10 +1,10 @@
 """Documents: the rows with content that a worker reads from one or several data sets, in order.
 
-Reading starts from a state and yields the state after each row, from which reading can start again.
-A row without content has no document. A row that cannot be used, for example because it is not JSON
-or lacks a column, is skipped or ends the run with a message that names its position. Rows without a
-document are yielded as well, because samples.py counts them. sources.py opens the data sets, and
-rows.py reads their rows.
+A state is a place in this sequence of rows. Reading starts from a state, and yields the state after
+each row with the row. A row without content has no document. A row that cannot be used, for example
+because it is not JSON or lacks a column, is skipped or ends the run with a message that names its
+position. Rows without a document are yielded as well, because samples.py counts them. sources.py
+opens the data sets, and rows.py reads their rows.
 """
 
 import logging
@@ -22,37 +22,38 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.rows import (
     ColumnError,
     Content,
-    RowForm,
+    RowSchema,
     SourceRow,
     UnusableRowError,
 )
 from activation_extraction.text.sample_facts import DocId
 from activation_extraction.text.sources import Rows, ShuffledRows, hub_row
 
-# A data set of the hub with fewer pieces (Parquet files) per share is split into row groups, to
-# make the shares more even. The pieces of local Parquet files are always row groups.
-PIECES_PER_SHARE = 16
-CHECKED_ROWS = 1000  # at least one of this many rows at the start must be usable
+# If a hub data set has fewer partitions (Parquet files) per share, its files are divided into row
+# groups, which makes the shares more even. The partitions of local Parquet files are row groups
+# already.
+MIN_PARTITIONS_PER_SHARE = 16
+CHECKED_ROWS = 1000  # the number of rows at the start, one of which must be usable
 LOGGED_ROWS = 10  # the number of skipped rows to warn about, since there may be millions
-SKIP = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
+SKIP_ADVICE = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A row with content.
+    """A document: the content of a row, with the facts of the row that are stored.
 
     Attributes:
         content: Text, conversation or token ids of the row.
-        doc_id: Id that the row has in the data set (see `SampleFacts`).
-        row: Position of the row, as it is stored with each sample (see `SampleFacts`).
-        where: Position of the row in words, for messages.
-        columns: Columns of the row that are stored with each sample (see `SampleFacts`).
+        doc_id: Id of the row in the data set; None if it has no id.
+        position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
+        location: Position of the row in words, for messages.
+        columns: Columns of the row that are stored with its samples, JSON values by name.
     """
 
     content: Content
     doc_id: DocId
-    row: dict[str, Any]
-    where: str
+    position: dict[str, Any]
+    location: str
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -60,10 +61,11 @@ class ReadRow(NamedTuple):
     """A row that a worker has read.
 
     Attributes:
-        document: Document of the row. None if the row has no content or is skipped.
-        problem: Position of the row and the reason why it is skipped. "" for any other row.
-        state: State of the documents after the row, a JSON object. It does not contain the counts
-            of skipped and empty rows, which `with_counts` adds.
+        document: Document of the row; None if the row has no content or is skipped.
+        problem: Position of a skipped row and the reason why it is skipped; "" if the row is not
+            skipped.
+        state: State of the documents after the row, a JSON object. The counts of skipped and empty
+            rows are missing; `with_counts` adds them.
     """
 
     document: Document | None
@@ -72,7 +74,7 @@ class ReadRow(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """Counts of rows without samples, from the beginning of a worker's data.
+    """Counts of the rows without samples, from the beginning of a worker's data.
 
     Attributes:
         skipped: Number of rows that could not be used.
@@ -84,12 +86,14 @@ class RowCounts(NamedTuple):
 
 
 def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
-    """Adds counts to a state of the documents, in the form in which `Mark.stream` stores it.
+    """Returns a state of the documents with counts, as `Mark.stream` stores it.
+
+    In the state of a mixture, the state of each data set gets the same counts, which are the counts
+    for all data sets together.
 
     Args:
-        state: A state of the documents, with other counts or none.
-        counts: The counts of the rows before this state. In the state of a mixture, the state of
-            each data set gets the counts for all data sets together.
+        state: A state of the documents. Counts that it contains are replaced.
+        counts: The counts of the rows before this state.
     """
     if "streams" in state:
         return {**state, "streams": [with_counts(stream, counts) for stream in state["streams"]]}
@@ -97,7 +101,7 @@ def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
 
 
 def counts_in(stream: Mapping[str, Any]) -> RowCounts:
-    """Returns the counts in a state that `with_counts` has returned."""
+    """Returns the counts that `with_counts` has added to a state of the documents."""
     if "streams" in stream:
         return counts_in(stream["streams"][0])
     return RowCounts(stream["skipped"], stream["empty"])
@@ -107,19 +111,21 @@ def unusable_row(problem: str) -> RunError:
     """Returns the error that ends a run at a row that cannot be used, without --skip_bad_rows.
 
     Args:
-        problem: The position of the row, and the reason.
+        problem: The position of the row, and the reason why it cannot be used.
     """
-    return RunError(f"a row cannot be used: {problem}", remedy=SKIP, recurs=True)
+    return RunError(f"a row cannot be used: {problem}", remedy=SKIP_ADVICE, recurs=True)
 
 
-def log_skipped_row(problem: str, before: int) -> None:
-    """Logs that a row is skipped: the first LOGGED_ROWS as warnings, later ones for debugging.
+def log_skipped_row(problem: str, num_skipped: int) -> None:
+    """Logs that a row is skipped.
+
+    The first LOGGED_ROWS skipped rows are logged as warnings, and later rows for debugging.
 
     Args:
-        problem: The position of the row, and the reason.
-        before: The number of rows that this worker skipped before the row.
+        problem: The position of the row, and the reason why it is skipped.
+        num_skipped: The number of rows that this worker skipped before this row.
     """
-    level = logging.WARNING if before < LOGGED_ROWS else logging.DEBUG
+    level = logging.WARNING if num_skipped < LOGGED_ROWS else logging.DEBUG
     log.log(level, "skipped a row: %s", problem)
 
 
@@ -127,8 +133,8 @@ class Documents(Protocol):
     """The documents of one worker, in an order that never changes.
 
     Attributes:
-        worker: Worker whose documents these are.
-        skip_bad_rows: Whether rows that cannot be used are skipped.
+        worker: Worker that reads the documents.
+        skip_bad_rows: Whether rows that cannot be used are skipped. Otherwise they end the run.
         beginning: State of the documents before the first row.
     """
 
@@ -142,13 +148,13 @@ class Documents(Protocol):
         """Reads the rows of the worker that come after a state.
 
         Args:
-            state: `beginning`, the state of a ReadRow, or the `stream` of a mark.
+            state: `beginning`, the state of a ReadRow, or `Mark.stream`.
 
         Yields:
-            All rows of the worker, including rows without a document.
+            The rows of the worker, including rows without a document.
 
         Raises:
-            RunError: Reading fails, or a row cannot be used and `skip_bad_rows` is false.
+            RunError: If reading fails, or if a row cannot be used and `skip_bad_rows` is false.
         """
         ...
 
@@ -157,67 +163,76 @@ class DocumentStream:
     """The documents of one worker in one data set (see `Documents`).
 
     Each row belongs to exactly one worker, and the rows of a machine do not depend on the number of
-    hosts of any machine. If there are enough pieces (files or Parquet row groups), machines take
-    whole pieces, and so do the hosts of a machine. Otherwise several workers share a piece and take
-    turns at its rows.
+    hosts of any machine. If there are enough partitions (files or Parquet row groups), each machine
+    reads whole partitions, and so does each host of a machine. Otherwise several workers read the
+    same partitions, and the rows belong to them in turn.
 
-    A state contains `rows`, the number of rows that were read from the worker's pieces, including
-    rows of other workers, and `dataset`, the position in the data set, which is None before the
-    first row.
+    A state, from which reading can continue, has two keys. `rows` is the number of rows that were
+    read from the worker's partitions, including rows of other workers. `dataset` is the position in
+    the data set; None before the first row.
     """
 
     def __init__(
         self,
         dataset: Rows,
-        form: RowForm,
+        schema: RowSchema,
         worker: Worker | None = None,
         skip_bad_rows: bool = False,
         leave: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
         shuffle: int | None = None,
         source: str | None = None,
     ) -> None:
-        """Takes the worker's share of a data set.
+        """Selects the worker's share of a data set.
 
         Args:
             dataset: The data set.
-            form: The columns to read of each row, and how.
-            worker: The worker; None for one that reads all rows.
+            schema: The columns to read of each row, and their readers.
+            worker: The worker; None for a worker that reads all rows.
             skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
             leave: A function that is called when the worker has read its last row of a file. Its
-                argument is a list with one entry, the position of that row.
-            shuffle: The seed of a random order; None for the order of the data set.
+                argument is a list with one element, the position of this row.
+            shuffle: The seed of a random order of the rows; None for the order of the data set.
             source: The name of the data set in a mixture; None without a mixture.
         """
         self.worker = worker or Worker()
         self.skip_bad_rows = skip_bad_rows
         self._dataset = dataset
-        # Row n of the pieces belongs to this worker if n % turns == turn.
+        # The workers that read the same partitions take turns. Row number n of these partitions
+        # belongs to this worker if n % self._num_turns == self._turn.
         self._turn = 0
-        self._turns = 1
-        self._share = ""  # the group of pieces that the worker reads, such as "0 of 2"
+        self._num_turns = 1
+        # The number of the subset of partitions that the worker reads, such as "0 of 2".
+        self._subset_name = ""
         self._take_share(self.worker.machine, self.worker.machines)
         self._take_share(self.worker.host, self.worker.hosts)
-        self._ordered = self._dataset if shuffle is None else ShuffledRows(self._dataset, shuffle)
-        self._form = form
+        self._stream: Rows | ShuffledRows = self._dataset
+        if shuffle is not None:
+            self._stream = ShuffledRows(self._dataset, shuffle)
+        self._schema = schema
         self._leave = leave
         self._source = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
         """Narrows the stream to one of several shares of its rows.
 
+        If there are fewer partitions than shares, several shares consist of the rows of the same
+        partition, in turn.
+
         Args:
-            index: The number of the share, from 0.
+            index: The number of the share, counted from 0.
             count: The number of shares.
         """
-        if count > 1 and self._dataset.num_shards < PIECES_PER_SHARE * count:
+        if count > 1 and self._dataset.num_shards < MIN_PARTITIONS_PER_SHARE * count:
             self._dataset = self._dataset.reshard()
-        groups = min(self._dataset.num_shards, count)
-        group = index % groups
-        self._dataset = self._dataset.shard(num_shards=groups, index=group)
-        self._turn += self._turns * (index // groups)
-        self._turns *= len(range(group, count, groups))
-        if groups > 1:
-            self._share = ", ".join(filter(None, (self._share, f"{group} of {groups}")))
+        num_subsets = min(self._dataset.num_shards, count)
+        subset = index % num_subsets
+        self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset)
+        self._turn += self._num_turns * (index // num_subsets)
+        shares_of_subset = range(subset, count, num_subsets)
+        self._num_turns *= len(shares_of_subset)
+        if num_subsets > 1:
+            names = (self._subset_name, f"{subset} of {num_subsets}")
+            self._subset_name = ", ".join(filter(None, names))
 
     @property
     def beginning(self) -> dict[str, Any]:
@@ -226,50 +241,59 @@ class DocumentStream:
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker that come after a state, as `Documents.read` does."""
-        number: int = state["rows"]
+        row_number: int = state["rows"]
         if state["dataset"] is not None:
-            # A copy: the data set changes the state that it loads.
-            self._ordered.load_state_dict(deepcopy(state["dataset"]))
-        rows = iter(self._ordered)
-        last_row: Mapping[str, Any] = {}  # the position of this worker's last row
+            # The data set changes the state that it loads, so it gets a copy.
+            self._stream.load_state_dict(deepcopy(state["dataset"]))
+        rows = iter(self._stream)
+        last_position: Mapping[str, Any] = {}  # the position of this worker's last row
         while True:
             try:
-                raw = next(rows)
-                position = self._ordered.state_dict()
+                stream_row = next(rows)
+                stream_position = self._stream.state_dict()
             except StopIteration:
-                self._leave_file(last_row, {})
+                self._leave_file(last_position, {})
                 return
             except RunError as error:
-                why = f"reading the data set failed: {error}"
-                raise reworded(error, why, RunError) from error
-            except Exception as error:  # the libraries for hub data sets may raise any type
-                why = f"reading the data set failed after row {number}: {one_line(error)}"
-                raise RunError(why) from error
-            is_own = number % self._turns == self._turn
-            if is_own:
-                row = raw if isinstance(raw, SourceRow) else self._numbered(raw, number)
-                self._leave_file(last_row, row.row)
-                last_row = row.row
-            number += 1
-            if is_own:
+                message = f"reading the data set failed: {error}"
+                raise reworded(error, message, RunError) from error
+            except Exception as error:  # the libraries for hub data sets may raise any exception
+                message = f"reading the data set failed after row {row_number}: {one_line(error)}"
+                raise RunError(message) from error
+            belongs_to_worker = row_number % self._num_turns == self._turn
+            if belongs_to_worker:
+                if isinstance(stream_row, SourceRow):
+                    row = stream_row
+                else:
+                    row = self._numbered(stream_row, row_number)
+                self._leave_file(last_position, row.position)
+                last_position = row.position
+            row_number += 1
+            if belongs_to_worker:
                 document, problem = self._document_in(row)
-                yield ReadRow(document, problem, {"rows": number, "dataset": position})
+                state_after = {"rows": row_number, "dataset": stream_position}
+                yield ReadRow(document, problem, state_after)
 
-    def _leave_file(self, last_row: Mapping[str, Any], row: Mapping[str, Any]) -> None:
-        """Calls `leave` if the worker has read its last row of a file.
+    def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
+        """Calls the function `leave` if the worker has read its last row of a file.
 
         Args:
-            last_row: The position of the row that was read last; empty if there is none.
-            row: The position of the next row; empty at the end.
+            last: The position of the row that was read last; empty if no row was read.
+            following: The position of the next row; empty at the end of the data.
         """
-        if "file" in last_row and last_row["file"] != row.get("file"):
-            self._leave([last_row])
+        if "file" in last and last["file"] != following.get("file"):
+            self._leave([last])
 
-    def _numbered(self, columns: dict[str, Any], number: int) -> SourceRow:
-        """Returns a row of a hub data set, whose position is only its number."""
-        whose = "the data set" if self.worker == Worker() else "the rows that this host reads"
-        where = f"row {number} (from 0) of {whose}"
-        return hub_row(columns, self._dataset.features, where, {"row": number})
+    def _numbered(self, columns: dict[str, Any], row_number: int) -> SourceRow:
+        """Returns a row of a hub data set, whose position is its number.
+
+        Args:
+            columns: The columns of the row by name.
+            row_number: The number of the row among the rows that the worker reads, counted from 0.
+        """
+        scope = "the data set" if self.worker == Worker() else "the rows that this host reads"
+        location = f"row {row_number} (from 0) of {scope}"
+        return hub_row(columns, self._dataset.features, location, {"row": row_number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
         """Reads the document of a row.
@@ -277,39 +301,43 @@ class DocumentStream:
         Returns:
             A tuple of:
                 The document; None if the row has no content or is skipped.
-                The position of a row that is skipped, and the reason; otherwise "".
+                The position of a skipped row and the reason why it is skipped; "" for another row.
 
         Raises:
-            RunError: The row cannot be used and `skip_bad_rows` is false.
+            RunError: If the row cannot be used and `skip_bad_rows` is false.
         """
-        form = self._form
+        schema = self._schema
         try:
-            with activity(f"{form.activity} {row.where}"):
+            with activity(f"{schema.activity} {row.location}"):
                 columns = row.read()
-                content = form.content_of(columns)
+                content = schema.content_of(columns)
             if content is None:
                 return None, ""
-            doc_id = form.id_of(columns)
-            kept = form.kept_of(columns)
+            doc_id = schema.id_of(columns)
+            kept_columns = schema.kept_of(columns)
         except (UnusableRowError, RecursionError) as error:  # lists may be nested too deeply
-            problem = f"{row.where}: {error}"
+            problem = f"{row.location}: {error}"
             if not self.skip_bad_rows:
                 raise unusable_row(problem) from error
             return None, problem
-        share = {"share": self._share} if self._share and "file" not in row.row else {}
-        origin = {**self._source, **share, **row.row}
-        return Document(content, doc_id, origin, row.where, kept), ""
+        position = {**self._source}
+        # Rows of the hub are counted within the partitions that the worker reads.
+        if self._subset_name and "file" not in row.position:
+            position["share"] = self._subset_name
+        position |= row.position
+        return Document(content, doc_id, position, row.location, kept_columns), ""
 
 
 class Mixture:
     """The documents of one worker in several data sets (see `Documents`).
 
-    The next document comes from the data set that is furthest behind its weight, without a random
-    choice. So the shares of the data sets follow the weights at any time, up to about one document.
-    If a data set has no more rows, the others continue in their proportions.
+    The next document comes from the data set that has yielded the fewest documents relative to its
+    weight. There is no random choice. So the numbers of documents are proportional to the weights
+    at any time, up to about one document. If a data set has no more rows, the others continue in
+    the proportions of their weights.
 
-    A state contains `given`, the number of documents from each data set, and `streams`, the state
-    of each data set.
+    A state, from which reading can continue, has two keys. `given` lists the number of documents
+    that each data set has yielded. `streams` lists the state of each data set.
     """
 
     def __init__(
@@ -320,8 +348,8 @@ class Mixture:
         Args:
             streams: The documents of each data set, all for the same worker.
             names: The names of the data sets, for messages.
-            weights: The weights of the data sets, positive. They apply to numbers of documents;
-                rows without content do not count.
+            weights: The positive weights of the data sets. Numbers of documents are proportional to
+                the weights; rows without content do not count.
         """
         self.worker = streams[0].worker
         self.skip_bad_rows = streams[0].skip_bad_rows
@@ -337,67 +365,71 @@ class Mixture:
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker that come after a state, as `Documents.read` does."""
-        counts = list(state["given"])
+        num_documents = list(state["given"])
         states = list(state["streams"])
-        rows = {number: stream.read(states[number]) for number, stream in enumerate(self._streams)}
+        # Index of each data set that may have more rows -> its rows.
+        rows_by_index = {
+            index: stream.read(states[index]) for index, stream in enumerate(self._streams)
+        }
 
-        def progress(number: int) -> float:
-            """Returns the documents of a data set relative to its weight."""
-            return (counts[number] + 0.5) / self._weights[number]
+        def progress(index: int) -> float:
+            """Returns the number of documents of a data set relative to its weight."""
+            return (num_documents[index] + 0.5) / self._weights[index]
 
-        while rows:
-            number = min(rows, key=progress)
-            row = next(rows[number], None)
+        while rows_by_index:
+            index = min(rows_by_index, key=progress)
+            row = next(rows_by_index[index], None)
             if row is None:
-                del rows[number]
-                if rows:
+                del rows_by_index[index]
+                if rows_by_index:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
-                        self._names[number],
-                        counted(counts[number], "document"),
+                        self._names[index],
+                        counted(num_documents[index], "document"),
                     )
                 continue
-            counts[number] += row.document is not None
-            states[number] = row.state
-            yield row._replace(state={"given": list(counts), "streams": list(states)})
+            num_documents[index] += row.document is not None
+            states[index] = row.state
+            yield row._replace(state={"given": list(num_documents), "streams": list(states)})
 
 
-def check_dataset(dataset: Rows, form: RowForm, skip_bad_rows: bool = False) -> None:
+def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False) -> None:
     """Checks that the first row of a data set can be used, before anything expensive starts.
 
     Args:
         dataset: The data set.
-        form: The columns to read of each row, and how.
-        skip_bad_rows: Whether rows that cannot be used are skipped. If so, it is enough that one of
-            the first CHECKED_ROWS rows can be used.
+        schema: The columns to read of each row, and their readers.
+        skip_bad_rows: Whether rows that cannot be used are skipped. If so, only one of the first
+            CHECKED_ROWS rows must be usable.
 
     Raises:
-        InputError: The data set is empty, a column is missing, or the rows cannot be used.
+        InputError: If the data set is empty, if a column is missing, or if the rows cannot be used.
     """
-    stream = DocumentStream(dataset, form, skip_bad_rows=skip_bad_rows)
-    skipped = 0
+    stream = DocumentStream(dataset, schema, skip_bad_rows=skip_bad_rows)
+    num_skipped = 0
     try:
         with hub_requests("the data set"):
             for row in islice(stream.read(stream.beginning), CHECKED_ROWS):
                 if not row.problem:
                     return
-                log_skipped_row(row.problem, skipped)
-                skipped += 1
+                log_skipped_row(row.problem, num_skipped)
+                num_skipped += 1
     except RunError as error:
-        if isinstance(error.__cause__, ColumnError):  # --skip_bad_rows would skip all rows
+        # --skip_bad_rows, which is the remedy of the error, would skip all rows in this case.
+        if isinstance(error.__cause__, ColumnError):
             raise InputError(str(error)) from error
         raise with_remedy(error) from error
-    if not skipped:
+    if not num_skipped:
         raise InputError("the data set is empty: it has no rows; expected at least one with text")
     raise InputError(
-        f"--skip_bad_rows: none of the first {counted(skipped, 'row')} can be used; the log above "
-        "says why"
+        f"--skip_bad_rows: none of the first {counted(num_skipped, 'row')} can be used; the log "
+        "above says why"
     )
 
 
 def with_remedy(error: RunError) -> InputError:
-    """Turns a RunError into an InputError whose message contains the remedy.
+    """Returns a RunError as an InputError whose message contains the remedy.
 
-    This is for errors of reading that are detected before anything expensive starts.
+    This function is for errors of reading that are detected before anything expensive starts.
     """
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))

@@ -1,9 +1,9 @@
-"""Lists the files of a data set: decides which files are data and which are left out.
+"""Lists the files of a data set, and decides which files are data and which are left out.
 
-A source is a file, a folder with its subfolders, or a glob, on this machine or at a URL. All files
-of a data set are of one kind, by their names; file_rows.py declares the kinds and reads the files.
-Sources from which wrong rows would be stored silently are rejected: several splits, Delta tables, a
-file that is listed twice.
+A data set is a file, a folder with its subfolders, or a glob, on this machine or at a URL. All of
+its files are of one kind, by their names. file_rows.py declares the kinds and reads the files. Some
+data sets are rejected because wrong rows would be stored without a warning: folders with several
+splits, Delta tables, and files that are listed twice.
 """
 
 import json
@@ -42,21 +42,22 @@ CONVERSIONS = {
     (".zip", ".tar", ".tgz", ".7z"): "extract the archive",
     (".orc", ".avro", ".feather"): "convert it to .parquet",
 }
-# Files that `datasets` writes beside the data that it saves. STATE lists the data files of a
-# folder, and SPLITS the splits of a data set, each of which has a folder.
-STATE, SPLITS = "state.json", "dataset_dict.json"
-SAVED_WITH_DATA = ("dataset_info.json", STATE, SPLITS)
-DELTA_LOG = "_delta_log"  # the folder of a Delta table's log
-# A word in a file name that names a split; `datasets` looks for the same words. Each split has a
-# group of its own.
+# `datasets` writes these files beside the data files that it saves. state.json lists the data files
+# of a folder. dataset_dict.json lists the splits of a data set, each of which has its own folder.
+STATE_FILE = "state.json"
+SPLITS_FILE = "dataset_dict.json"
+FILES_SAVED_WITH_DATA = ("dataset_info.json", STATE_FILE, SPLITS_FILE)
+DELTA_LOG = "_delta_log"  # the name of the folder in a Delta table that contains its log
+# A word in a file name that names a split. `datasets` looks for the same words. The groups of the
+# pattern are the splits.
 SPLIT_WORD = re.compile(
     r"(?:^|[-._/ ])(?:(train|training)|(test|testing|eval|evaluation)|(validation|valid|val|dev))"
     r"(?=[-._/ 0-9])"
 )
 WILDCARDS = "*?["
-FILES_AT_ONCE = 32  # files whose size or metadata is requested in parallel
-# Keys of a file's metadata that identify its content, in Google Cloud Storage, S3, Azure, HTTP
-# servers and the hub.
+FILES_AT_ONCE = 32  # the number of files whose size or metadata is requested in parallel
+# Keys in the metadata of a file whose values identify its content, in Google Cloud Storage, S3,
+# Azure, HTTP servers and the hub.
 VERSION_KEYS = ("md5Hash", "crc32c", "ETag", "etag", "content_md5", "generation", "blob_id")
 
 
@@ -68,7 +69,7 @@ def list_files(path: str) -> list[DataFile]:
             one of them.
 
     Returns:
-        The files of a single kind, sorted by their paths.
+        The files, all of one kind, sorted by their paths.
 
     Raises:
         InputError: If there is no data file, if there are several kinds or splits, if a folder is a
@@ -77,13 +78,14 @@ def list_files(path: str) -> list[DataFile]:
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
         if "://" in path:
             fs, root = url_to_fs(path)
-        else:  # url_to_fs would take :: for a chain of URLs
-            fs, root = fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+        else:  # url_to_fs would interpret :: in a local path as a chain of URLs
+            fs = fsspec.filesystem("file")
+            root = os.path.abspath(os.path.expanduser(path))
         if fs.isfile(root):
             if not kind_of(root):
                 raise _no_data(path, "does not end in", [root])
             paths = [root]
-            folder = plain_url(root).rpartition("/")[0]  # a query of a URL may contain a /
+            folder = plain_url(root).rpartition("/")[0]  # the query of a URL may contain a slash
         else:
             paths, folder = _list_folder(path, fs, root)
         files = list(pool.map(partial(_describe, fs, plain_url(folder)), paths))
@@ -109,7 +111,7 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     Raises:
         InputError: If a file is listed twice.
     """
-    urls: dict[str, str] = {}  # the file itself, without links -> the path that lists it
+    urls: dict[str, str] = {}  # path of a file without links, or its URL -> its path in the list
     for file in files:
         target = os.path.realpath(file.url) if file.local else file.url
         if target in urls:
@@ -123,10 +125,13 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
 
 @contextmanager
 def as_input_errors(path: str) -> Iterator[None]:
-    """Turns all errors in a `with` block, such as those of a file system, into an InputError.
+    """Turns exceptions in a `with` block, such as errors of a file system, into an InputError.
 
     Args:
-        path: The value of --dataset_path, or a file, which the message names.
+        path: The value of --dataset_path, or the path of a file, for the message.
+
+    Raises:
+        InputError: If the block raises any exception.
     """
     try:
         yield
@@ -142,104 +147,115 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
     """Lists the data files of a folder or a glob, and logs how many other files are left out.
 
     Args:
-        path: Value of the flag, for messages.
-        fs: The file system of fsspec.
+        path: Value of --dataset_path, for messages.
+        fs: The file system, an object of fsspec.
         root: The path of the folder, or the glob, in the file system.
 
     Returns:
-        The paths of the data files, sorted.
-        The folder to which the names of the files are relative.
+        A tuple of:
+            The paths of the data files, sorted.
+            The path of the folder to which the names of the files are relative.
     """
-    is_glob = any(character in root for character in WILDCARDS) and not fs.exists(root)
+    has_wildcard = any(character in root for character in WILDCARDS)
+    is_glob = has_wildcard and not fs.exists(root)
     if is_glob:
         entries = fs.glob(root, detail=True)
         folder = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
     else:
         entries = fs.find(root, detail=True)
         folder = root
-    paths = sorted(name for name, entry in entries.items() if entry["type"] != "directory")
+    paths = sorted(
+        entry_path for entry_path, entry in entries.items() if entry["type"] != "directory"
+    )
     _refuse_delta_table(path, fs, folder, paths)
-    data, left_out = _select(path, fs, root, paths)
+    data_paths, left_out = _select(path, fs, root, paths)
     if not is_glob:
-        _refuse_named_splits(path, root, data)
-    if not data:
+        _refuse_named_splits(path, root, data_paths)
+    if not data_paths:
         if not (entries or fs.exists(root)):
             raise InputError(f"--dataset_path {path}: no such file or folder{_remedies([root])}")
         raise _no_data(path, "has no files that end in", entries or [root], left_out)
     if left_out:
-        log.warning("reading %s of %s; left out: %s", counted(len(data), "file"), path, left_out)
-    return data, folder
+        num_files = counted(len(data_paths), "file")
+        log.warning("reading %s of %s; left out: %s", num_files, path, left_out)
+    return data_paths, folder
 
 
-def _no_data(path: str, problem: str, names: Iterable[str], left_out: str = "") -> InputError:
+def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") -> InputError:
     """Returns the error for a source without data files.
 
     Args:
-        path: Value of the flag.
-        problem: What is wrong, in words that continue with the extensions that are read.
-        names: The files of the source, for which the message says how they can be converted.
-        left_out: How many files were left out and why; "" if nothing was.
+        path: Value of --dataset_path.
+        problem: The beginning of the message. The list of extensions that are read follows it.
+        paths: The paths of the files in the source. The message says how they can be converted.
+        left_out: The numbers of files that were left out, with the reasons; "" if no file was.
     """
-    extensions = ", ".join(extension for kind in KINDS for extension in kind.extensions)
-    message = f"{problem} {extensions} (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
+    extensions: list[str] = []
+    for kind in KINDS:
+        extensions += kind.extensions
+    message = f"{problem} {', '.join(extensions)}"
+    message += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
     if left_out:
         message += f"; left out: {left_out}"
-    return InputError(f"--dataset_path {path}: {message}{_remedies(names)}")
+    return InputError(f"--dataset_path {path}: {message}{_remedies(paths)}")
 
 
-def _remedies(names: Iterable[str]) -> str:
-    """Returns advice on converting files, as clauses that each begin with a semicolon."""
-    remedies: dict[str, None] = {}  # in the order of the files, each once
-    for name in names:
+def _remedies(paths: Iterable[str]) -> str:
+    """Returns advice on converting files, in clauses that each begin with a semicolon."""
+    clauses: dict[str, None] = {}  # the clauses in the order of the files, each once
+    for path in paths:
         for extensions, remedy in CONVERSIONS.items():
             for extension in extensions:
-                if uncompressed_name(name).endswith(extension):
-                    remedies[f"; {extension} is not read: {remedy}"] = None
-    return "".join(remedies)
+                if uncompressed_name(path).endswith(extension):
+                    clauses[f"; {extension} is not read: {remedy}"] = None
+    return "".join(clauses)
 
 
 def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[str], str]:
     """Selects the data files out of all files of a folder or glob.
 
     Args:
-        path: Value of the flag, for messages.
-        fs: The file system of fsspec.
+        path: Value of --dataset_path, for messages.
+        fs: The file system, an object of fsspec.
         root: The path of the folder, or the glob, in the file system.
         paths: The sorted paths of all files.
 
     Returns:
-        The paths of the data files.
-        The numbers of other files and the reasons why they are left out, in words. Files that
-        `datasets` writes beside its data, and hidden files that are not data, are not counted.
+        A tuple of:
+            The paths of the data files.
+            The numbers of files that are left out, with the reasons. Files that `datasets` writes
+            beside its data files are not counted, nor are hidden files that contain no data.
 
     Raises:
-        InputError: If there are several kinds or saved splits.
+        InputError: If there are data files of several kinds, or several splits that `datasets` has
+            saved.
     """
-    reasons: dict[str, str] = {}  # path -> why it is left out; "" if it is not counted
-    for name in paths:
-        if _is_hidden(name, root):
-            reasons[name] = "name or folder begins with . or _" if kind_of(name) else ""
-        elif not kind_of(name):
-            is_link = isinstance(fs, LocalFileSystem) and os.path.isdir(name)
-            extension = os.path.splitext(name)[1]
-            reasons[name] = "link to a folder" if is_link else extension or "no ending"
-    arrow = [name for name in paths if name not in reasons and kind_of(name) is ARROW]
-    if arrow:
-        _refuse_saved_splits(path, paths, arrow)
-        reasons |= {name: "" for name in paths if os.path.basename(name) in SAVED_WITH_DATA}
-        for folder in sorted({os.path.dirname(name) for name in arrow}):
-            listed = _files_in_state(fs, folder)
-            for name in arrow:
-                if os.path.dirname(name) == folder and listed is not None and name not in listed:
-                    reasons[name] = f"not listed in {STATE}"
-    data = [name for name in paths if name not in reasons]
-    # .json files beside other data are settings more often than data.
-    if not all(uncompressed_name(name).endswith(".json") for name in data):
-        for name in data:
-            if name.lower().endswith(".json"):
-                reasons[name] = ".json beside other data"
-        data = [name for name in data if name not in reasons]
-    kinds_of_data = {kind_of(name) for name in data}
+    # Path of each file that is left out -> the reason; "" if the file is not counted.
+    reasons: dict[str, str] = {}
+    for file_path in paths:
+        if _is_hidden(file_path, root):
+            reasons[file_path] = "name or folder begins with . or _" if kind_of(file_path) else ""
+        elif not kind_of(file_path):
+            is_link = isinstance(fs, LocalFileSystem) and os.path.isdir(file_path)
+            extension = os.path.splitext(file_path)[1]
+            reasons[file_path] = "link to a folder" if is_link else extension or "no ending"
+    data_paths = [file_path for file_path in paths if file_path not in reasons]
+    arrow_paths = [file_path for file_path in data_paths if kind_of(file_path) is ARROW]
+    if arrow_paths:
+        _refuse_saved_splits(path, paths, arrow_paths)
+        for file_path in paths:
+            if os.path.basename(file_path) in FILES_SAVED_WITH_DATA:
+                reasons[file_path] = ""
+        for file_path in _paths_not_in_state(fs, arrow_paths):
+            reasons[file_path] = f"not listed in {STATE_FILE}"
+        data_paths = [file_path for file_path in paths if file_path not in reasons]
+    # .json files beside other data files usually contain settings, not data.
+    if not all(uncompressed_name(file_path).endswith(".json") for file_path in data_paths):
+        for file_path in data_paths:
+            if file_path.lower().endswith(".json"):
+                reasons[file_path] = ".json beside other data"
+        data_paths = [file_path for file_path in data_paths if file_path not in reasons]
+    kinds_of_data = {kind_of(file_path) for file_path in data_paths}
     kinds = [kind for kind in KINDS if kind in kinds_of_data]
     if len(kinds) > 1:
         raise InputError(
@@ -248,21 +264,26 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
         )
     counts = Counter(reason for reason in reasons.values() if reason)
     left_out = (f"{counted(count, 'file')} ({reason})" for reason, count in counts.items())
-    return data, ", ".join(left_out)
+    return data_paths, ", ".join(left_out)
 
 
-def _is_hidden(name: str, root: str) -> bool:
-    """Returns whether the name of a file, or of a folder below the root, begins with . or _.
+def _is_hidden(path: str, root: str) -> bool:
+    """Returns whether a file is hidden: a name in its path below the root begins with . or _.
 
-    Such names have unfinished files of Spark, backups of editors, and logs of tables. A root or a
-    glob may name them explicitly.
+    Unfinished files of Spark, backups of editors, and logs of tables have such names. A file is
+    not hidden if the root or the glob contains such a name explicitly.
+
+    Args:
+        path: The path of the file in the file system.
+        root: The path of the folder, or the glob, in the file system.
     """
     patterns = root.split("/")
-    for part in name.removeprefix(root).split("/"):
-        if part[:1] in (".", "_"):
-            explicit = (p for p in patterns if p[:1] == part[0] and fnmatch(part, p))
-            if not any(explicit):
-                return True
+    for name in path.removeprefix(root).split("/"):
+        if name[:1] not in (".", "_"):
+            continue
+        is_explicit = any(pattern[:1] == name[0] and fnmatch(name, pattern) for pattern in patterns)
+        if not is_explicit:
+            return True
     return False
 
 
@@ -270,32 +291,54 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
     """Checks that no folder is a Delta table, which may contain files with deleted rows.
 
     Args:
-        path: Value of the flag, for messages.
-        fs: The file system of fsspec.
+        path: Value of --dataset_path, for messages.
+        fs: The file system, an object of fsspec.
         folder: The path of the folder of the source in the file system.
         paths: The paths of all files.
 
     Raises:
         InputError: If a folder is a Delta table.
     """
-    tables = {name.partition(f"/{DELTA_LOG}/")[0] for name in paths if f"/{DELTA_LOG}/" in name}
-    # A glob may match the data and not the log.
+    tables = set()
+    for file_path in paths:
+        table, log_folder, _ = file_path.partition(f"/{DELTA_LOG}/")
+        if log_folder:
+            tables.add(table)
+    # A glob may match only the data files, so the log is looked for as well.
     if tables or fs.isdir(f"{folder}/{DELTA_LOG}"):
         raise InputError(
             f"--dataset_path {path}: {min(tables, default=folder)} is a Delta table, whose files "
-            "may hold rows that it no longer has; save its rows to files of their own, for example "
-            "those of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
+            "may hold rows that were deleted from it; save its rows to new files, for example the "
+            "result of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
 
 
-def _files_in_state(fs: Any, folder: str) -> set[str] | None:
-    """Returns the files that state.json lists as the data of a folder.
+def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
+    """Returns the Arrow files that state.json in their folder does not list.
 
     `datasets` writes state.json when it saves data. A folder may also contain files of an earlier
     save, which state.json does not list.
 
     Args:
-        fs: The file system of fsspec.
+        fs: The file system, an object of fsspec.
+        arrow_paths: The paths of all Arrow files.
+    """
+    unlisted_paths = []
+    for folder in sorted({os.path.dirname(path) for path in arrow_paths}):
+        listed_paths = _files_in_state(fs, folder)
+        if listed_paths is None:
+            continue
+        for path in arrow_paths:
+            if os.path.dirname(path) == folder and path not in listed_paths:
+                unlisted_paths.append(path)
+    return unlisted_paths
+
+
+def _files_in_state(fs: Any, folder: str) -> set[str] | None:
+    """Returns the files that state.json lists as the data of a folder.
+
+    Args:
+        fs: The file system, an object of fsspec.
         folder: The path of the folder in the file system.
 
     Returns:
@@ -304,44 +347,46 @@ def _files_in_state(fs: Any, folder: str) -> set[str] | None:
     Raises:
         InputError: If state.json is damaged, or if a file that it lists is missing.
     """
-    state = f"{folder}/{STATE}"
-    if not fs.isfile(state):
+    state_path = f"{folder}/{STATE_FILE}"
+    if not fs.isfile(state_path):
         return None
     try:
-        entries = json.loads(fs.cat_file(state)).get("_data_files")
-        paths = None if entries is None else {f"{folder}/{entry['filename']}" for entry in entries}
+        entries = json.loads(fs.cat_file(state_path)).get("_data_files")
+        if entries is None:
+            return None
+        paths = {f"{folder}/{entry['filename']}" for entry in entries}
     except Exception as error:
         raise InputError(
-            f"--dataset_path {state}: is damaged, but says which files count: {one_line(error)}"
+            f"--dataset_path {state_path}: is damaged, but says which files count: "
+            f"{one_line(error)}"
         ) from error
-    for name in sorted(paths or ()):
-        if not fs.isfile(name):
+    for path in sorted(paths):
+        if not fs.isfile(path):
             raise InputError(
-                f"--dataset_path {state}: lists {os.path.basename(name)}, which is missing"
+                f"--dataset_path {state_path}: lists {os.path.basename(path)}, which is missing"
             )
     return paths
 
 
-def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) -> None:
-    """Checks that no folder contains several splits of a data set that `datasets` saved.
+def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[str]) -> None:
+    """Checks that no folder contains several splits of a data set that `datasets` has saved.
 
     Args:
-        path: Value of the flag, for messages.
+        path: Value of --dataset_path, for messages.
         paths: The paths of all files.
-        arrow: The paths of the Arrow files among them.
+        arrow_paths: The paths of the Arrow files, whose folders are the splits.
 
     Raises:
         InputError: If a folder contains several splits.
     """
-    for name in paths:
-        if os.path.basename(name) != SPLITS:
+    for file_path in paths:
+        if os.path.basename(file_path) != SPLITS_FILE:
             continue
-        folder = name.removesuffix(SPLITS)
-        splits = {
-            arrow_path.removeprefix(folder).split("/")[0]
-            for arrow_path in arrow
-            if arrow_path.startswith(folder)
-        }
+        folder = file_path.removesuffix(SPLITS_FILE)
+        splits = set()
+        for arrow_path in arrow_paths:
+            if arrow_path.startswith(folder):
+                splits.add(arrow_path.removeprefix(folder).split("/")[0])
         if len(splits) > 1:
             raise InputError(
                 f"--dataset_path {path}: {folder} holds several splits of a data set "
@@ -349,43 +394,48 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow: Sequence[str]) 
             )
 
 
-def _refuse_named_splits(path: str, root: str, data: Sequence[str]) -> None:
-    """Checks that the data files of a folder do not belong to several splits by their names.
+def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> None:
+    """Checks that the names of the data files in a folder do not name several splits.
 
     Args:
-        path: Value of the flag, for messages.
+        path: Value of --dataset_path, for messages.
         root: The path of the folder in the file system.
-        data: The paths of the data files.
+        data_paths: The paths of the data files.
 
     Raises:
-        InputError: If the names of the files belong to several splits.
+        InputError: If the names of the files name several splits.
     """
-    examples: dict[int | None, str] = {}  # group of SPLIT_WORD -> the first file of this split
-    for name in data:
-        if word := SPLIT_WORD.search(name.removeprefix(root).lower()):
-            examples.setdefault(word.lastindex, name)
+    examples: dict[int | None, str] = {}  # number of a group of SPLIT_WORD -> a file of this split
+    for data_path in data_paths:
+        split_word = SPLIT_WORD.search(data_path.removeprefix(root).lower())
+        if split_word:
+            examples.setdefault(split_word.lastindex, data_path)
     if len(examples) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(examples.values()))}; choose those of one with a glob, or all "
-            f"with {path.rstrip('/')}/**"
+            f"{' and '.join(sorted(examples.values()))}; choose the files of one split with a "
+            f"glob, or all files with {path.rstrip('/')}/**"
         )
 
 
 def _describe(fs: Any, folder: str, path: str) -> DataFile:
-    """Returns a file with its size and version.
+    """Returns a data file with its name, size and version.
 
     Args:
-        fs: The file system of fsspec.
-        folder: The folder that the name of the file is relative to; "" for the whole path.
+        fs: The file system, an object of fsspec.
+        folder: The path of the folder to which the file's name is relative; "" to use the whole
+            path as the name.
         path: The path of the file in the file system.
 
     Raises:
         InputError: If the path is not a regular file.
     """
-    plain = plain_url(path)
-    relative = (plain.partition(folder)[2] if folder else plain).lstrip("/")
-    name = os.fsencode(relative).decode(errors="backslashreplace")
+    path_without_secrets = plain_url(path)
+    relative_path = path_without_secrets
+    if folder:
+        relative_path = path_without_secrets.partition(folder)[2]
+    relative_path = relative_path.lstrip("/")
+    name = os.fsencode(relative_path).decode(errors="backslashreplace")
     if isinstance(fs, LocalFileSystem):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -393,6 +443,10 @@ def _describe(fs: Any, folder: str, path: str) -> DataFile:
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
         return DataFile(path, name, status.st_size, str(status.st_mtime_ns))
-    metadata = fs.info(path)  # from the listing, if the store's client caches it
-    version = next((f"{key} {metadata[key]}" for key in VERSION_KEYS if metadata.get(key)), "")
+    metadata = fs.info(path)  # no request if the store's client has cached the listing
+    version = ""
+    for key in VERSION_KEYS:
+        if metadata.get(key):
+            version = f"{key} {metadata[key]}"
+            break
     return DataFile(fs.unstrip_protocol(path), name, metadata["size"], version)

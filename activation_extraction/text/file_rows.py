@@ -1,14 +1,14 @@
-"""Reads the rows of one file of a data set, a local one or one at a URL.
+"""Reads the rows of one file of a data set, which is local or at a URL.
 
-The table KINDS at the end of this module declares which kinds of files there are, by which
-extensions they are recognised, and which function reads their rows. Compressed files are
-decompressed while they are read. A file in another format than its name says is refused as what it
-is, such as a Git LFS pointer or a zip archive.
+The table KINDS at the end of this module declares the kinds of files, the extensions by which they
+are recognised, and the functions that read their rows. Compressed files are decompressed while they
+are read. If the format of a file does not fit its name, the error message names the format, such as
+a Git LFS pointer or a zip archive.
 
-Each row comes with its position in its file. A row that cannot be used raises its error when its
-columns are read, and the rows after it follow; an error of the file itself ends the run. At most
-one row, or one batch of rows of Parquet or Arrow, is in memory, however large the file is; but a
-JSON array is read whole. file_list.py lists the files of a data set.
+Each row comes with its position in its file. If a row cannot be used, reading its columns raises an
+error, and the rows after it can still be read. An error of the file itself ends the run. Only one
+row, or one batch of rows of Parquet or Arrow, is in memory at a time, except that a JSON array is
+read as a whole. file_list.py lists the files of a data set.
 """
 
 import codecs
@@ -34,17 +34,17 @@ from isal.isal_zlib import IsalError
 from activation_extraction.common.errors import RunError, one_line
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.text.rows import RowForm, SourceRow, UnusableRowError
+from activation_extraction.text.rows import RowSchema, SourceRow, UnusableRowError
 from activation_extraction.text.structs import Struct
 
-REPLACE = (
+REPLACE_ADVICE = (
     "if the file is damaged, replace it by an intact one; if it has changed since the run began, "
     "the run needs --overwrite"
 )
-CUT_ROW = "%s: its last row is not read: it was not complete when the run began"
+CUT_ROW_WARNING = "%s: its last row is not read: it was not complete when the run began"
 
-# What damaged files raise. Decompressors also raise OSErrors without a number.
-DAMAGE: tuple[Any, ...] = (
+# Exceptions that damaged files raise. Decompressors also raise OSErrors without an errno.
+DAMAGE_ERRORS: tuple[Any, ...] = (
     EOFError,
     UnicodeError,
     zlib.error,
@@ -52,7 +52,8 @@ DAMAGE: tuple[Any, ...] = (
     lzma.LZMAError,
     pyarrow.ArrowException,
 )
-LONG_WINDOW = "Frame requires too much memory"  # libzstd's message for windows above 128 MB
+# libzstd's message for a file that needs a window of more than 128 MB.
+WINDOW_TOO_LONG = "Frame requires too much memory"
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,13 @@ class DataFile:
     """A file of a data set.
 
     Attributes:
-        url: Local path, or URL.
-        name: Path relative to the folder of the data set, to the folder of a single file, or to the
-            folder before the first wildcard of a glob.
-        size: Size in bytes.
-        version: Checksum or version that the store of a URL has for the content, "" if it has none;
-            for a local file, the time of its last modification in nanoseconds.
+        url: Local path or URL of the file.
+        name: Path of the file relative to a folder: the folder of the data set, the folder that
+            contains a single file, or the last folder before the first wildcard of a glob.
+        size: Size of the file in bytes.
+        version: Version of the content. For a URL, this is the checksum or version that its store
+            reports, or "" if it reports none. For a local file, it is the time of the last
+            modification in nanoseconds.
     """
 
     url: str
@@ -80,9 +82,9 @@ class DataFile:
 
     @property
     def kind(self) -> "FileKind":
-        """The kind of the file. `list_files` lists no file without a kind."""
+        """The kind of the file, by its name."""
         kind = kind_of(self.url)
-        assert kind is not None
+        assert kind is not None  # list_files lists no file without a kind
         return kind
 
     @property
@@ -92,35 +94,37 @@ class DataFile:
 
     @property
     def read_to(self) -> int | None:
-        """The number of bytes that are read from the start of the file; None for all."""
+        """The number of bytes that are read from the start of the file; None to read all bytes."""
         return self.size if self.may_grow else None
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of files.
+    """A kind of data files.
 
     Attributes:
         name: Name of the kind, for messages.
-        extensions: Extensions of its files, in lower case; names are compared case-insensitively.
-        rows: Function that yields the rows of a file. Its arguments are the file; the number of a
-            row group, which is 0 for kinds without row groups; and the columns to read, with how.
-        is_text: Whether files of this kind are text. Text files may be compressed, and rows may be
-            appended to them.
+        extensions: Extensions of the files in lower case. File names are compared
+            case-insensitively.
+        rows: Function that yields the rows of a file. Its arguments are the file, the number of a
+            row group (0 for kinds without row groups), and the schema of the columns to read.
+        is_text: Whether the files are text. Text files may be compressed, and rows may be appended
+            to them during a run.
     """
 
     name: str
     extensions: tuple[str, ...]
-    rows: Callable[[DataFile, int, RowForm], Iterator[SourceRow]]
+    rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
     is_text: bool = False
 
 
 def kind_of(url: str) -> FileKind | None:
-    """Returns the kind of a file by its name; None if the file is not data.
+    """Returns the kind of a file by its name; None if the file is no data file.
 
-    A name with no other extension than .zst is JSON Lines, as in the dumps of Reddit.
+    A file whose only extension is .zst contains JSON Lines, as the dumps of Reddit do.
     """
-    name, compression = uncompressed_name(url), compression_of(url)
+    name = uncompressed_name(url)
+    compression = compression_of(url)
     if compression == ".zst" and "." not in name.rpartition("/")[2]:
         return JSON
     kind = next((kind for kind in KINDS if name.endswith(kind.extensions)), None)
@@ -133,71 +137,76 @@ def count_row_groups(file: DataFile) -> int:
     """Returns the number of row groups of a Parquet file; 1 for any other file.
 
     Raises:
-        RunError: If the file is in another format, which the message names.
+        RunError: If the file is in one of OTHER_FORMATS, which the message names.
         ArrowException: If the file is damaged.
     """
     if file.kind is not PARQUET:
         return 1
-    with open_file(file.url) as opened:
+    with open_file(file.url) as content:
         try:
-            return pyarrow.parquet.ParquetFile(opened).num_row_groups
+            return pyarrow.parquet.ParquetFile(content).num_row_groups
         except pyarrow.ArrowException:
-            opened.seek(0)
-            refuse_other_formats(opened.read(FORMAT_BYTES))
+            content.seek(0)
+            refuse_other_formats(content.read(FORMAT_BYTES))
             raise
 
 
-def file_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
+def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of a file.
 
-    Rows are counted from 0 within their file or row group; lines of JSON Lines from 1. Blank lines
-    and the header of CSV are not rows.
+    Rows are counted from 0 within their file or row group, but lines of JSON Lines are counted from
+    1. Blank lines and the header of a CSV file are not rows.
 
     Args:
         file: The file.
-        row_group: The number of the row group that is read of a Parquet file; 0 for other files.
-        form: The columns to read of each row, and how. Of Parquet and Arrow files, only these
-            columns are read.
+        row_group: The number of the row group to read of a Parquet file; 0 for other files.
+        schema: The columns to read of each row, and their readers. Other columns of Parquet and
+            Arrow files are not read.
 
     Raises:
-        RunError: If the file cannot be read. The message names it and the last row before.
+        RunError: If the file cannot be read. The message names the file and the last row that was
+            read.
     """
-    last = None
+    last_location = None
     try:
-        for row in file.kind.rows(file, row_group, form):
+        for row in file.kind.rows(file, row_group, schema):
             yield row
-            last = row.where
+            last_location = row.location
     except Exception as error:
-        progress = f"; the last row before: {last.removeprefix(file.url).lstrip()}" if last else ""
+        progress = ""
+        if last_location:
+            progress = f"; the last row before: {last_location.removeprefix(file.url).lstrip()}"
         remedy = getattr(error, "remedy", None)
         is_decompression_error = isinstance(error, OSError) and error.errno is None
-        if LONG_WINDOW in str(error):
+        if WINDOW_TOO_LONG in str(error):
             remedy = "decompress it with zstd -d --long=31, or compress it again without --long"
-        elif isinstance(error, DAMAGE) or is_decompression_error:
-            remedy = REPLACE
-        # A damaged local file stays damaged, but a file at a URL may have been transferred wrongly.
+        elif isinstance(error, DAMAGE_ERRORS) or is_decompression_error:
+            remedy = REPLACE_ADVICE
+        # A damaged local file raises the error again at the next start. A file at a URL may have
+        # been transferred wrongly only this time.
         recurs = remedy is not None and (file.local or isinstance(error, RunError))
         message = f"{file.url}: {one_line(error)}{progress}"
         raise RunError(message, remedy=remedy, recurs=recurs) from error
 
 
-# Opening files, and refusing those in another format
+# Functions that open files, and reject files in formats that are not read.
 
 
 class Compression(NamedTuple):
     """A compression of text files.
 
     Attributes:
-        codec: Name of the fsspec codec that decompresses the files. zstd files are decompressed by
-            pyarrow instead, because fsspec would need another package for them.
-        magic: First bytes of a compressed file, by which it is recognised.
+        codec: Name of the codec in fsspec, and in messages. fsspec decompresses all files but zstd
+            files, for which it would need another package; pyarrow decompresses these.
+        magic: First bytes of a compressed file, by which the compression is recognised.
     """
 
     codec: str
     magic: bytes
 
 
-COMPRESSIONS = {  # extension -> compression
+# Extension of compressed files -> their compression.
+COMPRESSIONS = {
     ".gz": Compression("gzip", b"\x1f\x8b\x08"),
     ".bz2": Compression("bz2", b"BZh91AY&SY"),
     ".xz": Compression("xz", b"\xfd7zXZ\x00"),
@@ -206,7 +215,12 @@ COMPRESSIONS = {  # extension -> compression
 
 
 class OtherFormat(NamedTuple):
-    """A format that is not read, and what to do with a file in it, for messages."""
+    """A file format that is not read.
+
+    Attributes:
+        description: Clause that says what the file is, for messages.
+        remedy: Advice on what to do with the file, for messages.
+    """
 
     description: str
     remedy: str
@@ -222,8 +236,8 @@ UTF16 = OtherFormat(
 UTF32 = OtherFormat(
     "is UTF-32, expected UTF-8", "convert it, for example with iconv -f UTF-32 -t UTF-8"
 )
-# First bytes of a file, case-insensitive -> its format. The byte order mark of UTF-32 begins like
-# that of UTF-16, so it comes first.
+# First bytes of a file, compared case-insensitively -> the format of the file. UTF-32 precedes
+# UTF-16, because its byte order mark begins with the byte order mark of UTF-16.
 OTHER_FORMATS = {
     b"version https://git-lfs.github.com/": LFS_POINTER,
     **{
@@ -240,12 +254,12 @@ OTHER_FORMATS = {
     codecs.BOM_UTF16_LE: UTF16,
     codecs.BOM_UTF16_BE: UTF16,
 }
-FORMAT_BYTES = 64  # the number of bytes at the start of a file that show its format
-BUFFER_BYTES = 2**16  # the size of the buffer for reading text files
+FORMAT_BYTES = 64  # the number of bytes at the start of a file by which its format is recognised
+BUFFER_BYTES = 2**16  # the size in bytes of the buffer for reading text files
 
 
 def compression_of(url: str) -> str:
-    """Returns the extension of a compressed file, a key of COMPRESSIONS; "" for other files."""
+    """Returns the key of COMPRESSIONS with which a name ends; "" if the file is not compressed."""
     name = plain_url(url).lower()
     return next((extension for extension in COMPRESSIONS if name.endswith(extension)), "")
 
@@ -257,130 +271,147 @@ def uncompressed_name(url: str) -> str:
 
 def open_file(url: str) -> Any:
     """Opens a local file or a URL for reading its bytes."""
-    # fsspec is not used for local paths, in which it would take :: for a chain of URLs.
+    # A local path is opened without fsspec, which would interpret :: in it as a chain of URLs.
     return fsspec.open(url, "rb") if "://" in url else open(url, "rb")
 
 
 @contextmanager
 def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
-    """Opens a text file for reading its bytes, decompressed, up to `file.read_to`.
+    """Opens a text file for reading its decompressed bytes, in a `with` block.
+
+    If rows may be appended to the file, only its first `file.read_to` bytes are read.
 
     Raises:
-        RunError: If the file is in another format.
+        RunError: If the format of the file does not fit its name.
     """
     extension = compression_of(file.url)
     with ExitStack() as stack:
-        opened = stack.enter_context(open_file(file.url))
-        raw = opened if file.read_to is None else Beginning(opened, file.read_to)
-        content = io.BufferedReader(raw, BUFFER_BYTES)
+        raw_file = stack.enter_context(open_file(file.url))
+        if file.read_to is not None:
+            raw_file = FirstBytes(raw_file, file.read_to)
+        content = io.BufferedReader(raw_file, BUFFER_BYTES)
         if extension:
             refuse_other_formats(content.peek(), extension)
             if extension == ".zst":
-                decompressed = pyarrow.CompressedInputStream(content, "zstd")
+                decompressor = pyarrow.CompressedInputStream(content, "zstd")
             else:
-                decompressed = compr[COMPRESSIONS[extension].codec](content, mode="r")
-            content = io.BufferedReader(stack.enter_context(decompressed), BUFFER_BYTES)
-        first = content.peek()
-        refuse_other_formats(first)
-        # UTF-16 without a byte order mark: one byte of an ASCII letter is 0.
-        if len(first) > 1 and (first[0] == 0) != (first[1] == 0):
+                decompressor = compr[COMPRESSIONS[extension].codec](content, mode="r")
+            content = io.BufferedReader(stack.enter_context(decompressor), BUFFER_BYTES)
+        first_bytes = content.peek()
+        refuse_other_formats(first_bytes)
+        # One byte of an ASCII letter is 0 in UTF-16, which may have no byte order mark.
+        if len(first_bytes) > 1 and (first_bytes[0] == 0) != (first_bytes[1] == 0):
             raise RunError(UTF16.description, remedy=UTF16.remedy)
         yield content
 
 
-class Beginning(io.RawIOBase):
-    """The first bytes of a file, as a file of its own."""
+class FirstBytes(io.RawIOBase):
+    """The first bytes of a file as a file object, which ends after them."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        """Takes the file, and the number of bytes."""
-        self._file, self._left = file, size
+        """Initialises the file object.
+
+        Args:
+            file: The file.
+            size: The number of bytes to read from the start of the file.
+        """
+        self._file = file
+        self._remaining_bytes = size
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        content = self._file.read(min(len(buffer), self._left))
+        content = self._file.read(min(len(buffer), self._remaining_bytes))
         buffer[: len(content)] = content
-        self._left -= len(content)
+        self._remaining_bytes -= len(content)
         return len(content)
 
 
-def refuse_other_formats(first: bytes, compression: str = "") -> None:
+def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
     """Checks that the content of a file is in the format that its name says.
 
     Args:
-        first: The first bytes of the file.
-        compression: The extension of its compression, a key of COMPRESSIONS; "" if its name has
-            no such extension, or if the bytes have been decompressed already.
+        first_bytes: The first bytes of the file.
+        compression: The key of COMPRESSIONS with which the name of the file ends. "" if the name
+            ends in none of them, or if the bytes have been decompressed already.
 
     Raises:
         RunError: If the file is in one of OTHER_FORMATS, or is not compressed as its name says.
     """
-    expected = COMPRESSIONS[compression].magic if compression else None
-    lower = first.lower()
-    for magic, other in OTHER_FORMATS.items():
-        if magic != expected and lower.startswith(magic.lower()):
-            raise RunError(other.description, remedy=other.remedy)
-    if compression and first[:1] in (b"{", b"["):
-        remedy = f"take {compression} off it"
+    expected_magic = COMPRESSIONS[compression].magic if compression else None
+    lowercase_bytes = first_bytes.lower()
+    for magic, other_format in OTHER_FORMATS.items():
+        if magic != expected_magic and lowercase_bytes.startswith(magic.lower()):
+            raise RunError(other_format.description, remedy=other_format.remedy)
+    if compression and first_bytes[:1] in (b"{", b"["):
+        remedy = f"remove {compression} from its name"
         raise RunError("is not compressed, though its name says so", remedy=remedy)
 
 
 def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]]) -> SourceRow:
-    """Returns row `number` of a file whose rows are counted from 0."""
-    where = f"{file.url} row {number} (from 0)"
-    return SourceRow(where, {"file": file.name, "row": number}, read)
+    """Returns a row of a file whose rows are counted from 0.
+
+    Args:
+        file: The file.
+        number: The number of the row.
+        read: The function that returns the columns of the row by name.
+    """
+    location = f"{file.url} row {number} (from 0)"
+    return SourceRow(location, {"file": file.name, "row": number}, read)
 
 
-# Text files: JSON and CSV
+# Functions that read text files, which are JSON and CSV.
 
 MAX_LINE = 2**27  # the largest number of characters of a line, or of a field of CSV
-MAX_ARRAY_BYTES = 2**30  # the largest size of a JSON array
-NEWLINES = ("\n", "\r", 10, 13)  # the last character of a line of text, or the last byte
-# Separators that CSV files may have instead of commas, and their names for messages.
+MAX_ARRAY_BYTES = 2**30  # the largest size in bytes of a file that is a JSON array
+NEWLINES = ("\n", "\r", 10, 13)  # characters that end a line of text, then their bytes as integers
+# Separators that are no commas, with which some CSV files are written -> their names for messages.
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 DOUBLE_QUOTES = (
     "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
     "one if it is cut off"
 )
-# A quote in a field that would end the field if quotes were escaped by backslashes.
+# A quotation mark after a backslash and before a separator. It ends the field if backslashes escape
+# quotation marks, but it belongs to the field if quotation marks are doubled.
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
-def _json_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
-    """Yields an object for each line, or for each element if a .json file is an array."""
+def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
+    """Yields the rows of a JSON file: its lines, or the elements if a .json file is an array."""
     with text_content(file) as content:
         if uncompressed_name(file.url).endswith(".json"):
-            first = content.peek().removeprefix(codecs.BOM_UTF8).lstrip()
-            if first.partition(b"\n")[0].strip() == b"{":  # one object over several lines
+            first_bytes = content.peek().removeprefix(codecs.BOM_UTF8).lstrip()
+            first_line = first_bytes.partition(b"\n")[0]
+            if first_line.strip() == b"{":  # one object is written over several lines
                 raise RunError(
                     "expected an array of objects, or an object on every line",
                     remedy="convert it to one of these, for example with jq -c",
                 )
-            if first.startswith(b"["):
-                for number, element in enumerate(_array(content)):
-                    yield _numbered_row(file, number, partial(_object, element))
+            if first_bytes.startswith(b"["):
+                for row_number, element in enumerate(_array(content)):
+                    yield _numbered_row(file, row_number, partial(_object, element))
                 return
-        for number, line in enumerate(_lines(content, file), start=1):
+        for line_number, line in enumerate(_lines(content, file), start=1):
             if line.strip():
-                where = f"{file.url} line {number}"
-                position = {"file": file.name, "line": number}
-                yield SourceRow(where, position, partial(_object_of_line, line))
+                location = f"{file.url} line {line_number}"
+                position = {"file": file.name, "line": line_number}
+                yield SourceRow(location, position, partial(_object_of_line, line))
 
 
 def _array(content: IO[bytes]) -> list[Any]:
     """Returns the elements of a JSON array that is the whole content of a file."""
-    encoded = content.read(MAX_ARRAY_BYTES + 1)
-    if len(encoded) > MAX_ARRAY_BYTES:
+    json_bytes = content.read(MAX_ARRAY_BYTES + 1)
+    if len(json_bytes) > MAX_ARRAY_BYTES:
         raise RunError(
             f"is a JSON array of more than {MAX_ARRAY_BYTES:,} bytes, expected an object on every "
             "line of so large a file",
             remedy="convert it, for example with jq -c '.[]'",
         )
     try:
-        return json.loads(encoded)
+        return json.loads(json_bytes)
     except (ValueError, RecursionError) as error:
-        raise RunError(f"not a JSON array: {one_line(error)}", remedy=REPLACE) from error
+        raise RunError(f"not a JSON array: {one_line(error)}", remedy=REPLACE_ADVICE) from error
 
 
 def _object_of_line(line: bytes) -> dict[str, Any]:
@@ -390,54 +421,66 @@ def _object_of_line(line: bytes) -> dict[str, Any]:
 def _decoded_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:  # str(error) adds a line number, always 1
+    except json.JSONDecodeError as error:  # str(error) would add a line number, which is always 1
         raise UnusableRowError(f"not JSON: {error.msg}, column {error.colno}") from error
     except (ValueError, RecursionError) as error:
         raise UnusableRowError(f"not JSON: {one_line(error)}") from error
 
 
 def _object(element: Any) -> dict[str, Any]:
-    """Returns a decoded JSON value, or raises UnusableRowError if it is not an object."""
+    """Returns a decoded JSON value if it is an object.
+
+    Raises:
+        UnusableRowError: If the value is not an object.
+    """
     if not isinstance(element, dict):
         raise UnusableRowError(f"expected a JSON object, found {type(element).__name__}")
     return element
 
 
-def _csv_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
-    """Yields the rows below the header, which names the columns."""
-    csv.field_size_limit(MAX_LINE)  # for the whole process; it is 131,072 by default
+def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
+    """Yields the rows of a CSV file below its header, which names the columns."""
+    csv.field_size_limit(MAX_LINE)  # the limit for the whole process, 131,072 by default
     with text_content(file) as content:
         # Bytes that are not UTF-8 become lone surrogates, so that only their row is unusable.
-        text = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
-        records = filter(None, _csv_records(text, file))
+        text_file = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
+        records = filter(None, _csv_records(text_file, file))
         header = next(records, [])
-        for separator, name in OTHER_SEPARATORS.items():
+        for separator, separator_name in OTHER_SEPARATORS.items():
             if len(header) == 1 and separator in header[0]:
                 raise RunError(
-                    f"its header {header[0]!r:.80} has {name}, expected commas",
+                    f"its header {header[0]!r:.80} has {separator_name}, expected commas",
                     remedy="save it with commas between the fields",
                 )
-        for number, column in enumerate(header):
-            if not column or column in header[:number]:
+        for column_index, column in enumerate(header):
+            if not column or column in header[:column_index]:
                 raise RunError(
-                    f"the header calls column {number + 1} {column!r}",
+                    f"the header calls column {column_index + 1} {column!r}",
                     remedy="give each column a name of its own",
                 )
-        for number, fields in enumerate(records):
-            yield _numbered_row(file, number, partial(_csv_columns, header, fields))
+        for row_number, fields in enumerate(records):
+            yield _numbered_row(file, row_number, partial(_csv_columns, header, fields))
 
 
-def _csv_records(text: IO[str], file: DataFile) -> Iterator[list[str]]:
-    """Yields the fields of each record, the header included; [] for a blank line."""
+def _csv_records(text_file: IO[str], file: DataFile) -> Iterator[list[str]]:
+    """Yields the fields of the header and of each row; an empty list for a blank line.
+
+    Args:
+        text_file: The content of the file.
+        file: The file.
+
+    Raises:
+        RunError: If the quotation marks of a field are not doubled or not closed.
+    """
     try:
-        yield from csv.reader(_lines(text, file), strict=True)
+        yield from csv.reader(_lines(text_file, file), strict=True)
     except csv.Error as error:
         if "end of data" in str(error) and _byte_after(file):
-            log.warning(CUT_ROW, file.url)
+            log.warning(CUT_ROW_WARNING, file.url)
             return
         message = one_line(error)
         if "expected after" in message or "end of data" in message:
-            message += ": quotes in a quoted field are not doubled, or it has no end"
+            message += ": quotes in a quoted field are not doubled, or the field has no end"
         raise RunError(message, remedy=DOUBLE_QUOTES) from error
 
 
@@ -450,10 +493,10 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
         "".join(fields).encode()
     except UnicodeEncodeError as error:
         raise UnusableRowError("not UTF-8") from error
-    for name, text in zip(header, fields, strict=True):
-        if '\\"' in text and text.count('"') == len(AMBIGUOUS_QUOTE.findall(text)):
+    for column, field in zip(header, fields, strict=True):
+        if '\\"' in field and field.count('"') == len(AMBIGUOUS_QUOTE.findall(field)):
             raise UnusableRowError(
-                f'column {name}: a \\" before a comma or the end of a line ends the field where '
+                f'column {column}: a \\" before a comma or the end of a line ends the field where '
                 "quotes are escaped by backslashes, and is in it where they are doubled"
             )
     return dict(zip(header, fields, strict=True))
@@ -462,15 +505,19 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
 def _lines(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
     """Yields the lines of a text file, without a last line that continues after `file.read_to`.
 
+    Args:
+        content: The content of the file, as bytes or as text.
+        file: The file.
+
     Raises:
-        RunError: If a line is so long that it could fill the memory. That may be a file without
-            newlines, or a small one that decompresses to such a line.
+        RunError: If a line is so long that it could fill the memory, for example because the file
+            has no newlines.
     """
     while line := content.readline(MAX_LINE):
         if len(line) == MAX_LINE:
-            raise RunError(f"a line has {MAX_LINE:,} characters or more", remedy=REPLACE)
+            raise RunError(f"a line has {MAX_LINE:,} characters or more", remedy=REPLACE_ADVICE)
         if line[-1] not in NEWLINES and _byte_after(file) not in (b"", b"\n", b"\r"):
-            log.warning(CUT_ROW, file.url)
+            log.warning(CUT_ROW_WARNING, file.url)
             return
         yield line
 
@@ -479,113 +526,122 @@ def _byte_after(file: DataFile) -> bytes:
     """Returns the byte after `file.read_to`; b"" if the file ends there or is compressed."""
     if file.read_to is None or compression_of(file.url):
         return b""
-    with open_file(file.url) as opened:
-        opened.seek(file.read_to)
-        return opened.read(1)
+    with open_file(file.url) as content:
+        content.seek(file.read_to)
+        return content.read(1)
 
 
-# Files of Arrow's columns: Parquet and Arrow
+# Functions that read files with columns of Arrow, which are Parquet and Arrow.
 
-ARROW_FILE_MAGIC = b"ARROW1"  # Arrow streams begin with other bytes
-PARQUET_BATCH_ROWS = 256
-AS_BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an Arrow file, but not of an Arrow stream
+PARQUET_BATCH_ROWS = 256  # the number of rows of a row group that are decoded together
+# Arrow's types of text -> the types of the same values as bytes.
+BYTES_TYPES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 
 
-def _parquet_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
-    """Yields the rows of a row group, with the needed columns only."""
-    with open_file(file.url) as opened:
-        parquet = pyarrow.parquet.ParquetFile(opened)
-        columns = form.columns_among(parquet.schema_arrow.names)
+def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
+    """Yields the rows of a row group of a Parquet file, with the needed columns only."""
+    with open_file(file.url) as content:
+        parquet = pyarrow.parquet.ParquetFile(content)
+        columns = schema.columns_among(parquet.schema_arrow.names)
         batches = parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=[row_group], columns=columns)
-        number = 0
+        row_number = 0
         for batch in batches:
-            for index in range(batch.num_rows):
-                where = f"{file.url} row group {row_group} row {number} (both from 0)"
-                position = {"file": file.name, "row_group": row_group, "row": number}
-                yield SourceRow(where, position, partial(_arrow_columns, batch.slice(index, 1)))
-                number += 1
+            for index_in_batch in range(batch.num_rows):
+                location = f"{file.url} row group {row_group} row {row_number} (both from 0)"
+                position = {"file": file.name, "row_group": row_group, "row": row_number}
+                read = partial(_arrow_columns, batch.slice(index_in_batch, 1))
+                yield SourceRow(location, position, read)
+                row_number += 1
 
 
-def _arrow_rows(file: DataFile, row_group: int, form: RowForm) -> Iterator[SourceRow]:
+def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of an Arrow file or stream, with the needed columns only."""
-    with open_file(file.url) as opened:
-        first = opened.read(FORMAT_BYTES)
-        refuse_other_formats(first)
-        is_stream = not first.startswith(ARROW_FILE_MAGIC)
+    with open_file(file.url) as content:
+        first_bytes = content.read(FORMAT_BYTES)
+        refuse_other_formats(first_bytes)
+        is_stream = not first_bytes.startswith(ARROW_FILE_MAGIC)
         open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
-        opened.seek(0)
-        names = open_arrow(opened).schema.names
-        fields = [names.index(column) for column in form.columns_among(names)]
-        opened.seek(0)
-        arrow = open_arrow(opened, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
+        content.seek(0)
+        names = open_arrow(content).schema.names
+        column_indices = [names.index(column) for column in schema.columns_among(names)]
+        options = pyarrow.ipc.IpcReadOptions(included_fields=column_indices)
+        content.seek(0)
+        arrow = open_arrow(content, options=options)
         batches = arrow if is_stream else map(arrow.get_batch, range(arrow.num_record_batches))
-        number = 0
+        row_number = 0
         for batch in batches:
             _validate(batch)
-            for index in range(batch.num_rows):
-                columns = partial(_arrow_columns, batch.slice(index, 1))
-                yield _numbered_row(file, number, columns)
-                number += 1
+            for index_in_batch in range(batch.num_rows):
+                read = partial(_arrow_columns, batch.slice(index_in_batch, 1))
+                yield _numbered_row(file, row_number, read)
+                row_number += 1
 
 
 def _validate(batch: pyarrow.RecordBatch) -> None:
-    """Checks the buffers of a batch, since reading damaged ones could crash the process.
+    """Checks the buffers of a batch, because reading damaged buffers could crash the process.
 
-    Text is checked as bytes: text that is not UTF-8 makes only its row unusable.
+    Text is checked as if it were bytes, because text that is not UTF-8 makes only its row unusable.
 
     Raises:
         ArrowException: If a buffer is damaged.
     """
     for column in batch.columns:
-        as_bytes = AS_BYTES.get(column.type)
-        (column.view(as_bytes) if as_bytes else column).validate(full=True)
+        bytes_type = BYTES_TYPES.get(column.type)
+        if bytes_type is not None:
+            column = column.view(bytes_type)
+        column.validate(full=True)
 
 
 def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
-    """Returns the columns of a batch of one row.
+    """Returns the values of the columns of a batch that has a single row, by name.
 
     Raises:
-        UnusableRowError: If a column cannot be read; it is named.
+        UnusableRowError: If a column cannot be read. The message names the column.
     """
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            if column.type == pyarrow.time64("ns"):  # Python's times end at microseconds
+            if column.type == pyarrow.time64("ns"):  # Python's times have no nanoseconds
                 column = column.cast(pyarrow.string())
             row[name] = _python_value(column[0].as_py(), column.type)
-        except (UnusableRowError, OverflowError, ValueError) as error:  # as of a date after 9999
+        # A date after the year 9999, for example, raises an OverflowError or a ValueError.
+        except (UnusableRowError, OverflowError, ValueError) as error:
             raise UnusableRowError(f"column {name}: {one_line(error)}") from error
     return row
 
 
-def _python_value(value: Any, kind: pyarrow.DataType) -> Any:
+def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
     """Returns a value of Arrow with its JSON decoded and its objects as Structs.
 
     Args:
         value: The value as `as_py` returns it.
-        kind: The type of the value in Arrow.
+        arrow_type: The type of the value in Arrow.
     """
-    if value is None or not _contains_objects(kind):
+    if value is None or not _contains_objects(arrow_type):
         return value
-    if isinstance(kind, pyarrow.JsonType):
+    if isinstance(arrow_type, pyarrow.JsonType):
         return _decoded_json(value)
-    if isinstance(kind, pyarrow.StructType):
-        return Struct({field.name: _python_value(value[field.name], field.type) for field in kind})
-    if isinstance(kind, pyarrow.MapType):
-        return [(key, _python_value(item, kind.item_type)) for key, item in value]
-    return [_python_value(item, kind.value_type) for item in value]
+    if isinstance(arrow_type, pyarrow.StructType):
+        struct = Struct()
+        for field in arrow_type:
+            struct[field.name] = _python_value(value[field.name], field.type)
+        return struct
+    if isinstance(arrow_type, pyarrow.MapType):
+        return [(key, _python_value(item, arrow_type.item_type)) for key, item in value]
+    return [_python_value(element, arrow_type.value_type) for element in value]
 
 
 @cache
-def _contains_objects(kind: pyarrow.DataType) -> bool:
-    """Returns whether values of a type contain JSON or objects.
+def _contains_objects(arrow_type: pyarrow.DataType) -> bool:
+    """Returns whether values of a type of Arrow contain JSON or objects.
 
-    Other values need no conversion, such as long lists of numbers.
+    Other values, such as long lists of numbers, need no conversion.
     """
-    if isinstance(kind, pyarrow.JsonType | pyarrow.StructType | pyarrow.MapType):
+    if isinstance(arrow_type, pyarrow.JsonType | pyarrow.StructType | pyarrow.MapType):
         return True
-    item_type = getattr(kind, "value_type", None)
-    return item_type is not None and _contains_objects(item_type)
+    element_type = getattr(arrow_type, "value_type", None)
+    return element_type is not None and _contains_objects(element_type)
 
 
 JSON = FileKind("JSON", (".jsonl", ".ndjson", ".json"), _json_rows, is_text=True)

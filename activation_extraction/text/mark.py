@@ -1,7 +1,7 @@
-"""Declares the mark: a position in a worker's stream of samples, where the stream can continue.
+"""Declares the mark: a place in a worker's stream of samples from which the run can continue.
 
 samples.py makes the mark before each sample. packing.py determines from which mark a run may
-continue once a sample is stored. The JSON of each shard contains a mark, under `mark`.
+continue once a sample is stored. The JSON file of each shard contains a mark, under the key `mark`.
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mark:
-    """A position in a worker's stream of samples, from which the stream can continue.
+    """A place in a worker's stream of samples from which the run can continue.
 
-    The stream reads documents in chunks. A mark contains the state of the documents at the start of
-    a chunk, and the number of samples between this start and the mark. The names of the fields are
-    also the keys in the JSON of a shard.
+    The worker reads documents in chunks of several rows. A mark contains the state of the documents
+    at the start of a chunk, and the number of samples between this start and the mark. The names of
+    the fields are also the keys in the JSON file of a shard.
 
     Attributes:
         samples: Number of the worker's samples before the mark.
-        skip: Number of these samples that come from the chunk.
+        skip: Number of these samples that come from the chunk. A run that continues skips them.
         skipped_rows: Number of rows before the mark that were skipped because they could not be
             used.
         empty_rows: Number of rows before the mark without a single token.
-        stream: State of the documents at the start of the chunk, as JSON. Empty for the beginning
-            of the data, and for samples that come from no data set.
-        tokens: Number of tokens that the samples before the mark keep.
+        stream: State of the documents at the start of the chunk, a JSON object. Empty for the
+            beginning of the data, and for samples that come from no data set.
+        tokens: Number of tokens before the mark whose activations are stored.
     """
 
     samples: int
@@ -37,20 +37,25 @@ class Mark:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Mark":
-        """Returns the mark in the JSON of a shard, ignoring keys that are not fields."""
+        """Returns a mark that was stored as JSON.
+
+        Args:
+            content: The JSON object. Keys that are no fields are ignored, and fields without a key
+                get their defaults.
+        """
         stored_fields = {}
-        for declared in fields(cls):
-            if declared.name in content:
-                stored_fields[declared.name] = content[declared.name]
+        for mark_field in fields(cls):
+            if mark_field.name in content:
+                stored_fields[mark_field.name] = content[mark_field.name]
         return cls(**stored_fields)
 
     def after(self, tokens: int) -> "Mark":
         """Returns the mark after the sample that follows this mark.
 
-        It does not count the rows between that sample and the next one.
+        The returned mark does not count rows without samples that follow this sample.
 
         Args:
-            tokens: Number of tokens that the sample keeps.
+            tokens: Number of tokens of the sample whose activations are stored.
         """
         return replace(
             self, samples=self.samples + 1, skip=self.skip + 1, tokens=self.tokens + tokens

@@ -1,10 +1,11 @@
 """Packs samples into batches of a fixed shape.
 
-Several samples share a row: segment ids keep them apart in attention, and positions restart at 0.
-Samples are read in groups, in the order of the stream. Each group is packed by itself: its samples,
-longest first, go into the row where they leave the least room (best-fit decreasing). The rows of
-all groups form one stream, from which batches are cut. So a run that continues only needs the mark
-at the beginning of a group (`Placed.mark`), and the samples after this mark that are stored.
+Several samples share a row. Segment ids keep them apart in attention, and positions restart at 0.
+Samples are read in the order of the stream, in groups of consecutive samples. Each group is packed
+by itself, with best-fit decreasing: the longest samples are placed first, each in the row where it
+leaves the least free space. Batches are cut from the rows of all groups, one group after the other.
+So a run that continues only needs the mark at the beginning of a group (`PlacedSample.mark`), and
+the list of stored samples after this mark.
 """
 
 from bisect import bisect_left, insort
@@ -13,42 +14,42 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 import numpy as np
 
 from activation_extraction.common.errors import RunError
-from activation_extraction.text.batch import Batch, Placed, Sample
+from activation_extraction.text.batch import Batch, PlacedSample, Sample
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
-# The size of a group in rows is the number of rows that its tokens would fill without padding.
-GROUP_ROWS = 256  # the largest size of a group
-LEAST_ROWS = 16  # the smallest size of a group
-GROUP_TOKENS = 2**20  # if rows are long, groups have as many tokens and fewer than GROUP_ROWS rows
-GROUP_SAMPLES = 2**16  # the largest number of samples in a group, however short they are
+# Bounds of the size of a group, in rows that the tokens of the group would fill without padding.
+MAX_GROUP_ROWS = 256
+MIN_GROUP_ROWS = 16
+GROUP_TOKENS = 2**20  # the size of a group in tokens if MAX_GROUP_ROWS rows have more tokens
+GROUP_SAMPLES = 2**16  # the largest number of samples in a group, however short the samples are
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
-    """Makes samples from token ids alone, for programs without a data set.
+    """Yields samples made from token ids alone, for programs without a data set.
 
     Args:
         documents: Token ids of each sample. The samples are numbered from 0.
     """
-    for number, ids in enumerate(documents):
-        yield Sample(SampleFacts(number), np.asarray(ids, np.int32), Mark(number))
+    for number, token_ids in enumerate(documents):
+        yield Sample(SampleFacts(number), np.asarray(token_ids, np.int32), Mark(number))
 
 
 def rows_of_group(length: int) -> int:
-    """Returns the size of a group in rows.
+    """Returns the size of a group: the number of rows that its tokens fill without padding.
 
     Args:
         length: The number of tokens of a row.
     """
-    return max(LEAST_ROWS, min(GROUP_ROWS, GROUP_TOKENS // length))
+    return max(MIN_GROUP_ROWS, min(MAX_GROUP_ROWS, GROUP_TOKENS // length))
 
 
 def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, None, Mark | None]:
-    """Packs samples into batches.
+    """Yields batches in which samples are packed.
 
-    The rows of a group are ordered by their first samples. A sample without tokens has a place in
-    this order, but takes no row.
+    The rows of a group are ordered by the numbers of their first samples. A sample without tokens
+    has a place in this order, but takes no row of a batch.
 
     Args:
         samples: The samples, each of at most `length` tokens.
@@ -59,37 +60,38 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         The batches.
 
     Returns:
-        The mark at the end of the samples, if `samples` is a generator that returns it; otherwise
-        None.
+        The mark at the end of the samples, if `samples` is a generator that returns a mark;
+        otherwise None.
 
     Raises:
-        ChangedDataError: The data set has changed. Earlier samples of the same group are not
-            yielded.
-        RunError: Reading has failed. All earlier samples have been yielded.
+        ChangedDataError: If the data set has changed. Batches do not contain the samples that were
+            read before the error in the same group.
+        RunError: If reading fails. Batches contain all samples that were read before the error.
     """
-    failure: RunError | None = None
-    end: Mark | None = None
+    read_error: RunError | None = None
+    end_mark: Mark | None = None
 
-    def readable() -> Iterator[Sample]:
-        nonlocal end, failure
+    def samples_before_error() -> Iterator[Sample]:
+        nonlocal end_mark, read_error
         try:
-            # An iterable that is no generator returns None.
-            end = yield from samples  # type: ignore[func-returns-value]
-        except ChangedDataError:  # the samples before it may be wrong as well
+            # `yield from` returns None for an iterable that is no generator.
+            end_mark = yield from samples  # type: ignore[func-returns-value]
+        except ChangedDataError:  # the earlier samples of the group may be wrong as well
             raise
         except RunError as error:
-            failure = error
+            read_error = error
 
-    placements: list[Placed] = []
-    filled_rows = 0  # the number of rows that the next batch has so far
-    for group in _groups(readable(), length):
-        order = best_fit([len(sample.token_ids) for sample in group], length)
-        last = order[-1][-1]
-        for row in order:
+    placements: list[PlacedSample] = []
+    filled_rows = 0  # the number of rows of the next batch that contain tokens
+    for group in _groups(samples_before_error(), length):
+        packed_rows = best_fit([len(sample.token_ids) for sample in group], length)
+        last_index = packed_rows[-1][-1]
+        for sample_indices in packed_rows:
             start = 0
-            for number in row:
-                mark = group[-1].mark_after if number == last else group[0].mark
-                placements.append(Placed(group[number], filled_rows, start, mark))
+            for index in sample_indices:
+                # The whole group is stored only when the sample that is placed last is stored.
+                mark = group[-1].mark_after if index == last_index else group[0].mark
+                placements.append(PlacedSample(group[index], filled_rows, start, mark))
                 start = placements[-1].stop
             filled_rows += start > 0
             if filled_rows == rows or len(placements) >= GROUP_SAMPLES:
@@ -97,83 +99,92 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
                 placements, filled_rows = [], 0
     if placements:
         yield _lay_out(placements, rows, length)
-    if failure is not None:
-        raise failure
-    return end
+    if read_error is not None:
+        raise read_error
+    return end_mark
 
 
 def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
-    """Yields groups: as many consecutive samples as fit the size of a group.
+    """Yields groups, each with as many consecutive samples as fit into it.
 
     Args:
         samples: The samples.
         length: The number of tokens of a row.
 
     Raises:
-        ValueError: A sample has more tokens than a row.
+        ValueError: If a sample has more tokens than a row.
     """
-    room = rows_of_group(length) * length
+    max_tokens = rows_of_group(length) * length
     group: list[Sample] = []
-    tokens = 0
+    group_tokens = 0
     for sample in samples:
-        size = len(sample.token_ids)
-        if size > length:
-            raise ValueError(f"a sample of {size} tokens, more than the {length} of a row")
-        if tokens + size > room or len(group) == GROUP_SAMPLES:
+        sample_tokens = len(sample.token_ids)
+        if sample_tokens > length:
+            raise ValueError(f"a sample has {sample_tokens} tokens, but a row has only {length}")
+        if group_tokens + sample_tokens > max_tokens or len(group) == GROUP_SAMPLES:
             yield group
-            group, tokens = [], 0
+            group = []
+            group_tokens = 0
         group.append(sample)
-        tokens += size
+        group_tokens += sample_tokens
     if group:
         yield group
 
 
-def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Distributes lengths among rows, by best-fit decreasing.
+def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Distributes samples among rows with best-fit decreasing.
 
-    The longest lengths are placed first, each in the row where it leaves the least room, or in a
-    new row if it fits no other.
+    The longest samples are placed first, each in the row where it leaves the least free space, or
+    in a new row if no row has enough space.
 
     Args:
-        lengths: The lengths, each at most `room`. A length of 0 gets a row of its own.
-        room: The length of a row.
+        lengths: The number of tokens of each sample, at most `row_length`. A sample without tokens
+            gets a row of its own.
+        row_length: The number of tokens of a row.
 
     Returns:
-        The indices of the lengths in each row, ascending. The rows are ordered by their first
-        indices.
+        For each row, the indices of its samples, ascending. The rows are ordered by the index of
+        their first sample.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room left, index of the row), ascending; no full rows
+    # The free tokens and the index of each row that is not full, ascending.
+    free_spaces: list[tuple[int, int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]
         if not length:
             rows.append([index])
             continue
-        best = bisect_left(free, (length, 0))
-        if best < len(free):
-            left, row = free.pop(best)
-            rows[row].append(index)
+        best_space = bisect_left(free_spaces, (length, 0))
+        if best_space < len(free_spaces):
+            free_tokens, row_index = free_spaces.pop(best_space)
+            rows[row_index].append(index)
         else:
-            left = room
-            row = len(rows)
+            free_tokens = row_length
+            row_index = len(rows)
             rows.append([index])
-        if left > length:
-            insort(free, (left - length, row))
+        if free_tokens > length:
+            insort(free_spaces, (free_tokens - length, row_index))
     return sorted(map(sorted, rows))
 
 
-def _lay_out(samples: Sequence[Placed], rows: int, length: int) -> Batch:
-    """Returns the batch of (rows, length) tokens with these samples."""
+def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batch:
+    """Returns the batch that contains placed samples.
+
+    Args:
+        placements: The samples with their places.
+        rows: The number of rows of the batch.
+        length: The number of tokens of a row.
+    """
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    segments = [0] * rows  # the number of samples with tokens in each row so far
-    keeps_all = all(placement.sample.kept is None for placement in samples)
-    kept = None if keeps_all else np.zeros((rows, length), bool)
-    for placement in samples:
-        span = placement.row, slice(placement.start, placement.stop)
-        segments[placement.row] += placement.stop > placement.start
-        token_ids[span] = placement.sample.token_ids
-        segment_ids[span] = segments[placement.row]
-        positions[span] = np.arange(placement.stop - placement.start)
-        if kept is not None:
-            kept[placement.row, placement.start + placement.sample.kept_positions] = True
-    return Batch(token_ids, segment_ids, positions, tuple(samples), kept)
+    num_segments = [0] * rows  # for each row, the number of samples that were laid out in it
+    keeps_all = all(placement.sample.kept_subset is None for placement in placements)
+    kept_mask = None if keeps_all else np.zeros((rows, length), bool)
+    for placement in placements:
+        token_range = placement.row, slice(placement.start, placement.stop)
+        num_segments[placement.row] += placement.stop > placement.start
+        token_ids[token_range] = placement.sample.token_ids
+        segment_ids[token_range] = num_segments[placement.row]
+        positions[token_range] = np.arange(placement.stop - placement.start)
+        if kept_mask is not None:
+            kept_mask[placement.row, placement.start + placement.sample.kept_positions] = True
+    return Batch(token_ids, segment_ids, positions, tuple(placements), kept_mask)

@@ -1,6 +1,7 @@
 """Reads the content of rows that are not conversations: text, token ids, and ARC-AGI tasks.
 
-Each class is a `Reader` for the `RowForm` of rows.py. chat.py has the reader of conversations.
+Each class implements the protocol `Reader` of rows.py. chat.py contains the reader of
+conversations.
 """
 
 from collections.abc import Mapping
@@ -42,11 +43,11 @@ class TextColumn:
         return self.name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
-        """Returns the text of a row; None if it is null or blank.
+        """Returns the text of a row; None if the text is null or blank.
 
         Raises:
-            ColumnError: If the column is missing, or holds conversations or token ids.
-            UnusableRowError: If the column holds anything else that is not text.
+            ColumnError: If the column is missing, or if it contains a conversation or token ids.
+            UnusableRowError: If the column contains any other value that is not text.
         """
         text = column_of(row, self.name, "--text_column")
         if text is None:
@@ -62,13 +63,13 @@ class TextColumn:
 
 @dataclass(frozen=True)
 class IdsColumn:
-    """Reads token ids from a column, and the mask of those that may be kept from another column.
+    """Reads token ids from a column, and from another column a mask of the tokens to keep.
 
     Attributes:
-        name: The name of the column of token ids.
-        mask: The name of the column of masks, lists of 0 and 1; "" for none. If it is
-            ATTENTION_MASK, 0 means padding, which is left out.
-        vocabulary: The number of token ids that the model has.
+        name: The name of the column with lists of token ids.
+        mask: The name of the column with masks, which are lists of 0 and 1; "" for no mask. In a
+            column of the name ATTENTION_MASK, 0 means padding, which is left out.
+        vocabulary: The number of token ids of the model.
     """
 
     activity: ClassVar = "reading"
@@ -84,77 +85,79 @@ class IdsColumn:
         return self.name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
-        """Returns the token ids of a row; None if there are none.
+        """Returns the token ids of a row; None if the row has no token ids.
 
         Raises:
-            UnusableRowError: If a column is missing, if its values are not what is expected, or if
-                a token id is outside the vocabulary.
+            UnusableRowError: If a column is missing or does not contain a list of integers, if the
+                mask does not fit the token ids, or if a token id is outside the vocabulary.
         """
-        values = column_of(row, self.name, "--ids_column")
-        if values is None or values == []:
+        column = column_of(row, self.name, "--ids_column")
+        if column is None or column == []:
             return None
-        ids = _integers(values, self.name, "--ids_column")
-        mask = self._mask(row, len(ids)) if self.mask else None
+        token_ids = _integers(column, self.name, "--ids_column")
+        mask = self._mask(row, len(token_ids)) if self.mask else None
         if mask is not None and self.mask == ATTENTION_MASK:
             if not mask.any():
                 raise UnusableRowError(
                     f"--mask_column {self.mask}: each of its {len(mask)} values is 0, which says "
                     "that all is padding; expected a 1 for each token"
                 )
-            ids = ids[mask]  # before the ids are checked: padding may have any id
+            # Padding is removed before the ids are checked, because it may have any id.
+            token_ids = token_ids[mask]
             mask = None
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            invalid_id = int(ids.min() if ids.min() < 0 else ids.max())
+        if token_ids.min() < 0 or token_ids.max() >= self.vocabulary:
+            invalid_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
                 f"--ids_column {self.name}: token id {invalid_id}; the model has token ids 0 to "
                 f"{self.vocabulary - 1}"
             )
-        return Content(token_ids=ids.astype(np.int32), mask=mask)
+        return Content(token_ids=token_ids.astype(np.int32), mask=mask)
 
     def _mask(self, row: Mapping[str, Any], length: int) -> np.ndarray:
         """Returns the mask of a row of `length` token ids, bool (length,)."""
-        values = column_of(row, self.mask, "--mask_column")
-        numbers = _integers(values, self.mask, "--mask_column")
-        if len(numbers) != length or not np.isin(numbers, (0, 1)).all():
+        column = column_of(row, self.mask, "--mask_column")
+        integers = _integers(column, self.mask, "--mask_column")
+        if len(integers) != length or not np.isin(integers, (0, 1)).all():
             raise UnusableRowError(
                 f"--mask_column {self.mask}: expected {length} values, each 0 or 1, one for "
-                f"each token id, found {len(numbers)}: {numbers[:8].tolist()}"
+                f"each token id, found {len(integers)}: {integers[:8].tolist()}"
             )
-        return numbers.astype(bool)
+        return integers.astype(bool)
 
 
-def _integers(values: Any, name: str, flag: str) -> np.ndarray:
-    """Returns the values of a column as integers, int64 (values,).
+def _integers(column: Any, name: str, flag: str) -> np.ndarray:
+    """Returns the list of integers in a column as an array, int64 (integers,).
 
     Args:
-        values: The values, which should be a list of integers or booleans.
+        column: The value of the column.
         name: The name of the column, for the message.
         flag: The flag that names the column, for the message.
 
     Raises:
-        UnusableRowError: If the values are anything else.
+        UnusableRowError: If the column does not contain a list of integers or booleans.
     """
     try:
-        array = np.array(values)
-    except ValueError:  # lists of several lengths
+        array = np.array(column)
+    except ValueError:  # NumPy refuses nested lists of different lengths
         array = np.array(None)
-    if isinstance(values, list) and array.ndim == 1 and array.dtype.kind in "bi":
+    if isinstance(column, list) and array.ndim == 1 and array.dtype.kind in "bi":
         return array.astype(np.int64)
     raise UnusableRowError(
-        f"{flag} {name}: expected a list of whole numbers, found {type(values).__name__} "
-        f"{values!r:.40}"
+        f"{flag} {name}: expected a list of whole numbers, found {type(column).__name__} "
+        f"{column!r:.40}"
     )
 
 
 @dataclass(frozen=True)
 class ArcTask:
-    """Reads an ARC-AGI task as a prompt that shows its training pairs and asks for its tests.
+    """Reads an ARC-AGI task as a prompt with the training pairs, which asks for the test outputs.
 
-    `RowForm` lists it after the reader of a column, for data sets without that column.
+    `RowSchema` lists this reader after the reader of a text or messages column. So it reads only
+    rows without that column.
 
     Attributes:
-        template: The template that renders the prompt as a message of the user; None for the prompt
-            alone.
+        template: The chat template that renders the prompt as a message of the user; None to use
+            the prompt without a template.
     """
 
     activity: ClassVar = "reading"
@@ -162,17 +165,17 @@ class ArcTask:
 
     @property
     def columns(self) -> Columns:
-        return Columns(("train", "test"), ids=("id", "task_id"))
+        return Columns(("train", "test"), id_columns=("id", "task_id"))
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        return all(isinstance(row.get(name), list) for name in self.columns.required)
+        return all(isinstance(row.get(name), list) for name in self.columns.required_columns)
 
     def read(self, row: Mapping[str, Any]) -> Content:
         """Returns the prompt of a task.
 
         Raises:
-            UnusableRowError: If the columns contain no grids, or if the template refuses the
-                prompt.
+            UnusableRowError: If the columns contain no grids, or if the chat template cannot render
+                the prompt.
         """
         prompt = _arc_prompt(row)
         if self.template is None:
@@ -181,27 +184,30 @@ class ArcTask:
 
 
 def _arc_prompt(row: Mapping[str, Any]) -> str:
-    """Returns the prompt for an ARC-AGI task: its training pairs, then each test input to solve.
+    """Returns the prompt for an ARC-AGI task: the training pairs, then the input of each test.
 
-    Each row of a grid is one line, with spaces between the cells, below a line "Input:" or
-    "Output:". The outputs of the tests are left out.
+    Each grid follows a line "Input:" or "Output:". A row of the grid is a line with spaces between
+    the cells. The outputs of the tests are left out.
+
+    Args:
+        row: The columns of the task by name: `train` and `test`, each a list of pairs of grids.
 
     Raises:
         UnusableRowError: If the columns `train` and `test` contain no grids.
     """
 
-    def lines(grid: list[list[int]]) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in grid)
+    def grid_text(grid: list[list[int]]) -> str:
+        lines = [" ".join(map(str, grid_row)) for grid_row in grid]
+        return "\n".join(lines)
 
     try:
-        examples = [
-            f"Example {number}\nInput:\n{lines(pair['input'])}\nOutput:\n{lines(pair['output'])}\n"
-            for number, pair in enumerate(row["train"], start=1)
-        ]
-        tests = [
-            f"Test {number}\nInput:\n{lines(pair['input'])}\nOutput:\n"
-            for number, pair in enumerate(row["test"], start=1)
-        ]
+        sections = []
+        for number, pair in enumerate(row["train"], start=1):
+            input_text = grid_text(pair["input"])
+            output_text = grid_text(pair["output"])
+            sections.append(f"Example {number}\nInput:\n{input_text}\nOutput:\n{output_text}\n")
+        for number, pair in enumerate(row["test"], start=1):
+            sections.append(f"Test {number}\nInput:\n{grid_text(pair['input'])}\nOutput:\n")
     except (KeyError, TypeError) as error:
         raise UnusableRowError(f"it has ARC-AGI columns but no grids in them: {error!r}") from error
-    return "\n".join(examples + tests)
+    return "\n".join(sections)

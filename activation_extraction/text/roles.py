@@ -3,14 +3,14 @@
 chat.py renders conversations. tokens.py turns the spans of this module into labels of tokens.
 
 Qwen's templates write every turn as a block: <|im_start|>ROLE, a newline, the content and
-<|im_end|>. The blocks show the roles, so no message may contain these two markers, and the blocks
-must be those of the messages. That way no content can pass for another role. A template that writes
-no such blocks gives text without roles.
+<|im_end|>. The roles are read from the blocks. So that no content can be taken for another role,
+messages must not contain these two markers, and the blocks must agree with the messages. If a
+template writes no such blocks, its text has no roles.
 
-The header of a block and the text between blocks have the role "template"; <|im_end|> belongs to
-the role of its block. If the template marks thinking, a block that begins with <think> has the role
-"thinking" up to </think> and the newlines after it. Tool messages have the role "tool", even in a
-template that writes several of them into one block of the user.
+The header of a block and the text between blocks have the role "template". <|im_end|> has the role
+of its block. If the template marks thinking and a block begins with <think>, the text up to
+</think> has the role "thinking", together with the newlines after it. Tool messages have the role
+"tool", even if a template writes several of them into one block of the user.
 """
 
 import json
@@ -27,7 +27,8 @@ START, END = "<|im_start|>", "<|im_end|>"
 BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
 THINK, END_THINK = "<think>", "</think>"
 THINKING = re.compile(r"<think>.*?</think>\n{0,2}", re.DOTALL)
-# The headers that a template may write for a role, where they are not the role's own name.
+# Role of a message -> headers that a template may write for it. Other roles only have their name as
+# the header.
 HEADERS = {"tool": ("tool", "user"), "system": ("system", "developer")}
 
 
@@ -35,9 +36,9 @@ class Turn(NamedTuple):
     """A block of a rendered conversation.
 
     Attributes:
-        role: The role of the block's content.
-        messages: The messages in the block: usually one, several if their role is "tool", and none
-            for a system prompt that the template adds.
+        role: The role of the content of the block.
+        messages: The messages in the block. This is usually one message. There may be several if
+            their role is "tool", and there is none in a system prompt that the template adds.
     """
 
     role: str
@@ -45,44 +46,50 @@ class Turn(NamedTuple):
 
 
 def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bool) -> list[Span]:
-    """Returns the role and turn of each stretch of a rendered conversation.
+    """Returns spans with the role and turn of each character of a rendered conversation.
 
     Args:
         text: The conversation as the template renders it.
-        messages: The messages that were rendered, whose texts contain neither START nor END.
+        messages: The messages that were rendered. They contain neither START nor END.
         marks_thinking: Whether the template writes thinking between THINK and END_THINK.
 
     Returns:
-        Spans that together cover the text.
+        The spans, which together cover the text.
 
     Raises:
-        UnusableRowError: If the text does not consist of blocks, if the blocks are not those of the
-            messages, or if a block lacks the text of one of its messages.
+        UnusableRowError: If the text does not consist of blocks, if the blocks do not agree with
+            the messages, or if a block lacks the text of one of its messages.
     """
     blocks = _blocks(text)
     headers = [block[1].strip() for block in blocks]
+    turns = _turns(headers, messages)
     spans = [Span(0, TEMPLATE, 0)]
-    end = 0
-    for number, (block, turn) in enumerate(zip(blocks, _turns(headers, messages), strict=True)):
-        start, end = block.start(2), block.end()
-        spans.append(Span(block.start(), TEMPLATE, number))
+    block_end = 0
+    for turn_number, (block, turn) in enumerate(zip(blocks, turns, strict=True)):
+        content_start = block.start(2)
+        content_end = block.end(2)
+        block_end = block.end()
+        spans.append(Span(block.start(), TEMPLATE, turn_number))
         if turn.role == "assistant" and marks_thinking:
             if thinking := THINKING.match(block[2]):
-                spans.append(Span(start, ROLES.index("thinking"), number))
-                start += thinking.end()
-        require_texts(turn.messages, marks_thinking, text, start, block.end(2))
-        spans.append(Span(start, ROLES.index(turn.role), number))
-        spans.append(Span(end, TEMPLATE, number))
-    generation_prompt = text.find(START, end)
-    if generation_prompt >= 0:
-        spans.append(Span(generation_prompt, TEMPLATE, len(blocks)))
+                spans.append(Span(content_start, ROLES.index("thinking"), turn_number))
+                content_start += thinking.end()
+        require_texts(turn.messages, marks_thinking, text, content_start, content_end)
+        spans.append(Span(content_start, ROLES.index(turn.role), turn_number))
+        spans.append(Span(block_end, TEMPLATE, turn_number))
+    prompt_start = text.find(START, block_end)
+    if prompt_start >= 0:  # the template opens the turn that a model would generate
+        spans.append(Span(prompt_start, TEMPLATE, len(blocks)))
     return spans
 
 
 def _blocks(text: str) -> list[re.Match[str]]:
-    """Returns the blocks of a text: group 1 is the header, group 2 the content.
+    """Returns the blocks of a rendered conversation.
 
     After the last block, one more START may open the turn that a model would generate.
+
+    Returns:
+        A match for each block. Group 1 of the match is the header, and group 2 is the content.
 
     Raises:
         UnusableRowError: If START or END occurs anywhere else, or if there is no START.
@@ -90,20 +97,20 @@ def _blocks(text: str) -> list[re.Match[str]]:
     if START not in text:
         raise UnusableRowError(f"the template writes no turns that begin with {START}")
     blocks = list(BLOCK.finditer(text))
-    end = blocks[-1].end() if blocks else 0
-    starts_after_blocks = text.count(START, end)
+    last_block_end = blocks[-1].end() if blocks else 0
+    starts_after_blocks = text.count(START, last_block_end)
     if text.count(START) - len(blocks) != starts_after_blocks or starts_after_blocks > 1:
         raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
-    # A message that ends in "<|im_end|" would make one with a ">" that the template writes next.
+    # If a message ends in "<|im_end|" and the template writes ">" after it, they make another END.
     if text.count(END) != len(blocks):
-        raise UnusableRowError(f"rendered, it holds another {END} than those of its turns")
+        raise UnusableRowError(f"its rendered text contains {END} elsewhere than at a turn's end")
     return blocks
 
 
 def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[Turn]:
     """Returns the turn of each block.
 
-    A template may begin with a system block of its own. It may write consecutive tool messages into
+    A template may add a system block at the beginning. It may write consecutive tool messages into
     one block, whose header is "user" in some templates.
 
     Args:
@@ -111,26 +118,33 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
         messages: The messages of the conversation.
 
     Raises:
-        UnusableRowError: If the blocks are not those of the messages.
+        UnusableRowError: If the blocks do not agree with the messages.
     """
-    separate = [Turn(message["role"], [message]) for message in messages]
-    merged: list[Turn] = []
-    for role, group in groupby(messages, itemgetter("role")):
+    separate_turns = [Turn(message["role"], [message]) for message in messages]
+    merged_turns: list[Turn] = []  # consecutive tool messages are one turn
+    for role, consecutive_messages in groupby(messages, itemgetter("role")):
         if role == "tool":
-            merged.append(Turn(role, list(group)))
+            merged_turns.append(Turn(role, list(consecutive_messages)))
         else:
-            merged += [Turn(role, [message]) for message in group]
-    for turns in (merged, separate):
+            merged_turns += [Turn(role, [message]) for message in consecutive_messages]
+    for turns in (merged_turns, separate_turns):
         if len(headers) == len(turns) + 1 and messages[0]["role"] != "system":
             turns = [Turn("system", []), *turns]
-        if len(headers) == len(turns) and all(
-            header in HEADERS.get(turn.role, (turn.role,))
-            for header, turn in zip(headers, turns, strict=True)
-        ):
+        if _headers_agree(headers, turns):
             return turns
     raise UnusableRowError(
-        f"the template's blocks ({', '.join(headers)}) are not those of its messages "
-        f"({', '.join(turn.role for turn in separate)})"
+        f"the template's blocks ({', '.join(headers)}) do not agree with the roles of the messages "
+        f"({', '.join(turn.role for turn in separate_turns)})"
+    )
+
+
+def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
+    """Returns whether the headers of blocks are possible headers of turns, one for each turn."""
+    if len(headers) != len(turns):
+        return False
+    return all(
+        header in HEADERS.get(turn.role, (turn.role,))
+        for header, turn in zip(headers, turns, strict=True)
     )
 
 
@@ -141,12 +155,12 @@ def require_texts(
     start: int = 0,
     stop: int | None = None,
 ) -> None:
-    """Checks that a rendering contains the texts of messages, in order.
+    """Checks that a rendered conversation contains the texts of its messages, in order.
 
     A template may trim a text, write it as JSON, or leave out thinking.
 
     Args:
-        messages: The messages.
+        messages: The messages whose texts are checked.
         marks_thinking: Whether the template writes thinking between THINK and END_THINK.
         text: The rendered conversation.
         start: Offset in characters at which the search begins.
@@ -156,44 +170,47 @@ def require_texts(
         UnusableRowError: If a text is missing.
     """
     for message in messages:
-        for part in _required_texts(message, marks_thinking):
-            offset, size = text.find(part, start, stop), len(part)
-            if offset < 0:
-                as_json = json.dumps(part, ensure_ascii=False)[1:-1]
-                offset, size = text.find(as_json, start, stop), len(as_json)
-            if offset < 0:
+        for required_text in _required_texts(message, marks_thinking):
+            json_text = json.dumps(required_text, ensure_ascii=False)[1:-1]
+            for spelling in (required_text, json_text):
+                offset = text.find(spelling, start, stop)
+                if offset >= 0:
+                    start = offset + len(spelling)
+                    break
+            else:
                 raise UnusableRowError(
-                    f"the chat template leaves out text of the role {message['role']}: {part!r:.40}"
+                    f"the chat template leaves out text of the role {message['role']}: "
+                    f"{required_text!r:.40}"
                 )
-            start = offset + size
 
 
 def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[str]:
-    """Returns the texts of a message that a template has to write: those around its thinking."""
+    """Returns the texts of a message that a template must write: the texts around its thinking."""
     text = without_surrogates(message.get("content") or "")
-    before, end_mark, after = text.partition(END_THINK)
-    if not (end_mark and marks_thinking and message["role"] == "assistant"):
+    text_before_end, end_marker, text_after = text.partition(END_THINK)
+    if not (end_marker and marks_thinking and message["role"] == "assistant"):
         return [text.strip()]
-    before, mark, _ = before.partition(THINK)
-    # Without <think>, everything up to </think> is thinking.
-    return [before.strip() if mark else "", after.strip()]
+    text_before, start_marker, _ = text_before_end.partition(THINK)
+    # A text without <think> begins with thinking, which extends up to </think>.
+    return [text_before.strip() if start_marker else "", text_after.strip()]
 
 
-def refuse_marks(content: Any, marks: Iterable[str], reason: str) -> None:
+def refuse_markers(content: Any, markers: Iterable[str], message: str) -> None:
     """Checks that no text in a conversation, or in a part of it, contains a marker.
 
     Args:
-        content: A text, or lists and objects of texts. The keys of objects are checked as well.
-        marks: The markers, such as START.
-        reason: The message of the error, with {} in the place of the marker.
+        content: A text, or nested lists and objects with texts. The keys of objects are checked as
+            well.
+        markers: The markers, such as START.
+        message: The message of the error, with {} in the place of the marker.
 
     Raises:
         UnusableRowError: If a text contains a marker.
     """
     for text in _texts(content):
-        for mark in marks:
-            if mark in text:
-                raise UnusableRowError(reason.format(mark))
+        for marker in markers:
+            if marker in text:
+                raise UnusableRowError(message.format(marker))
 
 
 def _texts(content: Any) -> Iterator[str]:
@@ -201,9 +218,9 @@ def _texts(content: Any) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, Mapping):
-        for key, entry in content.items():
+        for key, nested_content in content.items():
             yield str(key)
-            yield from _texts(entry)
+            yield from _texts(nested_content)
     elif isinstance(content, list | tuple):
-        for entry in content:
-            yield from _texts(entry)
+        for element in content:
+            yield from _texts(element)

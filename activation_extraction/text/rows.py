@@ -1,8 +1,9 @@
-"""Reads the content, the id and the columns to keep from the columns of a row.
+"""Reads the content, the id and the columns to keep from a row of a data set.
 
-`RowForm` declares which columns these are. A `Reader` reads the content: readers.py has the readers
-of text, token ids and ARC-AGI tasks, and chat.py has the reader of conversations. A row that cannot
-be used raises `UnusableRowError`; documents.py decides whether to skip the row.
+`RowSchema` declares which columns are read. A `Reader` reads the content from them. readers.py
+contains the readers of text, token ids and ARC-AGI tasks, and chat.py contains the reader of
+conversations. If a row cannot be used, `UnusableRowError` is raised, and documents.py decides
+whether to skip the row.
 """
 
 import datetime
@@ -20,36 +21,42 @@ from activation_extraction.common.errors import near_miss
 from activation_extraction.text.sample_facts import DocId
 
 TEMPLATE = ROLES.index("template")
-MAX_COLUMN_BYTES = 2**19  # the largest size of the kept columns of a row as JSON
-MAX_LEVELS = 60  # the largest depth of lists and objects in a kept column
-MAX_ID_BYTES = 2**18  # the largest size of the id of a row as JSON
-# Types of values that are kept as text, because JSON has no such type.
-AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
-# Kinds of values in columns, for messages, and the flags that read them.
+MAX_COLUMN_BYTES = 2**19  # the largest size of the columns to keep of a row, as JSON
+MAX_LEVELS = 60  # the largest depth of nested lists and objects in a column to keep
+MAX_ID_BYTES = 2**18  # the largest size of the id of a row, as JSON
+# Values of these types are stored as text in columns to keep, because JSON has no such types.
+TYPES_STORED_AS_TEXT = (
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    decimal.Decimal,
+    uuid.UUID,
+)
+# Kinds of values in columns, as messages call them, and the flag that reads a column of each kind.
 CONVERSATION, TOKEN_IDS = "a conversation", "token ids"
 READING_FLAGS = {CONVERSATION: "messages_column", TOKEN_IDS: "ids_column"}
 
 
 class UnusableRowError(Exception):
-    """A row that cannot be used. The message says why."""
+    """Raised if a row cannot be used. The message contains the reason."""
 
 
 class ColumnError(UnusableRowError):
-    """A column that is missing, or that holds values which cannot be used in any row."""
+    """Raised if a column is missing, or if its values cannot be used in any row."""
 
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A row of a file or of a hub data set, whose columns are not read yet.
+    """A row of a file or of a hub data set, whose columns are not decoded yet.
 
     Attributes:
-        where: Position of the row in words, for messages.
-        row: Position of the row as it is stored with a sample (see `SampleFacts.row`).
+        location: Position of the row in words, for messages.
+        position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
         read: Function that returns the columns of the row by name, or raises UnusableRowError.
     """
 
-    where: str
-    row: dict[str, Any]
+    location: str
+    position: dict[str, Any]
     read: Callable[[], dict[str, Any]]
 
 
@@ -57,9 +64,9 @@ class Span(NamedTuple):
     """A stretch of a conversation's text with one role; it ends where the next span begins.
 
     Attributes:
-        start: Offset of its first character.
-        role: Index of its role in ROLES.
-        turn: Number of its turn, from 0.
+        start: Offset of the first character of the span in the text.
+        role: Index of the role in ROLES.
+        turn: Number of the turn that contains the span, counted from 0.
     """
 
     start: int
@@ -72,10 +79,11 @@ class Content:
     """The content of a row: text, or token ids.
 
     Attributes:
-        text: The text; "" for token ids.
-        spans: The roles of a conversation's text, which the spans cover; empty for other content.
-        token_ids: Token ids, int32 (tokens,); None for text.
-        mask: The token ids that may be kept, bool (tokens,); None for all.
+        text: The text; "" if the content is token ids.
+        spans: Spans with the roles of a conversation, which together cover the text; empty if the
+            content is no conversation or has no roles.
+        token_ids: Token ids, int32 (tokens,); None if the content is text.
+        mask: Mask of the tokens that may be kept, bool (tokens,); None if all tokens may be kept.
     """
 
     text: str = ""
@@ -88,23 +96,23 @@ class Columns(NamedTuple):
     """The columns that a reader reads.
 
     Attributes:
-        required: Columns that every row must have.
-        optional: Columns that are read as well if a row has them.
-        ids: Columns that may hold the row's own id. The first one that a row has is its id, unless
-            --id_column names another one.
+        required_columns: Columns that every row must have.
+        optional_columns: Columns that are read as well if a row has them.
+        id_columns: Columns that may contain the id of a row, in order of preference. They are not
+            used if --id_column names a column.
     """
 
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    ids: tuple[str, ...] = ("id",)
+    required_columns: tuple[str, ...]
+    optional_columns: tuple[str, ...] = ()
+    id_columns: tuple[str, ...] = ("id",)
 
 
 class Reader(Protocol):
     """Reads the content of rows from certain columns.
 
     Attributes:
-        activity: Description of reading a row, such as "reading". The position of the row follows
-            it in messages.
+        activity: Verb that describes the reading in messages, such as "reading". The position of
+            the row follows the verb.
         columns: Columns that are read.
     """
 
@@ -114,10 +122,10 @@ class Reader(Protocol):
     def columns(self) -> Columns: ...
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether a row has the columns of this reader's content."""
+        """Returns whether a row has the columns that this reader requires."""
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
-        """Returns the content of a row; None if it is empty.
+        """Returns the content of a row; None if the row has no content.
 
         Raises:
             UnusableRowError: If the content cannot be used.
@@ -125,15 +133,15 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class RowForm:
-    """Declares the columns that are read of each row of a data set.
+class RowSchema:
+    """The columns that are read of each row of a data set, and the readers of the content.
 
     Attributes:
-        readers: Readers of the content. The first one that can read a row reads it. If no reader
-            can read a row, the first one is used, and raises an error.
-        id_column: The column of the row's id; None for the id columns of the readers, which a row
-            may lack.
-        keep_columns: Columns that are stored with the samples of the row.
+        readers: Readers of the content. A row is read by the first reader that can read it. If no
+            reader can read the row, the first reader raises an error.
+        id_column: The column that contains the id of a row. None to use the first of the readers'
+            columns for ids that a row has, if it has one.
+        keep_columns: Columns whose values are stored with the samples of a row.
     """
 
     readers: tuple[Reader, ...]
@@ -142,7 +150,7 @@ class RowForm:
 
     @property
     def activity(self) -> str:
-        """Description of reading a row (see `Reader.activity`)."""
+        """The verb that describes the reading in messages (see `Reader.activity`)."""
         return self.readers[0].activity
 
     def columns_among(self, names: Sequence[str]) -> list[str]:
@@ -152,29 +160,38 @@ class RowForm:
             names: The columns of the file.
 
         Returns:
-            The columns in `names` that a reader reads, the id, and the columns to keep. If the
-            file lacks required columns, all of `names`, so that the error message can list them.
+            The columns in `names` for the content, for the id, and to keep. If the file lacks a
+            required column, all of `names`, so that the error message can list the columns.
         """
-        always = (*self.keep_columns, *([] if self.id_column is None else [self.id_column]))
-        columns = [reader.columns for reader in self.readers]
-        if not any({*always, *reader.required} <= set(names) for reader in columns):
+        flag_columns = list(self.keep_columns)
+        if self.id_column is not None:
+            flag_columns.append(self.id_column)
+        columns_of_readers = [reader.columns for reader in self.readers]
+        has_required = False
+        for columns in columns_of_readers:
+            has_required |= {*flag_columns, *columns.required_columns} <= set(names)
+        if not has_required:
             return list(names)
-        needed = dict.fromkeys(always)
-        for reader in columns:
-            needed |= dict.fromkeys((*reader.required, *reader.optional, *reader.ids))
-        return [name for name in needed if name in names]
+        needed_columns = dict.fromkeys(flag_columns)  # ordered, and each column once
+        for columns in columns_of_readers:
+            needed_columns |= dict.fromkeys(
+                (*columns.required_columns, *columns.optional_columns, *columns.id_columns)
+            )
+        return [column for column in needed_columns if column in names]
 
     def content_of(self, row: Mapping[str, Any]) -> Content | None:
-        """Returns the content of a row; None if it is empty.
+        """Returns the content of a row; None if the row has no content.
 
         Raises:
-            UnusableRowError: If no reader can use the row.
+            UnusableRowError: If no reader can read the row, or if its content cannot be used.
         """
-        able = (reader for reader in self.readers if reader.can_read(row))
-        return next(able, self.readers[0]).read(row)
+        for reader in self.readers:
+            if reader.can_read(row):
+                return reader.read(row)
+        return self.readers[0].read(row)
 
     def id_of(self, row: Mapping[str, Any]) -> DocId:
-        """Returns the row's own id; None if it has none.
+        """Returns the id of a row in the data set; None if the row has no id.
 
         Raises:
             UnusableRowError: If the column that --id_column names is missing, or if the id is too
@@ -182,45 +199,52 @@ class RowForm:
         """
         doc_id = self._id_value(row)
         if doc_id is not None and type(doc_id) not in (str, int, float):
-            doc_id = str(doc_id)  # a date, a decimal or the like: shards hold only plain values
+            doc_id = str(doc_id)  # JSON cannot store other types, such as dates or decimals
         size = len(json.dumps(doc_id))
         if size > MAX_ID_BYTES:
             raise UnusableRowError(
-                f"its id takes {size:,} bytes, there is room for {MAX_ID_BYTES:,}"
+                f"its id takes {size:,} bytes, expected at most {MAX_ID_BYTES:,}"
             )
         return doc_id
 
     def _id_value(self, row: Mapping[str, Any]) -> Any:
         if self.id_column is not None:
             return column_of(row, self.id_column, "--id_column")
-        # A row with a text column can be an ARC-AGI task as well, and then has the task's id.
+        # A row with a text column may be an ARC-AGI task as well. Its id is then the task's id.
         for reader in self.readers:
-            for name in reader.columns.ids if reader.can_read(row) else ():
-                if name in row:
-                    return row[name]
+            if not reader.can_read(row):
+                continue
+            for column in reader.columns.id_columns:
+                if column in row:
+                    return row[column]
         return None
 
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the columns to keep by name, as JSON values.
+        """Returns the values of the columns to keep by name, as JSON values.
 
         Raises:
-            UnusableRowError: If a column is missing, cannot be stored or has too many levels, or
+            UnusableRowError: If a column is missing, cannot be stored or is nested too deeply, or
                 if the columns together are too large.
         """
-        kept = {name: _as_json(row, name) for name in self.keep_columns}
-        if kept and (size := len(json.dumps(kept))) > MAX_COLUMN_BYTES:
+        kept_columns = {name: _as_json(row, name) for name in self.keep_columns}
+        size = len(json.dumps(kept_columns))
+        if size > MAX_COLUMN_BYTES:
             raise UnusableRowError(
-                f"--keep_columns: the row's take {size:,} bytes, there is room for "
+                f"--keep_columns: the row's columns take {size:,} bytes, expected at most "
                 f"{MAX_COLUMN_BYTES:,}"
             )
-        return kept
+        return kept_columns
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:
-    """Returns a column to keep as a JSON value.
+    """Returns the value of a column to keep as a JSON value.
+
+    Args:
+        row: The columns of the row by name.
+        name: The name of the column.
 
     Raises:
-        ColumnError: If the column is missing or holds values that cannot be stored.
+        ColumnError: If the column is missing or contains values that cannot be stored.
         UnusableRowError: If the value is nested too deeply.
     """
 
@@ -229,7 +253,7 @@ def _as_json(row: Mapping[str, Any], name: str) -> Any:
             raise UnusableRowError(f"--keep_columns {name}: has more than {MAX_LEVELS} levels")
         if value is None or isinstance(value, str | bool | int | float):
             return value
-        if isinstance(value, AS_TEXT):
+        if isinstance(value, TYPES_STORED_AS_TEXT):
             return str(value)
         if isinstance(value, list | tuple):
             return [convert(item, levels - 1) for item in value]
@@ -247,28 +271,28 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
     """Returns the value of a column of a row.
 
     Args:
-        row: The row.
+        row: The columns of the row by name.
         name: The name of the column.
         flag: The flag that names the column, for the message.
 
     Raises:
-        ColumnError: If the row has no such column. The message lists its columns, and which of them
-            look like text, conversations or token ids.
+        ColumnError: If the row has no such column. The message lists the columns of the row, and
+            which of them look like text, conversations or token ids.
     """
     if name in row:
         return row[name]
-    columns = []
+    descriptions = []
     for column, value in row.items():
         kind = kind_of_value(value)
-        columns.append(f"{column} ({kind})" if kind else column)
+        descriptions.append(f"{column} ({kind})" if kind else column)
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; "
-        f"the columns are {', '.join(columns) or 'none':.2000}"
+        f"the columns are {', '.join(descriptions) or 'none':.2000}"
     )
 
 
 def kind_of_value(value: Any) -> str:
-    """Returns whether a value looks like text, CONVERSATION or TOKEN_IDS; "" for other values."""
+    """Returns the kind that a value seems to have: "text", CONVERSATION or TOKEN_IDS; else ""."""
     if isinstance(value, str):
         return "text"
     if isinstance(value, list) and value:
@@ -280,7 +304,10 @@ def kind_of_value(value: Any) -> str:
 
 
 def without_surrogates(text: str) -> str:
-    """Returns a text with its lone surrogates replaced: JSON may contain them, UTF-8 may not."""
+    """Returns a text with its lone surrogates replaced.
+
+    JSON may contain lone surrogates (halves of a surrogate pair), but UTF-8 may not.
+    """
     try:
         text.encode()
         return text

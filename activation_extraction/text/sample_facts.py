@@ -1,17 +1,16 @@
 """Declares the facts of a sample, which are stored beside its tokens and activations.
 
-`SampleFacts` is the only declaration of these fields. A sample of the stream contains them, and so
-do the samples of a shard. The table of samples (store/sample_table.py) has a column for each fact.
-Readers return the facts as `StoredSample`, or as the first fields of `SampleActivations`.
-samples.py makes them from the rows of a data set; programs with their own loop pass them to
-`ActivationStorage.add_activation`.
+samples.py makes the facts from the rows of a data set. Programs that compute activations themselves
+pass the facts to `ActivationStorage.add_activation`. The table of samples in each shard
+(store/sample_table.py) has a column for each fact. When a run is read, the facts are part of
+`StoredSample` and of `SampleActivations`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-DocId = str | int | float | None
+DocId = str | int | float | None  # the id of a row in the data set; None if it has no id
 
 
 @dataclass(frozen=True)
@@ -20,20 +19,21 @@ class SampleFacts:
 
     Attributes:
         sample_idx: Number of the sample, unique over all machines and hosts of the run.
-        row: Position of the sample's row in the data set. Its keys are, by the kind of data:
-            JSON Lines: "file" and "line", counted from 1.
-            Parquet: "file", "row_group" and "row", counted from 0.
-            Other files: "file" and "row", counted from 0.
-            Hub data sets: "row", counted from 0; also "share" if rows are counted within one of
-            several shares, and "shard" if they are counted within a shard of a shuffled data set.
-            A mixture: also "source".
-            Long documents that are split: also "piece", the number of the piece from 0, and
-            "start", the position in the document of the piece's first token.
-            None if a program with its own loop stored no row.
-        doc_id: Id that the row has in the data set; None if it has none.
-        text_preview: The first 200 characters of the text; "" if there is no text.
-        cut: Number of tokens of the document that were left out at its end.
-        columns: Other columns of the row that the run keeps, values of JSON by name.
+        row: Position of the sample's row in the data set; None if the program that stored the
+            sample gave no row. The keys depend on the data set:
+            JSON Lines: "file", and "line", counted from 1.
+            Parquet: "file", "row_group", and "row" in the row group, both counted from 0.
+            Other files: "file", and "row", counted from 0.
+            Hub data sets: "row", counted from 0. "share" is present if rows are counted within a
+            share of the data set, and "shard" if they are counted within a shard of a shuffled
+            data set.
+            Mixtures of data sets: also "source", the name of the data set.
+            Runs with --long_documents split: also "piece", the number of the piece counted from 0,
+            and "start", the position of the piece's first token in the document.
+        doc_id: Id of the row in the data set; None if the row has no id.
+        text_preview: The first 200 characters of the sample's text; "" if there is no text.
+        cut: Number of tokens that were left out at the end of the document.
+        columns: Columns of the row that --keep_columns names, JSON values by name.
     """
 
     sample_idx: int
@@ -46,11 +46,12 @@ class SampleFacts:
 
 @dataclass(frozen=True)
 class StoredSample:
-    """A sample as the table of samples lists it.
+    """A stored sample, as it is listed in the table of samples of a shard.
 
     Attributes:
-        facts: Facts of the sample. Facts whose columns were not read have their defaults.
-        tokens: Number of tokens that are stored, which may be 0.
+        facts: Facts of the sample. Facts whose columns were not read from the table have their
+            defaults.
+        tokens: Number of tokens whose activations are stored, which may be 0.
     """
 
     facts: SampleFacts

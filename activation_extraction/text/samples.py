@@ -1,8 +1,9 @@
 """Makes samples from documents: tokenises, cuts or splits them, and makes the mark of each sample.
 
-Documents are tokenised in chunks. A mark (mark.py) contains the state of the documents before a
-chunk and the number of samples to skip within the chunk. A run that continues leaves out the
-samples that are stored. token_choice.py chooses the tokens to keep.
+Rows are read and tokenised in chunks of CHUNK_ROWS. A mark (mark.py) contains the state of the
+documents before a chunk, and the number of samples to skip within the chunk. A run that continues
+leaves out the samples that are stored already. token_choice.py chooses which tokens of a sample
+are kept, which means that their activations are stored.
 """
 
 import json
@@ -37,31 +38,32 @@ PREVIEW_CHARACTERS = 200  # the length of SampleFacts.text_preview
 
 
 class ChangedDataError(RunError):
-    """The data set has changed: a stored sample would now come from another row."""
+    """The data set has changed, so that a stored sample would now come from another row."""
 
 
 @dataclass(frozen=True)
-class SampleForm:
+class SampleSettings:
     """The settings by which documents become samples.
 
     Attributes:
         length: Largest number of tokens of a sample.
-        split: Whether a document with more tokens becomes several samples. Otherwise it is cut.
-        overlap: Number of tokens at the start of each piece but the first that repeat the end of
-            the previous piece. They are context, and never kept.
+        split: Whether a document with more than `length` tokens is split into several samples.
+            Otherwise it is cut to `length` tokens.
+        overlap: Number of tokens at the end of a piece that the next piece of the same document
+            repeats at its start. The next piece uses them as context and never keeps them.
         choice: Choice of the tokens to keep.
-        special: Special tokens around a document, which count as tokens of the document. A document
-            that is cut keeps all of them.
+        special_tokens: Special tokens that are added around a document. They count as tokens of the
+            document. A document that is cut still contains all of them.
     """
 
     length: int
     split: bool = False
     overlap: int = 0
     choice: TokenChoice = TokenChoice()
-    special: SpecialTokens = SpecialTokens()
+    special_tokens: SpecialTokens = SpecialTokens()
 
     def pieces(self, tokens: int) -> list[range]:
-        """Returns the range of tokens of each sample of a document.
+        """Returns, for each sample of a document, the range of the document's tokens in it.
 
         Args:
             tokens: Number of tokens of the document.
@@ -72,25 +74,25 @@ class SampleForm:
         return [range(start, min(start + self.length, tokens)) for start in starts]
 
     def eligible(self, document: Document, tokens: Tokens) -> np.ndarray | None:
-        """Returns which tokens of a document may be kept.
+        """Returns a mask of the tokens of a document that may be kept.
 
         Args:
             document: The document.
             tokens: The tokens of the document, including special tokens.
 
         Returns:
-            A mask, bool (tokens.total,). None if all tokens of each sample are kept.
+            A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
         """
         mask = document.content.mask
         if mask is None and not self.overlap and self.choice.everything:
             return None
-        return self.choice.eligible(tokens.total, mask, tokens.labels)
+        return self.choice.eligible(tokens.total_tokens, mask, tokens.labels)
 
 
 def samples(
     documents: Documents,
     tokenizer: Tokenizer | None,
-    form: SampleForm,
+    settings: SampleSettings,
     max_samples: int | None = None,
     start: Mark | None = None,
     max_tokens: int | None = None,
@@ -99,63 +101,70 @@ def samples(
     limits_from: int = 0,
     on_stored: Callable[[], object] = lambda: None,
 ) -> Generator[Sample, None, Mark]:
-    """Yields the samples of one worker that are not stored.
+    """Yields the samples of one worker that are not stored yet.
 
-    The stream ends after `max_samples` samples, or once the samples keep `max_tokens` tokens; then
-    the last sample is cut. Both limits count from the beginning of the data, and stored samples
-    count with the tokens that are stored of them. A document without a single token has no sample,
-    and its row counts as empty. If the tokenizer fails on a document, its row cannot be used.
+    The stream ends after `max_samples` samples, or when the samples keep `max_tokens` tokens. In
+    the second case, the last sample is cut. Both limits count from the beginning of the data.
+    Samples that are stored already count as well, with the number of their stored tokens. A
+    document without a single token has no sample, and its row counts as empty. If the tokenizer
+    fails on a document, the document's row cannot be used.
 
     Args:
         documents: The documents of the worker.
         tokenizer: The tokenizer; None if documents are token ids.
-        form: The settings by which documents become samples.
-        max_samples: The limit of samples; None for no limit.
+        settings: The settings by which documents become samples.
+        max_samples: The limit of the number of samples; None for no limit.
         start: A mark from an earlier iteration over the same data; None for the beginning.
-        max_tokens: The limit of tokens that are kept; None for no limit.
-        stored: The samples that are stored and left out, by `sample_idx`.
-        until: The number of the sample before which to stop; None to read all.
-        limits_from: The number of the first sample to which the limits apply. A repair sets it
-            behind the last stored sample, so that no limit cuts or drops an earlier one.
-        on_stored: A function that is called for each sample that is left out, which may be the
-            only sign of progress for hours.
+        max_tokens: The limit of the number of kept tokens; None for no limit.
+        stored: The samples that are stored already and left out, by `sample_idx`.
+        until: The number of the sample before which the stream ends; None to read all samples.
+        limits_from: The number of the first sample to which the limits apply. A repair sets it to
+            the number after the last stored sample, so that no limit cuts or drops a sample before.
+        on_stored: A function that is called for each sample that is left out. These calls may be
+            the only sign of progress for hours.
 
     Yields:
         The samples, in order.
 
     Returns:
-        The mark at the end. If all rows were read, it counts all rows without samples. Otherwise it
-        counts those before the last sample, because rows that were only read ahead do not count.
+        The mark at the end. If all rows were read, it counts all skipped and empty rows. Otherwise
+        it counts only such rows before the last sample, because later rows were only read ahead.
 
     Raises:
-        ChangedDataError: A stored sample now comes from another row.
-        RunError: Reading fails, or a row cannot be used and is not to be skipped.
+        ChangedDataError: If a stored sample now comes from another row.
+        RunError: If reading fails, or if a row cannot be used and `documents.skip_bad_rows` is
+            false.
     """
-    most_samples = math.inf if max_samples is None else max_samples
-    most_tokens = math.inf if max_tokens is None else max_tokens
+    sample_limit = math.inf if max_samples is None else max_samples
+    token_limit = math.inf if max_tokens is None else max_tokens
     mark = start or Mark(0)
 
     def is_over() -> bool:
         """Returns whether a limit ends the stream at the mark."""
-        reached = mark.samples >= most_samples or mark.tokens >= most_tokens
-        return mark.samples >= limits_from and reached
+        is_limit_reached = mark.samples >= sample_limit or mark.tokens >= token_limit
+        return mark.samples >= limits_from and is_limit_reached
 
-    whole = _whole_samples(documents, tokenizer, form, mark, max(most_samples, limits_from))
+    whole_samples = _whole_samples(
+        documents, tokenizer, settings, mark, max(sample_limit, limits_from)
+    )
     while mark.samples != until and not is_over():
         try:
-            sample = next(whole)
+            sample = next(whole_samples)
         except StopIteration as end:  # all rows were read
             return replace(end.value, tokens=mark.tokens)
-        before = replace(sample.mark, tokens=mark.tokens)
+        mark_before = replace(sample.mark, tokens=mark.tokens)
         stored_sample = stored.get(sample.facts.sample_idx)
         if stored_sample is None:
-            count = sample.num_kept
-            if before.samples >= limits_from:
-                count = int(min(count, most_tokens - before.tokens))
-            mark = before.after(count)
-            yield _limited(sample, before, count, goes_on=form.split and not is_over())
+            num_kept = sample.num_kept
+            if mark_before.samples >= limits_from:
+                num_kept = int(min(num_kept, token_limit - mark_before.tokens))
+            mark = mark_before.after(num_kept)
+            yield _limited(
+                sample, mark_before, num_kept, continues=settings.split and not is_over()
+            )
             continue
-        stored_row, row = stored_sample.facts.row, sample.facts.row
+        stored_row = stored_sample.facts.row
+        row = sample.facts.row
         if stored_row != row:
             raise ChangedDataError(
                 f"sample {sample.facts.sample_idx}: was stored from row {json.dumps(stored_row)}, "
@@ -163,7 +172,7 @@ def samples(
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 recurs=True,
             )
-        mark = before.after(stored_sample.tokens)
+        mark = mark_before.after(stored_sample.tokens)
         on_stored()
     return mark
 
@@ -171,21 +180,21 @@ def samples(
 def _whole_samples(
     documents: Documents,
     tokenizer: Tokenizer | None,
-    form: SampleForm,
+    settings: SampleSettings,
     start: Mark,
-    most_samples: float,
+    sample_limit: float,
 ) -> Generator[Sample, None, Mark]:
-    """Yields samples as if no limit of tokens cut them.
+    """Yields the samples of one worker before the limit of tokens is applied.
 
-    The `cut` of a sample counts all tokens that follow it in its document, and `Mark.tokens` is
-    not set.
+    `SampleFacts.cut` counts all tokens that follow the sample in its document, and `Mark.tokens` is
+    not set yet.
 
     Args:
         documents: The documents of the worker.
         tokenizer: The tokenizer; None if documents are token ids.
-        form: The settings by which documents become samples.
+        settings: The settings by which documents become samples.
         start: The mark of the first sample.
-        most_samples: The number of samples at which reading ahead stops; infinite for no limit.
+        sample_limit: The number of samples at which reading ahead stops; infinite for no limit.
 
     Returns:
         The mark at the end of the data, without the number of tokens.
@@ -195,22 +204,22 @@ def _whole_samples(
     counts = counts_in(start.stream) if start.stream else RowCounts()
     rows = documents.read(state)
     cuts = None if tokenizer is None else safe_cuts(tokenizer)
-    most_tokens = None if form.split else form.length - len(form.special)
-    failure: RunError | None = None
+    max_tokens = None if settings.split else settings.length - len(settings.special_tokens)
+    read_error: RunError | None = None
     is_end = False
     while not is_end:
-        stream = with_counts(state, counts)
+        chunk_state = with_counts(state, counts)
         first_number = number
-        wanted = int(min(CHUNK_ROWS, most_samples - number))
+        chunk_size = int(min(CHUNK_ROWS, sample_limit - number))
         chunk: list[ReadRow] = []
         try:
-            for row in islice(rows, wanted):
+            for row in islice(rows, chunk_size):
                 chunk.append(row)
-        except RunError as error:  # raised below, after the samples of the rows before it
-            failure = error
-        is_end = failure is not None or len(chunk) < wanted
+        except RunError as error:  # raised below, after the samples of the rows before the error
+            read_error = error
+        is_end = read_error is not None or len(chunk) < chunk_size
         contents = [row.document.content for row in chunk if row.document is not None]
-        tokens_of_contents = tokenise(tokenizer, contents, most_tokens, cuts)
+        tokens_of_contents = tokenise(tokenizer, contents, max_tokens, cuts)
         for row, tokens in zip(chunk, _tokens_of_rows(chunk, tokens_of_contents), strict=True):
             state = row.state
             if isinstance(tokens, str):
@@ -222,17 +231,25 @@ def _whole_samples(
             if row.document is None or tokens is None:
                 counts = counts._replace(empty=counts.empty + 1)
                 continue
-            tokens = form.special.around(tokens, len(row.document.content.text))
-            eligible = form.eligible(row.document, tokens)
-            for piece, span in enumerate(form.pieces(tokens.total)):
+            tokens = settings.special_tokens.around(tokens, len(row.document.content.text))
+            eligible_mask = settings.eligible(row.document, tokens)
+            for piece_number, token_range in enumerate(settings.pieces(tokens.total_tokens)):
                 if number >= start.samples:
-                    skip = number - first_number
-                    mark = Mark(number, skip, counts.skipped, counts.empty, stream)
-                    index = documents.worker.sample_idx(number)
-                    yield _sample(index, row.document, tokens, eligible, form, piece, span, mark)
+                    yield _sample(
+                        sample_idx=documents.worker.sample_idx(number),
+                        document=row.document,
+                        tokens=tokens,
+                        eligible_mask=eligible_mask,
+                        settings=settings,
+                        piece_number=piece_number,
+                        token_range=token_range,
+                        mark=Mark(
+                            number, number - first_number, counts.skipped, counts.empty, chunk_state
+                        ),
+                    )
                 number += 1
-    if failure is not None:
-        raise failure
+    if read_error is not None:
+        raise read_error
     return Mark(number, 0, counts.skipped, counts.empty, with_counts(state, counts))
 
 
@@ -243,20 +260,21 @@ def _tokens_of_rows(
 
     Args:
         rows: The rows.
-        tokens_of_contents: The result of `tokenise` for the contents of the rows with documents.
+        tokens_of_contents: The results of `tokenise` for the contents of the rows that have a
+            document.
 
     Yields:
-        The tokens; None if the row has none; or a text with the position of a row that cannot be
-        used, and the reason.
+        The tokens of the row. None if the row has no tokens. If the row cannot be used, a text with
+        its position and the reason.
     """
-    remaining = iter(tokens_of_contents)
+    results = iter(tokens_of_contents)
     for row in rows:
         if row.document is None:
             yield row.problem or None
             continue
-        tokens = next(remaining)
+        tokens = next(results)
         if isinstance(tokens, str):
-            yield f"{row.document.where}: {tokens}"
+            yield f"{row.document.location}: {tokens}"
         else:
             yield tokens if len(tokens.ids) else None
 
@@ -265,73 +283,79 @@ def _sample(
     sample_idx: int,
     document: Document,
     tokens: Tokens,
-    eligible: np.ndarray | None,
-    form: SampleForm,
-    piece: int,
-    span: range,
+    eligible_mask: np.ndarray | None,
+    settings: SampleSettings,
+    piece_number: int,
+    token_range: range,
     mark: Mark,
 ) -> Sample:
-    """Returns the sample of a document, or of a piece of it.
+    """Returns the sample that consists of a document or of a piece of it.
 
     Args:
         sample_idx: The index of the sample.
         document: The document.
         tokens: The tokens of the document, including special tokens.
-        eligible: The tokens of the document that may be kept, as `SampleForm.eligible` returns
-            them.
-        form: The settings by which documents become samples.
-        piece: The number of the piece, from 0.
-        span: The tokens of the sample in the document.
+        eligible_mask: The mask that `SampleSettings.eligible` returns for the document.
+        settings: The settings by which documents become samples.
+        piece_number: The number of the piece, counted from 0; 0 for a whole document.
+        token_range: The range of the document's tokens in the sample.
         mark: The mark before the sample.
     """
-    part = slice(span.start, span.stop)
-    ids = tokens.ids[part]
-    labels = {name: label[part] for name, label in tokens.labels.items()}
-    kept = None
-    if eligible is not None:
-        eligible = eligible[part].copy()
-        eligible[: form.overlap if piece else 0] = False
-        kept = form.choice.kept(sample_idx, ids, eligible)
+    sample_slice = slice(token_range.start, token_range.stop)
+    token_ids = tokens.ids[sample_slice]
+    labels = {name: label[sample_slice] for name, label in tokens.labels.items()}
+    kept_subset = None
+    if eligible_mask is not None:
+        sample_mask = eligible_mask[sample_slice].copy()
+        if piece_number:
+            sample_mask[: settings.overlap] = False
+        kept_subset = settings.choice.kept(sample_idx, token_ids, sample_mask)
     first_character = 0
-    if piece and tokens.starts is not None:
-        first_character = int(tokens.starts[span.start])
+    if piece_number and tokens.starts is not None:
+        first_character = int(tokens.starts[token_range.start])
+    row = document.position
+    if settings.split:
+        row = {**row, "piece": piece_number, "start": token_range.start}
     facts = SampleFacts(
         sample_idx=sample_idx,
-        row=document.row | ({"piece": piece, "start": span.start} if form.split else {}),
+        row=row,
         doc_id=document.doc_id,
         text_preview=document.content.text[first_character : first_character + PREVIEW_CHARACTERS],
-        cut=tokens.total - span.stop,
+        cut=tokens.total_tokens - token_range.stop,
         columns=document.columns,
     )
-    return Sample(facts, ids, mark, labels, kept)
+    return Sample(facts, token_ids, mark, labels, kept_subset)
 
 
-def _limited(sample: Sample, mark: Mark, count: int, goes_on: bool) -> Sample:
-    """Returns a sample that keeps only its first `count` tokens to keep.
+def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
+    """Returns a sample that keeps only the first of its kept tokens.
 
-    If that cuts the sample, it ends with the last token that is kept, because later tokens do not
-    change the activations of earlier ones.
+    If the sample keeps fewer tokens than before, it ends with the last token that it keeps, because
+    later tokens do not change the activations of earlier tokens.
 
     Args:
         sample: The sample.
-        mark: The mark before it, with the number of tokens.
-        count: The number of tokens to keep.
-        goes_on: Whether the stream continues with the remaining tokens of the document. If so, they
-            do not count as cut.
+        mark: The mark before the sample, with `tokens` set.
+        max_kept: The largest number of tokens that the sample keeps.
+        continues: Whether the next sample continues with the remaining tokens of the document. If
+            so, these tokens do not count as cut.
     """
-    kept = sample.kept
-    stop = len(sample.token_ids)
-    if count < sample.num_kept:
-        kept = None if kept is None else kept[:count]
-        stop = count if kept is None else int(kept[-1]) + 1
-    cut = 0 if goes_on else sample.facts.cut + len(sample.token_ids) - stop
-    if not count:
-        stop = 0  # no token is kept, so none is needed as context
+    kept_subset = sample.kept_subset
+    num_tokens = len(sample.token_ids)
+    if max_kept < sample.num_kept:
+        if kept_subset is None:
+            num_tokens = max_kept
+        else:
+            kept_subset = kept_subset[:max_kept]
+            num_tokens = int(kept_subset[-1]) + 1
+    cut = 0 if continues else sample.facts.cut + len(sample.token_ids) - num_tokens
+    if not max_kept:
+        num_tokens = 0  # no token is kept, so no token is needed as context
     return replace(
         sample,
         facts=replace(sample.facts, cut=cut),
-        token_ids=sample.token_ids[:stop],
+        token_ids=sample.token_ids[:num_tokens],
         mark=mark,
-        labels={name: label[:stop] for name, label in sample.labels.items()},
-        kept=kept,
+        labels={name: label[:num_tokens] for name, label in sample.labels.items()},
+        kept_subset=kept_subset,
     )

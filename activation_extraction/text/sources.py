@@ -1,8 +1,13 @@
 """Opens a data set as a stream of rows, which can be shuffled and read from any position.
 
 The rows come from files, which file_list.py lists and file_rows.py reads, or from a data set of the
-hub, which the library `datasets` reads. Both streams implement `Rows`. A row of a file comes with
-its position in the file; documents.py numbers the rows of a hub data set.
+hub, which the library `datasets` reads. Both streams implement the protocol `Rows`. A row of a file
+comes with its position in the file. Rows of a hub data set have no position, so documents.py counts
+them.
+
+A data set consists of partitions. A partition of files is a row group of a Parquet file, or any
+other file as a whole. A partition of a hub data set is what `datasets` calls a shard: a file or a
+row group.
 """
 
 import tempfile
@@ -28,21 +33,22 @@ from activation_extraction.common.retries import (
 )
 from activation_extraction.text.file_list import FILES_AT_ONCE, as_input_errors, list_files
 from activation_extraction.text.file_rows import DataFile, count_row_groups, file_rows
-from activation_extraction.text.rows import RowForm, SourceRow
+from activation_extraction.text.rows import RowSchema, SourceRow
 from activation_extraction.text.structs import as_structs
 
-BLOCK_ROWS = 1024  # the rows of a shuffled data set that are permuted, and held in memory, together
+# The number of rows of a shuffled data set that are read into memory and permuted together.
+BLOCK_ROWS = 1024
 
 
 class Rows(Protocol):
-    """The rows of a data set in a fixed order, in pieces, which can be read from any position.
+    """The rows of a data set in a fixed order, which can be read from any position.
 
-    `FilePieces` and `datasets.IterableDataset` implement this protocol.
+    `FilePartitions` and `datasets.IterableDataset` implement this protocol.
 
     Attributes:
-        num_shards: Number of pieces that can be read independently.
-        features: Types of the columns in `datasets`; None for files, whose rows are converted when
-            they are read.
+        num_shards: Number of partitions, which can be read independently of each other.
+        features: Types of the columns, as `datasets` declares them. None for files, whose values
+            are converted when a row is read.
     """
 
     @property
@@ -50,18 +56,18 @@ class Rows(Protocol):
     @property
     def features(self) -> Any: ...
     def shard(self, num_shards: int, index: int) -> Any:
-        """Returns the rows of one of several shares of the pieces.
+        """Returns the rows of some of the partitions.
 
         Args:
-            num_shards: The number of shares.
-            index: The number of the share, from 0.
+            num_shards: The number of subsets into which the partitions are divided.
+            index: The number of the subset to return, counted from 0.
         """
 
     def reshard(self) -> Any:
-        """Returns the same rows in more pieces, if they can be divided further."""
+        """Returns the same rows in more partitions, if the partitions can be divided further."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, as JSON."""
+        """Returns the position after the row that was read last, a JSON object."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Makes the next iteration continue from a position that `state_dict` has returned."""
@@ -69,61 +75,60 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-class FilePieces:
-    """The rows of files, piece by piece (see `Rows`).
+class FilePartitions:
+    """The rows of files, partition by partition (see `Rows`).
 
-    A piece is a row group of a Parquet file, or any other file as a whole. This class determines
-    the order of the pieces, their shares and the meaning of a position, so that a run over files
-    can be continued with any version of `datasets`.
+    A partition is a row group of a Parquet file, or any other file as a whole. This class does not
+    depend on `datasets`, so a run over files can be continued with any version of `datasets`.
     """
 
     features = None
 
-    def __init__(self, pieces: Sequence[tuple[DataFile, int]], form: RowForm) -> None:
-        """Takes the pieces, which `open_files` determines.
+    def __init__(self, partitions: Sequence[tuple[DataFile, int]], schema: RowSchema) -> None:
+        """Initialises the stream at its first row.
 
         Args:
-            pieces: Pieces in the order in which they are read: a file, and the number of a row
-                group in it, which is 0 if the piece is the whole file.
-            form: Columns to read of each row, and how.
+            partitions: Partitions in the order in which they are read. Each is a file and the
+                number of a row group in the file, which is 0 if the partition is the whole file.
+            schema: Columns to read of each row, and their readers.
         """
-        self._pieces = tuple(pieces)
-        self._form = form
-        # A position is the index of a piece, and the number of its rows that were read.
+        self._partitions = tuple(partitions)
+        self._schema = schema
+        # A position is the index of a partition, and the number of its rows that were read.
         self._start = self._position = (0, 0)
 
     @property
     def num_shards(self) -> int:
-        """The number of pieces."""
-        return len(self._pieces)
+        """The number of partitions."""
+        return len(self._partitions)
 
-    def shard(self, num_shards: int, index: int) -> "FilePieces":
-        """Returns the rows of one of several shares of the pieces.
+    def shard(self, num_shards: int, index: int) -> "FilePartitions":
+        """Returns the rows of some of the partitions.
 
-        The pieces of a share are consecutive. If the number of pieces is no multiple of the number
-        of shares, the first shares have one piece more.
+        The partitions of a subset are consecutive. If the number of partitions is no multiple of
+        the number of subsets, the first subsets have one partition more.
 
         Args:
-            num_shards: The number of shares.
-            index: The number of the share, from 0.
+            num_shards: The number of subsets into which the partitions are divided.
+            index: The number of the subset to return, counted from 0.
         """
-        size, num_larger = divmod(len(self._pieces), num_shards)
+        size, num_larger = divmod(len(self._partitions), num_shards)
         start = index * size + min(index, num_larger)
         stop = start + size + (index < num_larger)
-        return FilePieces(self._pieces[start:stop], self._form)
+        return FilePartitions(self._partitions[start:stop], self._schema)
 
-    def reshard(self) -> "FilePieces":
-        """Returns the same pieces, because they cannot be divided further."""
+    def reshard(self) -> "FilePartitions":
+        """Returns this object, because its partitions cannot be divided further."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, as JSON.
+        """Returns the position after the row that was read last, a JSON object.
 
-        Stored runs contain positions in this form, which is the one of `datasets` for the rows of a
-        generator.
+        The keys are the ones that `datasets` uses for the rows of a generator. Marks in stored runs
+        contain them.
         """
-        piece, row = self._position
-        return {"examples_iterable": {"shard_idx": piece, "shard_example_idx": row}}
+        partition_index, num_read = self._position
+        return {"examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_read}}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a position that `state_dict` has returned."""
@@ -131,43 +136,45 @@ class FilePieces:
         self._start = self._position = position["shard_idx"], position["shard_example_idx"]
 
     def __iter__(self) -> Iterator[SourceRow]:
-        first, skipped = self._start
+        start_index, num_skipped = self._start
         self._position = self._start
-        for number in range(first, len(self._pieces)):
-            rows = file_rows(*self._pieces[number], self._form)
-            for num_read, row in enumerate(islice(rows, skipped, None), start=skipped + 1):
-                self._position = number, num_read
+        for partition_index in range(start_index, len(self._partitions)):
+            file, row_group = self._partitions[partition_index]
+            rows = islice(file_rows(file, row_group, self._schema), num_skipped, None)
+            for num_read, row in enumerate(rows, start=num_skipped + 1):
+                self._position = partition_index, num_read
                 yield row
-            skipped = 0
-            self._position = number + 1, 0
+            num_skipped = 0
+            self._position = partition_index + 1, 0
 
 
-def open_files(path: str, form: RowForm, files: Sequence[DataFile] | None = None) -> FilePieces:
+def open_files(
+    path: str, schema: RowSchema, files: Sequence[DataFile] | None = None
+) -> FilePartitions:
     """Opens the files of a data set.
 
-    Local text files may grow while they are read; bytes beyond their size in `files` are not read.
-    Of Parquet and Arrow files, only the needed columns are read.
+    Local text files may grow while they are read. The bytes beyond their size in `files` are not
+    read.
 
     Args:
         path: Value of --dataset_path, or a source of --mix.
-        form: Columns to read of each row, and how.
+        schema: Columns to read of each row, and their readers. Other columns of Parquet and Arrow
+            files are not read.
         files: Files in the order in which they are read; None to list the files of `path`.
 
     Raises:
-        InputError: If the files cannot be listed, if they have no row groups, or if a Parquet file
-            is damaged or in another format.
+        InputError: If the files cannot be listed, if they are Parquet files without row groups, or
+            if a Parquet file is damaged or in another format.
     """
     files = list_files(path) if files is None else files
+    partitions: list[tuple[DataFile, int]] = []
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        counts = pool.map(_count_row_groups, files)
-        pieces = [
-            (file, row_group)
-            for file, count in zip(files, counts, strict=True)
-            for row_group in range(count)
-        ]
-    if not pieces:
+        row_group_counts = pool.map(_count_row_groups, files)
+        for file, num_row_groups in zip(files, row_group_counts, strict=True):
+            partitions += [(file, row_group) for row_group in range(num_row_groups)]
+    if not partitions:
         raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-    return FilePieces(pieces, form)
+    return FilePartitions(partitions, schema)
 
 
 def _count_row_groups(file: DataFile) -> int:
@@ -182,90 +189,97 @@ def open_hub_dataset(
 
     Args:
         name: Name of the data set, such as HuggingFaceFW/fineweb-edu.
-        config: Name of its configuration; None for its default.
+        config: Name of a configuration of the data set; None for its default configuration.
         split: Name of the split.
-        revision: Commit of the data set; None for its newest one.
+        revision: Commit of the data set; None for its newest commit.
 
     Returns:
-        The stream of rows.
-        The commit that is read.
+        A tuple of:
+            The stream of rows.
+            The commit that is read.
 
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.
     """
-    source = " ".join(filter(None, (name, config, split)))
+    full_name = " ".join(filter(None, (name, config, split)))
     try:
         if unreachable := hub_unreachable(constants.ENDPOINT):
             raise unreachable
-        with hub_requests(f"--dataset_name {source}"), _scratch_cache():
+        with hub_requests(f"--dataset_name {full_name}"), _scratch_cache():
             commit = revision or str(HfApi().dataset_info(name).sha)
             rows = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
         return rows, commit
-    except Exception as error:  # the libraries for the hub and its files may raise any type
+    except Exception as error:  # the libraries for the hub and its files may raise any exception
         reason = unwritable_cache(error) or one_line(error)
         if name_unknown(error):
             reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
-        raise InputError(f"--dataset_name {source}: {reason}") from error
+        raise InputError(f"--dataset_name {full_name}: {reason}") from error
 
 
 def hub_row(
-    columns: Mapping[str, Any], features: Any, where: str, position: dict[str, Any]
+    columns: Mapping[str, Any], features: Any, location: str, position: dict[str, Any]
 ) -> SourceRow:
-    """Returns a row of a data set of the hub as a SourceRow.
+    """Returns a row of a hub data set as a SourceRow.
 
-    Such a row has no position of its own, so whoever iterates over the data set counts its rows.
+    `datasets` yields rows without their positions, so the caller counts them.
 
     Args:
         columns: Columns of the row by name, as `datasets` returns them.
-        features: Types of the columns by `datasets`; None if they are unknown.
-        where: Position of the row in words, for messages. The row's id is added to it.
+        features: Types of the columns, as `datasets` declares them; None if they are unknown.
+        location: Position of the row in words, for messages. The row's id is added to it.
         position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
     """
     row_id = f", id {columns['id']!r:.80}" if "id" in columns else ""
-    return SourceRow(where + row_id, position, partial(as_structs, columns, features))
+    return SourceRow(location + row_id, position, partial(as_structs, columns, features))
 
 
 @contextmanager
 def _scratch_cache() -> Iterator[None]:
-    """Gives `datasets` a temporary cache in a `with` block.
+    """Makes `datasets` use a temporary cache folder in a `with` block.
 
-    `datasets` needs a writable cache to open a data set, although streams store nothing there, and
-    the default cache may not be writable.
+    `datasets` needs a writable cache to open a data set, although streams store nothing there. The
+    default cache may not be writable.
     """
-    default = datasets.config.HF_DATASETS_CACHE
-    with tempfile.TemporaryDirectory() as scratch:
-        datasets.config.HF_DATASETS_CACHE = Path(scratch)
+    default_cache = datasets.config.HF_DATASETS_CACHE
+    with tempfile.TemporaryDirectory() as temporary_cache:
+        datasets.config.HF_DATASETS_CACHE = Path(temporary_cache)
         try:
             yield
         finally:
-            datasets.config.HF_DATASETS_CACHE = default
+            datasets.config.HF_DATASETS_CACHE = default_cache
 
 
 class ShuffledRows:
     """The rows of a data set in a random order, which is the same when a run continues.
 
-    The pieces of the data set (files, or row groups of Parquet files) are permuted, and so are the
-    rows of each block of BLOCK_ROWS rows within a piece. The permutations depend only on the seed,
-    the number of pieces, the piece and the block. (The shuffle buffer of `datasets` is not used,
-    because its content cannot be restored.)
+    The partitions of the data set are permuted. Within a partition, the rows of each block of
+    BLOCK_ROWS rows are permuted. The permutations depend only on the seed, the number of
+    partitions, the partition and the block. (The shuffle buffer of `datasets` is not used, because
+    its content cannot be restored.)
 
-    The position contains the position of the data set at the beginning of a block, so continuing
-    reads the rows of one block again. Its keys are:
-        piece: The number of pieces that were read.
-        block: The number of the block in the piece.
+    A position contains the position in the data set where a block begins, because the rows of this
+    block are read again when a run continues. Its keys, which stored runs contain, are:
+        piece: The number of partitions that were read.
+        block: The number of the block in the partition.
         taken: The number of rows of the block that were read.
-        begin: The position in the piece where the block begins; None for the piece's beginning.
+        begin: The position in the partition where the block begins; None for the beginning of the
+            partition.
     """
 
     def __init__(self, dataset: Rows, seed: int) -> None:
-        """Takes the data set, and the seed of the order."""
+        """Initialises the stream at its first row.
+
+        Args:
+            dataset: The data set.
+            seed: The seed of the random order.
+        """
         self._dataset = dataset
         self._seed = seed
         self._order = np.random.default_rng(seed).permutation(dataset.num_shards).tolist()
         self._state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, as JSON."""
+        """Returns the position after the row that was read last, a JSON object."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -274,28 +288,32 @@ class ShuffledRows:
 
     def __iter__(self) -> Iterator[SourceRow]:
         state = self._state
-        for number in range(state["piece"], len(self._order)):
-            piece = self._order[number]
-            rows = self._dataset.shard(num_shards=len(self._order), index=piece)
+        for num_partitions_read in range(state["piece"], len(self._order)):
+            partition_index = self._order[num_partitions_read]
+            rows = self._dataset.shard(num_shards=len(self._order), index=partition_index)
             if state["begin"] is not None:
-                # A copy, because the data set changes the state that it loads.
+                # The data set changes the state that it loads, so it gets a copy.
                 rows.load_state_dict(deepcopy(state["begin"]))
-            iterator = iter(rows)
-            block = state["block"]
-            while block_rows := list(islice(iterator, BLOCK_ROWS)):
-                generator = np.random.default_rng([self._seed, piece, block])
-                order = generator.permutation(len(block_rows)).tolist()
-                for taken in range(state["taken"], len(order)):
-                    index = order[taken]
-                    self._state = {**state, "taken": taken + 1}
-                    row = block_rows[index]
-                    if not isinstance(row, SourceRow):  # a row of the hub, without a position
-                        row_number = block * BLOCK_ROWS + index
-                        where = f"row {row_number} of shard {piece} (both from 0)"
-                        position = {"shard": piece, "row": row_number}
-                        row = hub_row(row, rows.features, where, position)
+            row_iterator = iter(rows)
+            block_number = state["block"]
+            while block_rows := list(islice(row_iterator, BLOCK_ROWS)):
+                generator = np.random.default_rng([self._seed, partition_index, block_number])
+                row_order = generator.permutation(len(block_rows)).tolist()
+                for num_read in range(state["taken"], len(row_order)):
+                    index_in_block = row_order[num_read]
+                    self._state = {**state, "taken": num_read + 1}
+                    row = block_rows[index_in_block]
+                    if not isinstance(row, SourceRow):  # a row of the hub, without its position
+                        row_number = block_number * BLOCK_ROWS + index_in_block
+                        location = f"row {row_number} of shard {partition_index} (both from 0)"
+                        position = {"shard": partition_index, "row": row_number}
+                        row = hub_row(row, rows.features, location, position)
                     yield row
-                block += 1
-                begin = rows.state_dict()
-                state = {"piece": number, "block": block, "taken": 0, "begin": begin}
-            state = {"piece": number + 1, "block": 0, "taken": 0, "begin": None}
+                block_number += 1
+                state = {
+                    "piece": num_partitions_read,
+                    "block": block_number,
+                    "taken": 0,
+                    "begin": rows.state_dict(),
+                }
+            state = {"piece": num_partitions_read + 1, "block": 0, "taken": 0, "begin": None}

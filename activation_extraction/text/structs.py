@@ -1,9 +1,9 @@
-"""Distinguishes objects of Arrow from objects of JSON, because null differs in meaning.
+"""Distinguishes objects of Arrow from objects of JSON, in which a null has another meaning.
 
 In Arrow, all objects of a column have the same keys. A key that only one object had when the data
-set was written is null in the others. In JSON, a null is a value that somebody wrote. Objects of
-Arrow become `Struct` where rows are read, in file_rows.py, sources.py and documents.py; chat.py
-leaves out their nulls.
+set was written is null in the other objects. In JSON, a null is a value that somebody wrote. So
+file_rows.py and sources.py turn objects of Arrow into `Struct`, and chat.py leaves out the nulls of
+Structs.
 """
 
 from collections.abc import Mapping
@@ -15,33 +15,39 @@ class Struct(dict[str, Any]):
 
 
 def as_structs(value: Any, feature: Any = None) -> Any:
-    """Turns the objects in a value of a hub data set into Structs, at all levels.
+    """Turns the objects in a value of a hub data set into Structs, at all levels of nesting.
 
     Args:
-        value: A row, or the value of a column or of a part of it.
-        feature: The type of the value in `datasets`; None if it is unknown. Values of the type Json
-            are returned unchanged, because Arrow stores them as text.
+        value: A row, the value of a column, or a value that is nested in it.
+        feature: The type of the value, as `datasets` declares it; None if it is unknown. Values of
+            the type Json are returned unchanged, because Arrow stores them as text.
     """
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
         features = feature if isinstance(feature, Mapping) else {}
-        return Struct({key: as_structs(item, features.get(key)) for key, item in value.items()})
+        struct = Struct()
+        for key, nested_value in value.items():
+            struct[key] = as_structs(nested_value, features.get(key))
+        return struct
     if isinstance(value, list):
-        item_feature = getattr(feature, "feature", None)
-        return [as_structs(item, item_feature) for item in value]
+        element_feature = getattr(feature, "feature", None)
+        return [as_structs(element, element_feature) for element in value]
     return value
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value without the null keys of its Structs, at all levels.
+    """Returns a value without the keys that are null in its Structs, at all levels of nesting.
 
     Nulls in other objects and in lists stay, because somebody wrote them.
     """
-    if isinstance(value, Struct):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items()}
+        drops_nulls = isinstance(value, Struct)
+        cleaned_object = {}
+        for key, nested_value in value.items():
+            if nested_value is not None or not drops_nulls:
+                cleaned_object[key] = without_nulls(nested_value)
+        return cleaned_object
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_nulls(element) for element in value]
     return value

@@ -1,8 +1,9 @@
 """Turns the contents of documents into tokens: token ids, and the role and turn of each token.
 
-A long text is tokenised in pieces, which needs less memory and uses more threads. It is only cut
-where the cut changes no token. `SpecialTokens` are the tokens that the model's tokenizer adds to a
-text. samples.py makes samples from the tokens, and tokenizer.py loads the tokenizer.
+A long text is tokenised in sections, which needs less memory and uses more threads. It is cut into
+sections only at positions where the cut changes no token. `SpecialTokens` are the tokens that the
+model's tokenizer adds to a text. samples.py makes samples from the tokens, and tokenizer.py loads
+the tokenizer.
 """
 
 import re
@@ -16,14 +17,15 @@ from tokenizers import Encoding, Tokenizer, models
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.text.rows import TEMPLATE, Content
 
-PIECE_CHARACTERS = 2**16  # the smallest length of a piece of a long text
-# The number of pieces that are tokenised together. It is limited because the tokenizer's results
+SECTION_CHARACTERS = 2**16  # the smallest number of characters in a section, except the last one
+# The number of sections that are tokenised together. It is limited because the tokenizer's results
 # take 100 bytes per token.
-PIECES_AT_ONCE = 64
-# Patterns of positions where a text might be cut -> texts to try before and after such a cut. No
-# word of Qwen's and Llama 3's tokenizers extends over the end of a word before a space, or over the
-# end of a line. Words of other tokenizers may.
-CUTS = {
+SECTIONS_AT_ONCE = 64
+# Each key is a pattern of positions where texts might be cut: before a space, or after a newline.
+# Its value lists texts before and after such a position, with which `safe_cuts` checks whether a
+# tokenizer allows this. Tokenizers of Qwen and Llama 3 do, but others may have words that extend
+# over such a position.
+CUT_TRIALS = {
     r"(?<=\S)(?= )": (
         ["a", "1", "1234", ".", "!!", "'", "é", "a\u0301", "中", "🙂", "a_", "a\n b"],
         [" ", " b", "  b", "    ", "  \n", " \n\nb", " 1", " 's", " .\n", " \u0301", " \tb", " 中"],
@@ -37,40 +39,41 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a document, or its first ones.
+    """The tokens of a document, or the first tokens of it.
 
     Attributes:
         ids: Token ids, int32 (tokens,).
-        total: The number of tokens of the whole document.
-        starts: Offset in characters at which each token begins in the text, int32 (tokens,); None
-            if it was not computed.
-        labels: Labels of all tokens of the document by name, int32 (total,) each: "role", an index
-            into ROLES, and "turn". Empty for other documents than conversations.
+        total_tokens: The number of tokens of the whole document.
+        starts: For each token, the offset in characters at which it begins in the text, int32
+            (tokens,); None if the offsets were not computed.
+        labels: Labels of all tokens of the document by name, int32 (total_tokens,) each. The names
+            are "role", an index into ROLES, and "turn", the number of the turn from 0. Empty if the
+            document is no conversation.
     """
 
     ids: np.ndarray
-    total: int
+    total_tokens: int
     starts: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens that a text gets around it.
+    """The special tokens that are added around a text.
 
     Attributes:
-        front: Ids of the tokens in front of the text.
-        end: Ids of the tokens after the text.
-        template: How messages and metadata.json show them, such as "text + <|endoftext|>"; "" if
-            there are none.
+        front_ids: Ids of the tokens that are added in front of the text.
+        end_ids: Ids of the tokens that are added after the text.
+        template: Description for messages and metadata.json, such as "text + <|endoftext|>"; "" if
+            no tokens are added.
     """
 
-    front: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
+    front_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
     template: str = ""
 
     def __len__(self) -> int:
-        return len(self.front) + len(self.end)
+        return len(self.front_ids) + len(self.end_ids)
 
     def around(self, tokens: Tokens, characters: int) -> Tokens:
         """Returns the tokens of a text with the special tokens around them.
@@ -79,174 +82,186 @@ class SpecialTokens:
             tokens: The tokens of a text, without labels.
             characters: The number of characters of the text.
         """
-        front, end = np.array(self.front, np.int32), np.array(self.end, np.int32)
-        ids = np.concatenate([front, tokens.ids, end])
+        front_ids = np.array(self.front_ids, np.int32)
+        end_ids = np.array(self.end_ids, np.int32)
+        ids = np.concatenate([front_ids, tokens.ids, end_ids])
         starts = tokens.starts
         if starts is not None:
-            starts = np.concatenate([np.zeros_like(front), starts, np.full_like(end, characters)])
-        return replace(tokens, ids=ids, total=tokens.total + len(self), starts=starts)
+            front_starts = np.zeros_like(front_ids)
+            end_starts = np.full_like(end_ids, characters)
+            starts = np.concatenate([front_starts, starts, end_starts])
+        return replace(tokens, ids=ids, total_tokens=tokens.total_tokens + len(self), starts=starts)
 
 
 def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     """Returns the special tokens that a tokenizer adds to a text.
 
-    Its post-processor is tried on a text of one token.
+    They are read from the result of the tokenizer's post-processor for a text of one token.
 
     Raises:
         InputError: If the post-processor repeats the text or leaves it out.
     """
     if tokenizer.post_processor is None:
         return SpecialTokens()
-    text = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
-    processed = tokenizer.post_processor.process(text)
+    one_token = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
+    processed = tokenizer.post_processor.process(one_token)
     if processed.special_tokens_mask.count(0) != 1:
         raise InputError(
             "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
             "texts or leaves them out; give --special_tokens none, which adds no tokens"
         )
-    index, ids = processed.special_tokens_mask.index(0), tuple(processed.ids)
-    if len(ids) == 1:
+    text_index = processed.special_tokens_mask.index(0)
+    token_ids = tuple(processed.ids)
+    if len(token_ids) == 1:
         return SpecialTokens()
-    names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in ids]
-    names[index] = "text"
-    return SpecialTokens(ids[:index], ids[index + 1 :], " + ".join(names))
+    token_names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in token_ids]
+    token_names[text_index] = "text"
+    return SpecialTokens(
+        token_ids[:text_index], token_ids[text_index + 1 :], " + ".join(token_names)
+    )
 
 
 def tokenise(
     tokenizer: Tokenizer | None,
     contents: Sequence[Content],
-    most: int | None,
+    max_tokens: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens | str]:
-    """Turns the contents of documents into tokens, without special tokens.
+    """Returns the tokens of the contents of documents, without special tokens.
 
     Args:
         tokenizer: The tokenizer; None if all contents are token ids.
         contents: The contents.
-        most: The largest number of tokens to keep of a document, from its beginning. None to keep
-            all tokens, and to compute where each token begins in the text.
-        cuts: The `safe_cuts` of the tokenizer; None if texts must stay whole.
+        max_tokens: The number of tokens to return of each document, from its beginning. None to
+            return all tokens, with the offsets at which they begin in the text.
+        cuts: The result of `safe_cuts` for the tokenizer; None if texts must not be cut.
 
     Returns:
-        For each content, its tokens, or a text with the reason why the tokenizer fails on it.
+        For each content, its tokens. If the tokenizer fails on a content, the reason as a text.
     """
     if tokenizer is None:
         id_lists = [content.token_ids for content in contents]
         return [Tokens(ids, len(ids)) for ids in id_lists if ids is not None]
     try:
-        return [*_tokenise_all(tokenizer, contents, most, cuts)]
+        return [*_tokenise_all(tokenizer, contents, max_tokens, cuts)]
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the tokenizer's native code is no Exception
         if len(contents) == 1:
             return [f"the tokenizer cannot take it: {one_line(error):.200}"]
-        return [tokenise(tokenizer, [content], most, cuts)[0] for content in contents]
+        return [tokenise(tokenizer, [content], max_tokens, cuts)[0] for content in contents]
 
 
 def _tokenise_all(
     tokenizer: Tokenizer,
     contents: Sequence[Content],
-    most: int | None,
+    max_tokens: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens]:
-    """Does the work of `tokenise` for texts. Raises any exception if one of the texts fails."""
-    pieces = [_pieces(content.text, cuts) for content in contents]
-    texts: list[str] = []
-    for content, pieces_of_content in zip(contents, pieces, strict=True):
-        texts += [content.text[piece] for piece in pieces_of_content]
-    with_offsets = most is None or any(content.spans for content in contents)
+    """Returns the tokens of texts (see `tokenise`). May raise any exception if one text fails."""
+    sections_of_contents = [_sections(content.text, cuts) for content in contents]
+    section_texts: list[str] = []
+    for content, sections in zip(contents, sections_of_contents, strict=True):
+        section_texts += [content.text[section] for section in sections]
+    with_offsets = max_tokens is None or any(content.spans for content in contents)
     # Tokenising without offsets takes a third of the time.
     encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
 
     def encode_lazily() -> Iterator[Encoding]:
-        for start in range(0, len(texts), PIECES_AT_ONCE):
-            yield from encode(texts[start : start + PIECES_AT_ONCE], add_special_tokens=False)
+        for start in range(0, len(section_texts), SECTIONS_AT_ONCE):
+            batch = section_texts[start : start + SECTIONS_AT_ONCE]
+            yield from encode(batch, add_special_tokens=False)
 
     encodings = encode_lazily()
     return [
-        _joined(content, pieces_of_content, encodings, most, with_offsets)
-        for content, pieces_of_content in zip(contents, pieces, strict=True)
+        _joined(content, sections, encodings, max_tokens, with_offsets)
+        for content, sections in zip(contents, sections_of_contents, strict=True)
     ]
 
 
 def _joined(
     content: Content,
-    pieces: Sequence[slice],
+    sections: Sequence[slice],
     encodings: Iterator[Encoding],
-    most: int | None,
+    max_tokens: int | None,
     with_offsets: bool,
 ) -> Tokens:
-    """Returns the tokens of a content, joined from the tokens of its pieces.
+    """Returns the tokens of a content, joined from the tokens of its sections.
 
     Args:
         content: The content.
-        pieces: The slice of the content's text for each piece.
-        encodings: The tokenizer's results for the pieces of this content and of the contents after
-            it. One result is taken from the iterator for each piece of this content.
-        most: The largest number of tokens to keep, from the beginning; None to keep all.
+        sections: The slice of the content's text for each section.
+        encodings: The tokenizer's results for the sections of this content and of the contents
+            after it. One result is taken from the iterator for each section of this content.
+        max_tokens: The number of tokens to return, from the beginning; None to return all tokens.
         with_offsets: Whether the tokenizer has computed offsets.
     """
-    ids, offsets = [], []
-    for piece, encoding in zip(pieces, islice(encodings, len(pieces)), strict=True):
-        ids.append(np.asarray(encoding.ids, np.int32))
+    ids_of_sections, offsets_of_sections = [], []
+    for section, encoding in zip(sections, islice(encodings, len(sections)), strict=True):
+        ids_of_sections.append(np.asarray(encoding.ids, np.int32))
         if with_offsets:
-            offsets.append(piece.start + np.asarray(encoding.offsets, np.int32).reshape(-1, 2))
-    total = sum(map(len, ids))
-    first_ids = np.concatenate(ids)[:most].copy()  # a copy, so that the other ids are freed
+            offsets_in_section = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
+            offsets_of_sections.append(section.start + offsets_in_section)
+    all_ids = np.concatenate(ids_of_sections)
+    total_tokens = len(all_ids)
+    ids = all_ids[:max_tokens].copy()  # a copy, so that the memory of the other ids is freed
     if not with_offsets:
-        return Tokens(first_ids, total)
-    all_offsets = np.concatenate(offsets)
-    return Tokens(first_ids, total, all_offsets[:most, 0], _labels(content, all_offsets))
+        return Tokens(ids, total_tokens)
+    all_offsets = np.concatenate(offsets_of_sections)
+    return Tokens(ids, total_tokens, all_offsets[:max_tokens, 0], _labels(content, all_offsets))
 
 
 def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Returns a pattern of the positions where cutting a text does not change its tokens.
 
-    A tokenizer tokenises each word by itself. So this function checks, with the texts in CUTS,
-    whether a text has the same words in two pieces as in one. Texts of Llama 2's tokenizers, for
-    example, must stay whole, because they get a prefix and are not split into words. Added tokens
-    may contain spaces or take the spaces beside them; the pattern excludes such positions.
+    A tokenizer splits a text into words, and tokenises each word by itself. So this function
+    checks, with the texts in CUT_TRIALS, whether cutting a text changes its words. Texts for Llama
+    2's tokenizers, for example, must not be cut, because they get a prefix and are not split into
+    words. Added tokens may contain spaces, or include the spaces beside them. The pattern excludes
+    positions in and beside such tokens.
 
     Args:
-        tokenizer: The tokenizer. Checking takes about 10 ms.
+        tokenizer: The tokenizer. Checking it takes about 10 ms.
 
     Returns:
-        A pattern that matches the empty text where a text may be cut. None if texts must stay
-        whole.
+        A pattern with a match of length 0 at each position where a text may be cut. None if texts
+        must not be cut.
     """
-    harmless = []
-    for pattern, (endings, beginnings) in CUTS.items():
-        pairs = product(endings, beginnings)
-        if all(_keeps_words(tokenizer, left, right) for left, right in pairs):
-            harmless.append(pattern)
-    if not harmless:
+    allowed_patterns = []
+    for pattern, (endings, beginnings) in CUT_TRIALS.items():
+        trials = product(endings, beginnings)
+        if all(_keeps_words(tokenizer, ending, beginning) for ending, beginning in trials):
+            allowed_patterns.append(pattern)
+    if not allowed_patterns:
         return None
-    cuts = f"(?:{'|'.join(harmless)})"
-    forbidden = ""
+    allowed_cuts = f"(?:{'|'.join(allowed_patterns)})"
+    exclusions = ""  # assertions that fail at positions where an added token must not be cut
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.rstrip:
-            forbidden += f"(?<!{re.escape(token.content)})"
+            exclusions += f"(?<!{re.escape(token.content)})"
         if token.lstrip:
-            forbidden += f"(?!{re.escape(token.content)})"
-        for inside in re.finditer(cuts, token.content):
-            before, after = token.content[: inside.start()], token.content[inside.start() :]
-            forbidden += f"(?!(?<={re.escape(before)}){re.escape(after)})"
-    return re.compile(cuts + forbidden)
+            exclusions += f"(?!{re.escape(token.content)})"
+        for cut in re.finditer(allowed_cuts, token.content):
+            token_start = token.content[: cut.start()]
+            token_end = token.content[cut.start() :]
+            exclusions += f"(?!(?<={re.escape(token_start)}){re.escape(token_end)})"
+    return re.compile(allowed_cuts + exclusions)
 
 
-def _keeps_words(tokenizer: Tokenizer, left: str, right: str) -> bool:
-    """Returns whether a text has the same words in two pieces as in one.
+def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
+    """Returns whether a text has the same words if it is cut.
 
     Args:
         tokenizer: The tokenizer, which splits texts into words.
-        left: The text before the cut.
-        right: The text after the cut.
+        ending: The text before the cut.
+        beginning: The text after the cut.
     """
-    return _words(tokenizer, left + right) == _words(tokenizer, left) + _words(tokenizer, right)
+    words_of_sections = _words(tokenizer, ending) + _words(tokenizer, beginning)
+    return _words(tokenizer, ending + beginning) == words_of_sections
 
 
 def _words(tokenizer: Tokenizer, text: str) -> list[str]:
-    """Returns the words of a text without added tokens, as the tokenizer's model gets them."""
+    """Returns the words into which a tokenizer splits a text that contains no added tokens."""
     if tokenizer.normalizer is not None:
         text = tokenizer.normalizer.normalize_str(text)
     if tokenizer.pre_tokenizer is None:
@@ -254,37 +269,40 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _pieces(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
-    """Returns the slice of a text for each of its pieces; a short text is a single piece.
+def _sections(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
+    """Returns the slice of a text for each of its sections. A short text is a single section.
 
     Args:
         text: The text.
-        cuts: Pattern of the positions where the text may be cut; None if it must stay whole.
+        cuts: Pattern of the positions where the text may be cut; None if it must not be cut.
     """
-    ends = [0]
-    while ends[-1] < len(text) or len(ends) == 1:
-        cut = None if cuts is None else cuts.search(text, ends[-1] + PIECE_CHARACTERS)
-        ends.append(len(text) if cut is None else cut.end())
-    return [slice(start, end) for start, end in pairwise(ends)]
+    boundaries = [0]
+    while boundaries[-1] < len(text) or len(boundaries) == 1:
+        cut = None if cuts is None else cuts.search(text, boundaries[-1] + SECTION_CHARACTERS)
+        boundaries.append(len(text) if cut is None else cut.end())
+    return [slice(start, end) for start, end in pairwise(boundaries)]
 
 
 def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the role and turn of each token.
+    """Returns the role and turn of each token of a content.
 
-    A token that begins in the template's text and ends in a message belongs to the message.
+    If a token begins in text of the template and ends in a message, it belongs to the message.
 
     Args:
         content: The content.
         offsets: Offsets in characters at which each token begins and ends, int32 (tokens, 2).
 
     Returns:
-        "role" and "turn", int32 (tokens,) each; no labels for a content without spans.
+        The labels by name, "role" and "turn", int32 (tokens,) each. Empty if the content has no
+        spans.
     """
     if not content.spans:
         return {}
-    starts, roles, turns = np.array(content.spans, np.int32).T
-    last_characters = np.maximum(offsets[:, 1] - 1, offsets[:, 0])
-    first = np.searchsorted(starts, offsets[:, 0], "right") - 1
-    last = np.searchsorted(starts, last_characters, "right") - 1
-    spans = np.where(roles[first] == TEMPLATE, last, first)
-    return {"role": roles[spans], "turn": turns[spans]}
+    span_starts, span_roles, span_turns = np.array(content.spans, np.int32).T
+    first_characters = offsets[:, 0]
+    last_characters = np.maximum(offsets[:, 1] - 1, first_characters)
+    first_spans = np.searchsorted(span_starts, first_characters, "right") - 1
+    last_spans = np.searchsorted(span_starts, last_characters, "right") - 1
+    begins_in_template = span_roles[first_spans] == TEMPLATE
+    token_spans = np.where(begins_in_template, last_spans, first_spans)
+    return {"role": span_roles[token_spans], "turn": span_turns[token_spans]}
