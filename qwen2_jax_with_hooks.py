@@ -325,7 +325,7 @@ class HookedModel(nn.Module):
                     from_bits(self._head().table()),
                     token_ids,
                     positions,
-                    wanted={kind.intermediate.removeprefix(PREDICTED) for kind in kinds},
+                    requested={kind.intermediate.removeprefix(PREDICTED) for kind in kinds},
                     top=max(kind.count for kind in kinds),
                     dtype=self.captured_dtype,
                     layout=self.layout,

@@ -1,74 +1,81 @@
 """Extracts activations from language models and reads them back.
 
-extract_activations.py, beside this package, contains the main steps of a run. The packages here
-contain its parts:
+extract_activations.py, beside this package, contains the main steps of a run. The packages in this
+package contain the rest:
 
-    cli      flags, configuration and progress
-    text     rows of a data set, which become samples and batches
+    cli      flags, the configuration that is made from them, and progress
+    text     makes samples of the rows of a data set, and packs samples into batches
     model    the model, its hooks and its weights
-    store    shards, commits and everything else that is written
-    run      connects the model, the text and the store to a run
-    dataset  reads stored runs, for training on them
-    inspect  status, verification, reports and exports of stored runs
-    common   shared by all others, and uses none of them
+    store    writes shards with activations, and the log of a run
+    run      combines the model, the text and the store to a run
+    dataset  reads stored activations, to train on them
+    inspect  status, verification, reports and exports of stored activations
+    common   modules that all other packages may use
 
-The `__init__.py` of each package lists its modules.
+The `__init__.py` of each package lists its modules. A module may only import from the packages that
+tests/test_rooms.py lists for its package.
 
-`ActivationDataset` reads a stored run, `paired` reads two runs as one, and `ActivationStorage`
-stores activations, also those of another program. The other names in `__all__` are types of their
-arguments and results. A name is imported when it is first used, so importing this package costs
-nothing. None of them needs JAX or PyTorch.
+`ActivationDataset` reads a stored run, `paired` reads two runs side by side, and
+`ActivationStorage` stores activations, also those of another program. The other names in `__all__`
+are types of their arguments and results. A name is imported when it is first used, so importing
+this package takes little time. None of these names needs JAX or PyTorch.
 
-These words have a meaning of their own in the code, its messages and README.
+The following words have a fixed meaning in the code, in its messages and in README.
 
-A run, and who computes it:
+A run and its processes:
 
-    run          One extraction, on all of its machines and hosts, however often its commands are
+    run          One extraction, by all of its machines. It remains the same run if commands are
                  killed and given again.
-    machine      An independent part of a run with its own part of the data; it is one host, or
-                 several hosts that run one model together (a pod).
-    host         A process of a machine; it reads its own rows and stores their activations.
-    worker       A host of a machine, as the one that a share of the data belongs to
-                 (`text.batch.Worker`).
+    machine      A part of a run that works alone on its own part of the data. It is one host, or
+                 several hosts that compute one model together (a pod).
+    host         A process of a machine. It reads its own rows and stores their activations.
+    worker       A host as the reader of one share of the data (`text.batch.Worker`).
     share        The part of the data that one worker reads.
-    folder       The place for all files of one worker, local or in a bucket
-                 (`store.folder.Folder`).
-    identity     All that decides what a run stores; it must be the same when the run continues
+    folder       A place for files, on a disk or in a bucket (`store.folder.Folder`). Each worker
+                 stores its files in a folder of its own.
+    identity     All settings and inputs that decide the content of a run's shards. A run can only
+                 continue with the same identity, except that --skip_bad_rows may be turned on
                  (`store.identity.Identity`).
-    fingerprint  The size of a file with a digest of some of its blocks, by which it is recognised.
+    fingerprint  A digest of the size of a file and of some of its blocks, or of all blocks if it is
+                 small. It shows whether two runs read the same file.
 
 From a data set to the model:
 
-    row          An entry of a data set or of a table; a row of a batch holds the tokens of one or
-                 more samples.
-    column       A field of the rows of a data set or of a table.
+    row          An entry of a data set or of a table of samples. A row of a batch contains the
+                 tokens of one or more samples.
+    column       A field of the rows of a data set or of a table of samples.
     document     The content of one row of the data set: a text, a conversation, or token ids.
-    sample       A document, cut to --max_seq_length tokens if it is longer, or a piece of one;
-                 samples are numbered, and each is stored once.
+    sample       A document, cut to --max_seq_length tokens if it is longer, or a piece of a
+                 document. Samples are numbered, and each sample is stored once.
     piece        One of the samples into which --long_documents split divides a long document.
-    group        Consecutive samples of the stream that are packed into rows together.
-    batch        The rows that a host feeds to the model in one step; when a run is read, tokens
-                 with their activations (`dataset.token_batch.TokenBatch`).
-    mark         A place in a worker's stream of samples from which the run can continue
+    group        Consecutive samples of a worker that are packed together into rows of batches.
+    batch        The rows that a host feeds to the model in one step. When activations are read, a
+                 batch is some tokens with their activations (`dataset.token_batch.TokenBatch`).
+    mark         A position in a worker's stream of samples, from which the stream can continue
                  (`text.mark.Mark`).
 
 From the model to the files:
 
-    hook         A point in the model whose values can be stored, under TransformerLens's name.
-    kind         Of hooks: the same point in every layer (`model.hooks.HookKind`). Of values:
-                 dense, float8 or codes (`store.hook_values.HookValues`).
-    codes        The active features of an autoencoder for each token, with their values.
-    key          The name of a hook in pickles: its layer, or its name with --hook_names.
+    hook         A point in the model whose values can be stored. It has TransformerLens's name.
+    kind         A kind of hook is the same point in all layers that have it, or a point outside of
+                 the layers (`model.hooks.HookKind`). The values at a hook are of one of three
+                 kinds: dense, float8 or codes (`store.hook_values.HookValues`).
+    codes        The active features of an autoencoder for each token, with their values
+                 (`common.codes.Codes`).
+    key          The number of a hook's layer, or the name of the hook if --hook_names or --encode
+                 selects it. A pickle contains the values at a hook under its key.
     shard        A numbered set of files with the activations of some samples.
-    run log      metadata.json and the JSON files of the shards, which say what is stored
-                 (`store.run_log`).
-    commit       The JSON file of a shard; a shard without one does not exist.
-    reservation  A JSON file under the name of the next commit, which keeps earlier processes from
-                 committing.
-    owner        The one process that may write to a folder; metadata.json names it.
+    run log      metadata.json and the JSON files of all shards in a folder, which record the stored
+                 shards (`store.run_log`).
+    commit       The JSON file of a shard, which lists the other files of the shard. A shard without
+                 a commit does not exist.
+    reservation  A JSON file with the name of a commit, which prevents an earlier process from
+                 committing a shard under this name.
+    owner        The one process that may write to a folder. metadata.json names it.
 """
 
-TYPE_CHECKING = False  # not imported, because importing `typing` takes longer than Python's start
+# TYPE_CHECKING is not imported, because importing `typing` takes longer than the start of Python.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -95,8 +102,8 @@ __all__ = [
     "TokenBatch",
     "paired",
 ]
-# The module of each name, which `__getattr__` imports.
-HOMES = {
+# Promised name -> the module that declares it, from which `__getattr__` imports it.
+MODULE_OF_NAME = {
     "ActivationDataset": "dataset.dataset",
     "ActivationStorage": "store.storage",
     "BatchOptions": "dataset.token_source",
@@ -109,12 +116,13 @@ HOMES = {
     "TokenBatch": "dataset.token_batch",
     "paired": "dataset.dataset",
 }
-__version__ = "0.1.0"  # pyproject.toml reads the version of the distribution here
+# pyproject.toml reads the version of the distribution from here.
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
-    if name not in HOMES:
+    if name not in MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{MODULE_OF_NAME[name]}"), name)

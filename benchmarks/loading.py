@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from activation_extraction.common.encodings import VALUES
+from activation_extraction.common.encodings import VALUE_DTYPE
 from activation_extraction.model.checkpoint import Checkpoint
 from activation_extraction.model.family import read_model_config
 from activation_extraction.model.mesh import build_layout
@@ -73,7 +73,7 @@ def quantise(source: Path, target: Path) -> None:
         scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
         scale_of_weight = scales.repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
         scaled_weight = weight.astype(np.float32) / scale_of_weight.astype(np.float32)
-        tensors[name] = scaled_weight.astype(VALUES)
+        tensors[name] = scaled_weight.astype(VALUE_DTYPE)
         tensors[f"{name}_scale_inv"] = scales
     save_file(tensors, target / SINGLE_FILE)
 

@@ -113,13 +113,15 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
     for sent in step.sent:
         # `link_speed` includes the query axis of JAX's mesh in the model axis.
         axes = {"model" if axis == "query" else axis for axis in sent.axes}
-        speed = min((link_speed(layout, axis, chip, linked) for axis in axes), default=chip.link)
+        speed = min(
+            (link_speed(layout, axis, chip, linked) for axis in axes), default=chip.link_bandwidth
+        )
         hidden_seconds += sent.hidden / speed
         exposed_seconds += (sent.bytes - sent.hidden) / speed
     return StepTimes(
-        products=step.flops / chip.flops,
-        kernel=step.kernel / chip.flops,
-        hbm=step.hbm / chip.bandwidth,
+        products=step.flops / chip.flops_per_second,
+        kernel=step.kernel / chip.flops_per_second,
+        hbm=step.hbm / chip.memory_bandwidth,
         hidden=hidden_seconds,
         exposed=exposed_seconds,
     )

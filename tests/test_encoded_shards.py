@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from storages import open_storage
 
 from activation_extraction import ActivationDataset
-from activation_extraction.common.encodings import VALUES, Float8Array
+from activation_extraction.common.encodings import VALUE_DTYPE, Float8Array
 from activation_extraction.common.errors import InputError
 
 
@@ -133,13 +133,13 @@ def test_values_are_those_of_the_formula_and_decoding_multiplies_them_by_the_sca
 
 def test_every_tie_and_its_neighbours_are_rounded_as_by_ml_dtypes():
     """The largest value has 448, so that the scale is 1."""
-    numbers = np.arange(0x7F, dtype=np.uint8).view(VALUES).astype(np.float32)
+    numbers = np.arange(0x7F, dtype=np.uint8).view(VALUE_DTYPE).astype(np.float32)
     ties = (numbers[1:] + numbers[:-1]) / 2
     near = [np.nextafter(ties, np.float32(to)) for to in (0, 500)]
     x = np.concatenate([numbers, ties, *near])
     x = np.concatenate([x, -x])[None]
     encoded = Float8Array.of(x)
-    assert encoded.scales[0, 0] == 1 and encoded.values.tobytes() == x.astype(VALUES).tobytes()
+    assert encoded.scales[0, 0] == 1 and encoded.values.tobytes() == x.astype(VALUE_DTYPE).tobytes()
 
 
 @pytest.mark.parametrize("shape", [(4099, 31), (3, 70001)])
@@ -160,7 +160,7 @@ def test_a_token_that_is_not_finite_stays_visible():
     x[1, 40] = -np.inf
     found = Float8Array.of(x).decode()
     assert np.isfinite(found[[0, 2]]).all() and np.isnan(found[1]).all()
-    values = np.array([[0x7F, 0xFF, 0x7E, 0]], np.uint8).view(VALUES)  # NaN, NaN, 448, 0
+    values = np.array([[0x7F, 0xFF, 0x7E, 0]], np.uint8).view(VALUE_DTYPE)  # NaN, NaN, 448, 0
     for part in (values, values[:, 1:]):
         found = Float8Array(part, np.ones((1, 1), np.float32)).decode()
         np.testing.assert_array_equal(found, part.astype(np.float32))

@@ -72,7 +72,7 @@ def test_a_step_takes_what_an_independent_count_says(planned):
     along `model` add up the residual stream twice in a layer, and gather it twice, beside none."""
     hidden, layers, tokens, chip = 3584, 24, 4096, CHIPS["TPU v5e"]
     weights = hidden * (2 * hidden + 2 * 512 + 3 * 18944)
-    products = tokens * layers * (2 * weights + 2 * 2 * hidden * 2048 / 2) / chip.flops
+    products = tokens * layers * (2 * weights + 2 * 2 * hidden * 2048 / 2) / chip.flops_per_second
     exchanges = 4 * layers * 2 * 4 * tokens * hidden * 3 / 4 / (2 * 45e9)
     for mesh, sent in (("4 --mesh_axes data", 0), ("1,4 --mesh_axes data,model", exchanges)):
         flags = f"--mesh_shape {mesh} --max_seq_length 2048"

@@ -22,7 +22,7 @@ class Kernel:
         self._patch = monkeypatch.setattr
         self.has(available=900 * GB)
         self.belongs("")
-        monkeypatch.setattr(os, "sysconf", lambda name: 10**12 // host_memory.PAGE)
+        monkeypatch.setattr(os, "sysconf", lambda name: 10**12 // host_memory.PAGE_BYTES)
 
     def _write(self, name, text):
         (self.folder / name).write_text(text)
@@ -30,7 +30,7 @@ class Kernel:
 
     def has(self, available):
         text = f"MemTotal: 1000000000 kB\nMemAvailable:  {available // 1024} kB\n"
-        self._patch(host_memory, "MACHINE", self._write("meminfo", text))
+        self._patch(host_memory, "MEMORY_INFO", self._write("meminfo", text))
 
     def belongs(self, lines):
         self._patch(host_memory, "GROUPS", self._write("cgroup", lines))
@@ -64,7 +64,7 @@ def memory():
 def test_without_groups_it_is_the_machine_s(kernel):
     assert memory() == (1000, pytest.approx(900, abs=1e-5))
     host_memory.GROUPS.unlink()
-    host_memory.MACHINE.unlink()
+    host_memory.MEMORY_INFO.unlink()
     assert memory() == (1000, 1000)
 
 

@@ -91,7 +91,7 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     memory, plan = compiled.memory, compiled.plan
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     taken = max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
-    assert taken < CHIPS[topology_of(topology).kind.chip].memory
+    assert taken < CHIPS[topology_of(topology).kind.chip].memory_bytes
     if name == "pipeline":
         return
     found, inside = collectives(compiled), plan.layer_loop()

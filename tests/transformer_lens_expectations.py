@@ -95,7 +95,7 @@ LACKING = {"qwen3_moe": "mlp.experts.hook_out", "qwen3_5_text": "linear_attn.out
 
 def hooks_of(config: Any) -> list[Hook]:
     """Returns the hooks of our table in a model, except those that TransformerLens lacks."""
-    model_config = FAMILIES[config.model_type].read(config, "config.json")
+    model_config = FAMILIES[config.model_type].read_config(config, "config.json")
     hooks = hook_table(model_config).all_hooks(model_config.num_hidden_layers, large=True)
     lacking = LACKING.get(config.model_type)
     return [hook for hook in hooks if lacking is None or not hook.name.endswith(lacking)]

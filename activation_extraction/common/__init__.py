@@ -1,19 +1,19 @@
-"""Contains what all other rooms may use: errors, the log, the filter of text, and file formats.
+"""Contains modules that all other packages may use, such as errors, the log and file formats.
 
-    errors.py           the two kinds of failure, and their exit statuses
-    log.py              the log
+    errors.py           the errors of this program, and their exit statuses
+    log.py              the log, and what each thread is doing
     visible.py          filters all text that leaves the program
-    retries.py          rewords what libraries log about requests that they retry
+    retries.py          rewords the log lines of libraries about requests that they retry
     interrupts.py       ends the process on Ctrl-C
     late_imports.py     imports transformers when it is needed
-    host_memory.py      how much memory this process can use
-    choices.py          choices and defaults of flags that several rooms use
-    positions.py        parses rules for positions (--positions)
-    tokenizer_files.py  the names of a tokenizer's files
-    encodings.py        float8: activations in one byte per value
-    codes.py            codes: the active features of autoencoders, as sparse rows
-    safetensors.py      the headers of safetensors files, which are shards or weights
-    allow_list.py       unpickles without running code
+    host_memory.py      the bytes of CPU memory that this process can use
+    choices.py          choices and defaults of flags that several packages use
+    positions.py        the rule that selects the positions of a sample (--positions)
+    tokenizer_files.py  the names of the files of a tokenizer
+    encodings.py        float8 arrays, which store activations in one byte per value
+    codes.py            codes, the active features of autoencoders, as sparse matrices
+    safetensors.py      the headers of safetensors files, which contain shards or weights
+    allow_list.py       reads pickles without running code that they contain
 
-This room imports no JAX, and nothing from the other rooms.
+This package imports no JAX, and nothing from the other packages.
 """

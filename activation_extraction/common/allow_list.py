@@ -1,8 +1,10 @@
-"""Unpickles files with an allow-list: a pickle can import only listed names, so it runs no code.
+"""Unpickles files that may come from other people, without running code that they contain.
 
-Sizes in a pickle are not trusted, either. Python's unpickler allocates memory for a length, or for
-an index in its memo, as soon as it reads the number, and six bytes can claim 64 GB. So
-`pickletools` reads every instruction first, and the unpickler gets only complete instructions.
+A pickle can only import the names of an allow-list. Sizes in a pickle are not trusted, either.
+Python's unpickler allocates memory for a length, or for an index in its memo, as soon as it reads
+the number, so six bytes can make it allocate 64 GB. Therefore `pickletools` reads each instruction
+of the pickle first, and the unpickler gets only instructions whose bytes are all there. The modules
+that read pickles determine which names are listed.
 """
 
 import pickle
@@ -11,11 +13,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-MEMO = "PUT", "BINPUT", "LONG_BINPUT"  # the instructions with an index in the unpickler's memo
+# The instructions of a pickle whose argument is an index in the unpickler's memo.
+MEMO_INSTRUCTIONS = "PUT", "BINPUT", "LONG_BINPUT"
 
 
 class Stream(Protocol):
-    """The part of a binary file that unpickling needs."""
+    """The methods of a binary file that unpickling needs."""
 
     def read(self, size: int, /) -> bytes: ...
     def readline(self) -> bytes: ...
@@ -24,86 +27,107 @@ class Stream(Protocol):
 class AllowListUnpickler(pickle.Unpickler):
     """An unpickler of plain containers and of listed classes and functions.
 
+    Subclasses define the attributes.
+
     Attributes:
-        allowed: The class or function to use for each full name ("module.name") in a pickle.
-        error: The type of the exception for a name that is not listed.
-        why: The reason, which is the end of the exception's message.
+        allowed_objects: Full name in a pickle ("module.name") -> object that is used in its place.
+        error_type: Type of the exception for a name that is not listed.
+        error_reason: Reason why other names are refused, which ends the exception's message.
     """
 
-    allowed: ClassVar[Mapping[str, Any]]
-    error: ClassVar[type[Exception]]
-    why: ClassVar[str]
+    allowed_objects: ClassVar[Mapping[str, Any]]
+    error_type: ClassVar[type[Exception]]
+    error_reason: ClassVar[str]
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(_CompleteInstructions(stream))
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the listed object of this name, or raises `error` if the name is not listed."""
-        if (full_name := f"{module}.{name}") not in self.allowed:
-            raise self.error(f"refused: would import {full_name!r:.80}; {self.why}")
-        return self.allowed[full_name]
+        """Returns the object that is listed for a name in the pickle.
+
+        Args:
+            module: The module that the pickle would import.
+            name: The name of an object in the module.
+
+        Raises:
+            Exception: If the name is not listed. The type of the exception is `error_type`.
+        """
+        full_name = f"{module}.{name}"
+        if full_name not in self.allowed_objects:
+            raise self.error_type(f"refused: would import {full_name!r:.80}; {self.error_reason}")
+        return self.allowed_objects[full_name]
 
 
 class _CompleteInstructions:
-    """A stream that passes on an instruction of a pickle once all of its bytes have been read."""
+    """The stream of a pickle, which passes on an instruction once all of its bytes were read."""
 
     def __init__(self, stream: Stream) -> None:
-        self._source = _Recorded(stream)
-        # Any: `genops` is declared to need a file, but only calls `read` and `readline`.
-        source: Any = self._source
-        self._instructions = enumerate(pickletools.genops(source))
+        self._recorded = _RecordedStream(stream)
+        # The type is Any because `genops` is declared to need a file, although it only calls
+        # `read` and `readline`.
+        pickle_file: Any = self._recorded
+        self._instructions = enumerate(pickletools.genops(pickle_file))
 
     def read(self, size: int) -> bytes:
-        """Returns the next `size` bytes, or fewer at the end of the pickle.
+        """Returns the next bytes of the pickle.
+
+        Args:
+            size: The number of bytes. Fewer bytes are returned at the end of the pickle.
 
         Raises:
-            ValueError: An instruction is unknown or incomplete, or its index in the memo is larger
-                than the number of instructions before it.
+            ValueError: If an instruction is unknown or incomplete, or if its index in the memo is
+                larger than the number of instructions before it.
         """
-        taken: list[bytes] = []
-        while size > 0 and self._read_on():
-            piece = self._source.pieces.popleft()
-            if len(piece) > size:
-                self._source.pieces.appendleft(piece[size:])
-                piece = piece[:size]
-            taken.append(piece)
-            size -= len(piece)
-        return b"".join(taken)
+        blocks: list[bytes] = []
+        while size > 0 and self._has_bytes():
+            block = self._recorded.blocks.popleft()
+            if len(block) > size:
+                self._recorded.blocks.appendleft(block[size:])
+                block = block[:size]
+            blocks.append(block)
+            size -= len(block)
+        return b"".join(blocks)
 
     def readline(self) -> bytes:
         """Returns the next line, which is an argument of an instruction."""
-        return self._source.pieces.popleft() if self._read_on() else b""
+        return self._recorded.blocks.popleft() if self._has_bytes() else b""
 
-    def _read_on(self) -> bool:
-        """Reads the next instruction unless bytes of the last one are left.
+    def _has_bytes(self) -> bool:
+        """Returns whether there are bytes to pass on, which is false at the end of the pickle.
 
-        Returns:
-            Whether there are bytes to pass on; false at the end of the pickle.
+        Reads and checks the next instruction if all bytes of the previous one were passed on.
+
+        Raises:
+            ValueError: If the instruction is not valid (see `read`).
         """
-        if self._source.pieces:
+        if self._recorded.blocks:
             return True
-        for number, (instruction, argument, _) in self._instructions:
-            if instruction.name in MEMO and not 0 <= int(argument or 0) <= number:
-                raise ValueError(f"instruction {number} has the index {argument} in the memo")
+        for instruction_number, (instruction, argument, _) in self._instructions:
+            if instruction.name in MEMO_INSTRUCTIONS:
+                if not 0 <= int(argument or 0) <= instruction_number:
+                    raise ValueError(
+                        f"instruction {instruction_number} has the index {argument} in the memo"
+                    )
             return True
         return False
 
 
-class _Recorded:
-    """A stream that also keeps the bytes that are read from it.
+class _RecordedStream:
+    """A stream that keeps all bytes that are read from it.
 
     Attributes:
-        pieces: The bytes of each read, in order. The reader of the pickle removes them.
+        blocks: Bytes of each call of `read` or `readline`, in order. `_CompleteInstructions`
+            removes the blocks that it has passed on.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self.pieces: deque[bytes] = deque()
+        self.blocks: deque[bytes] = deque()
 
     def read(self, size: int) -> bytes:
-        self.pieces.append(self._stream.read(size))
-        return self.pieces[-1]
+        self.blocks.append(self._stream.read(size))
+        return self.blocks[-1]
 
     def readline(self) -> bytes:
-        self.pieces.append(self._stream.readline())
-        return self.pieces[-1]
+        self.blocks.append(self._stream.readline())
+        return self.blocks[-1]

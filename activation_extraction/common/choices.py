@@ -1,14 +1,22 @@
-"""Lists choices and defaults of flags that several rooms use."""
+"""Lists choices and defaults of flags that several packages use.
 
-ATTENTION_MASK = "attention_mask"  # the name of a column of masks in which 0 means padding
-DEFAULT_LAYERS = range(10, 24)  # clipped to the model's depth
-DEFAULT_TOP_LOGITS = 10  # the number of most likely next tokens that `logits.top_ids` contains
+cli/flags.py declares the flags. A choice or default that only one package uses is declared there.
+"""
+
+# The name of a column of the data set with masks, in which 0 means padding.
+ATTENTION_MASK = "attention_mask"
+# The layers that are stored by default. A model with fewer layers stores its last layer instead of
+# the missing ones.
+DEFAULT_LAYERS = range(10, 24)
+# The default of --top_logits, the number of most likely next tokens at the hook `logits.top_ids`.
+DEFAULT_TOP_LOGITS = 10
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
-# The forms of --export, which inspect/trainer_files.py lists.
+# The values of --export. inspect/trainer_files.py lists the modules that write their files.
 EXPORTS = ("sae_lens", "speculators", "specforge", "delphi", "nla")
-# Columns of all tables of samples. A run may add up to MAX_COLUMNS columns of the data set.
+# The columns that every table of samples has.
 SAMPLE_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")
+# The largest number of columns of the data set that a run can add to its tables of samples.
 MAX_COLUMNS = 64
 # Roles of a conversation's tokens. "template" is the role of tokens that the chat template adds
 # between the turns. A role is stored as its index in this tuple, so the order must not change.

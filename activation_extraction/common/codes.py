@@ -1,15 +1,17 @@
-"""Codes: the active features of an autoencoder for each token, as sparse rows.
+"""Defines codes: the active features of an autoencoder for each token, with their values.
 
-Files store codes as `Codes`, and readers return them so: a token has one entry per active feature.
-On devices, and where batches are shuffled, all tokens need rows of the same width. There the codes
-of a token are a "record": a row of int32 that contains, in this order,
+There are two representations. Files contain sparse matrices, which readers return as `Codes`: each
+token has one entry per active feature. On devices, and where batches are shuffled, all tokens need
+rows of the same width. There, the codes of a token are a "record": a row of int32 numbers with room
+for K features. It contains, in this order,
 
-  the number of active features, which may be larger than `most`,
-  the bits of the squared error and of the norm, float32 (see `Codes`),
-  the ids of up to `most` features, ascending, and
-  the bits of the values of these features, float32.
+  the number of active features, which may be larger than K,
+  the bits of the squared error and the bits of the norm, both float32 (see `Codes`),
+  K ids of features, ascending, and
+  the bits of the K values of these features, float32.
 
-If a token has fewer active features than `most`, the remaining ids and values are undefined.
+If a token has fewer than K active features, the remaining ids and values are undefined.
+model/encode.py computes records, and store/hook_values.py stores codes.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,61 +21,67 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-CODES = ".codes"  # the suffix of the hook's name
-HEAD = 3  # the length of the part of a record before the ids of the features
-# The name of each array in a file -> the field of Codes. At a HOOK: HOOK.codes.ids and so on.
+# The suffix that the name of a hook of codes adds to the name of the encoded hook.
+CODES = ".codes"
+# The index of the first feature's id in a record, after the three numbers that describe the token.
+RECORD_IDS = 3
+# The last part of an array's name in a file, such as HOOK.codes.ids -> the field of `Codes`.
 ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "error", "norm": "norm"}
 
 
-def record_width(most: int) -> int:
-    """Returns the length of a record in units of int32.
+def record_width(features: int) -> int:
+    """Returns the number of int32 numbers in a record.
 
     Args:
-        most: The largest number of features that are kept of a token.
+        features: K, the number of features for which the record has room.
     """
-    return HEAD + 2 * most
+    return RECORD_IDS + 2 * features
 
 
-def value_dtype(activations: Any) -> np.dtype:
+def value_dtype(activation_dtype: Any) -> np.dtype:
     """Returns the dtype in which files store the values of features.
 
     Args:
-        activations: The dtype of the run's activations, or encodings.FLOAT8.
+        activation_dtype: The dtype of the run's activations, or `encodings.FLOAT8`.
     """
-    narrow = str(activations) == "bfloat16"
-    return np.dtype(ml_dtypes.bfloat16 if narrow else np.float32)
+    is_bfloat16 = str(activation_dtype) == "bfloat16"
+    return np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
 
 
-def code_bytes(most: int, activations: Any) -> int:
-    """Returns the number of bytes stored of a token: its offset, error, norm and features.
+def code_bytes(features: int, activation_dtype: Any) -> int:
+    """Returns the bytes that the codes of a token take in a file.
+
+    A token takes 8 bytes for the index of its first entry, and 4 bytes each for its error and its
+    norm. A feature takes 4 bytes for its id, and the bytes of its value.
 
     Args:
-        most: The number of features that are stored of the token.
-        activations: The dtype of the run's activations, or encodings.FLOAT8.
+        features: The number of features that are stored for the token.
+        activation_dtype: The dtype of the run's activations, or `encodings.FLOAT8`.
     """
-    return 8 + 4 + 4 + most * (4 + value_dtype(activations).itemsize)
+    return 8 + 4 + 4 + features * (4 + value_dtype(activation_dtype).itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """The active features of some tokens: a sparse matrix (tokens, features) in CSR form.
+    """The active features of some tokens: a sparse matrix (tokens, features) in CSR format.
 
     Token t has the features indices[indptr[t] : indptr[t + 1]], with the values
-    data[indptr[t] : indptr[t + 1]]. The arrays are NumPy arrays, or arrays of JAX or PyTorch after
-    `map`.
+    data[indptr[t] : indptr[t + 1]]. The arrays are NumPy arrays, unless `map` has converted them
+    to arrays of JAX or PyTorch.
 
     Attributes:
         indptr: The index of each token's first entry, then the number of all entries, int64
             (tokens + 1,).
         indices: The ids of the features, int32 (entries,), ascending for each token.
-        data: The values of the features, float32 (entries,), or bfloat16 on the way to a file.
+        data: The values of the features, float32 (entries,). They may be bfloat16 before they are
+            written to a file.
         error: The squared Euclidean norm of the activation minus its reconstruction from the
-            features that are kept, float32 (tokens,).
+            stored features, float32 (tokens,).
         norm: The Euclidean norm of the activation that is reconstructed, float32 (tokens,).
         features: The number of all features of the autoencoder.
-        active: The number of active features, which may be larger than the number of features
-            that are kept, int64 (tokens,). None for codes that were read from a file, because
-            files do not store it.
+        active: The number of active features of each token, int64 (tokens,), which may be larger
+            than the number of its stored features. None for codes that were read from a file,
+            because files do not contain it.
     """
 
     indptr: Any
@@ -89,60 +97,68 @@ class Codes:
         """Returns the codes that records contain.
 
         Args:
-            records: The records, int32 (tokens, 3 + 2 * most).
+            records: The records of the tokens, int32 (tokens, 3 + 2 * K). The docstring of this
+                module explains them.
             features: The number of all features of the autoencoder.
             dtype: The dtype of the values in the returned codes.
         """
-        most = (records.shape[1] - HEAD) // 2
+        record_features = (records.shape[1] - RECORD_IDS) // 2
+        values_start = RECORD_IDS + record_features
         active = records[:, 0].astype(np.int64)
-        floats = records.view(np.float32)
-        kept = np.arange(most) < active[:, None]
+        float_records = records.view(np.float32)
+        is_defined = np.arange(record_features) < active[:, None]
         return cls(
-            indptr=np.cumsum([0, *np.minimum(active, most)], dtype=np.int64),
-            indices=records[:, HEAD : HEAD + most][kept],
-            data=floats[:, HEAD + most :][kept].astype(dtype, copy=False),
-            error=floats[:, 1].copy(),
-            norm=floats[:, 2].copy(),
+            indptr=np.cumsum([0, *np.minimum(active, record_features)], dtype=np.int64),
+            indices=records[:, RECORD_IDS:values_start][is_defined],
+            data=float_records[:, values_start:][is_defined].astype(dtype, copy=False),
+            error=float_records[:, 1].copy(),
+            norm=float_records[:, 2].copy(),
             features=features,
             active=active,
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence["Codes"]) -> "Codes":
-        """Returns the codes of the tokens of all parts, in order.
+        """Returns the codes of the tokens of several `Codes`, in order.
 
         Args:
-            parts: At least one object of Codes, all of the same autoencoder. A single part is
+            parts: At least one object of `Codes`, all of the same autoencoder. A single object is
                 returned as it is, without a copy.
         """
         if len(parts) == 1:
             return parts[0]
-        first_entries = np.cumsum([0, *(len(part.indices) for part in parts)])
-        ends = [part.indptr[1:] + first for part, first in zip(parts, first_entries, strict=False)]
+        indptrs = [np.zeros(1, np.int64)]
+        previous_entries = 0
+        for codes in parts:
+            indptrs.append(codes.indptr[1:] + previous_entries)
+            previous_entries += len(codes.indices)
         return cls(
-            indptr=np.concatenate([np.zeros(1, np.int64), *ends]),
-            indices=np.concatenate([part.indices for part in parts]),
-            data=np.concatenate([part.data for part in parts]),
-            error=np.concatenate([part.error for part in parts]),
-            norm=np.concatenate([part.norm for part in parts]),
+            indptr=np.concatenate(indptrs),
+            indices=np.concatenate([codes.indices for codes in parts]),
+            data=np.concatenate([codes.data for codes in parts]),
+            error=np.concatenate([codes.error for codes in parts]),
+            norm=np.concatenate([codes.norm for codes in parts]),
             features=parts[0].features,
         )
 
     def records(self, most: int) -> np.ndarray:
-        """Returns the codes as records, int32 (tokens, 3 + 2 * most).
+        """Returns the codes as records, int32 (tokens, 3 + 2 * K).
+
+        The docstring of this module explains records.
 
         Args:
-            most: The number of features in a record. No token may have more.
+            most: K, the number of features for which a record has room. No token may have more.
         """
-        counts = np.diff(self.indptr)
-        records = np.zeros((len(counts), record_width(most)), np.int32)
-        floats = records.view(np.float32)
-        kept = np.arange(most) < counts[:, None]
-        records[:, 0] = counts
-        floats[:, 1] = self.error
-        floats[:, 2] = self.norm
-        records[:, HEAD : HEAD + most][kept] = self.indices
-        floats[:, HEAD + most :][kept] = self.data
+        feature_counts = np.diff(self.indptr)
+        values_start = RECORD_IDS + most
+        records = np.zeros((len(feature_counts), record_width(most)), np.int32)
+        float_records = records.view(np.float32)
+        is_defined = np.arange(most) < feature_counts[:, None]
+        records[:, 0] = feature_counts
+        float_records[:, 1] = self.error
+        float_records[:, 2] = self.norm
+        records[:, RECORD_IDS:values_start][is_defined] = self.indices
+        float_records[:, values_start:][is_defined] = self.data
         return records
 
     def __len__(self) -> int:
@@ -154,14 +170,15 @@ class Codes:
         Args:
             tokens: A slice, a mask or an array of indices of tokens.
         """
-        counts = np.diff(self.indptr)[tokens]
-        indptr = np.cumsum([0, *counts], dtype=np.int64)
-        shifts = self.indptr[:-1][tokens] - indptr[:-1]
-        entries = np.arange(indptr[-1]) + np.repeat(shifts, counts)
+        feature_counts = np.diff(self.indptr)[tokens]
+        indptr = np.cumsum([0, *feature_counts], dtype=np.int64)
+        # All entries of a token are shifted by as many positions as its first entry.
+        token_shifts = self.indptr[:-1][tokens] - indptr[:-1]
+        entry_indices = np.arange(indptr[-1]) + np.repeat(token_shifts, feature_counts)
         return Codes(
             indptr=indptr,
-            indices=self.indices[entries],
-            data=self.data[entries],
+            indices=self.indices[entry_indices],
+            data=self.data[entry_indices],
             error=self.error[tokens],
             norm=self.norm[tokens],
             features=self.features,
@@ -169,12 +186,12 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all arrays, without `active`."""
+        """The size of all arrays except `active`, in bytes."""
         return sum(getattr(self, field).nbytes for field in ARRAYS.values())
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the values."""
+        """The dtype of the features' values, which are in `data`."""
         return self.data.dtype
 
     @property
@@ -183,7 +200,7 @@ class Codes:
         return len(self), self.features
 
     def map(self, convert: Callable[[Any], Any]) -> "Codes":
-        """Returns the codes with converted arrays, without `active`.
+        """Returns the codes with each array converted, except `active`, which becomes None.
 
         Args:
             convert: A function that takes an array and returns an array.
@@ -192,14 +209,17 @@ class Codes:
         return replace(self, **arrays, active=None)
 
     def to_scipy(self) -> Any:
-        """Returns a scipy.sparse.csr_array (tokens, features) in the same memory."""
+        """Returns the values as a scipy.sparse.csr_array (tokens, features) in the same memory."""
         from scipy.sparse import csr_array
 
         arrays = self.map(np.asarray)
         return csr_array((arrays.data, arrays.indices, arrays.indptr), shape=self.shape)
 
     def to_torch(self) -> Any:
-        """Returns a sparse CSR tensor of PyTorch (tokens, features) on the device of the arrays."""
+        """Returns the values as a sparse CSR tensor of PyTorch, (tokens, features).
+
+        The tensor is on the device of the arrays, which is the CPU for NumPy arrays.
+        """
         import torch
 
         tensors = self.map(torch.as_tensor)
@@ -208,19 +228,20 @@ class Codes:
             tensors.indices.to(tensors.indptr.dtype),
             tensors.data,
             self.shape,
-            check_invariants=False,  # saves time; the arrays are valid CSR by construction
+            # The arrays are valid CSR arrays by construction, and checking them takes time.
+            check_invariants=False,
         )
 
 
 def map_arrays(activations: Any, convert: Callable[[Any], Any]) -> Any:
-    """Converts the array, or the arrays of the codes, of some tokens at a hook.
+    """Converts the activations of some tokens at a hook to arrays of another library or type.
 
     Args:
-        activations: An array, or Codes.
+        activations: An array, or `Codes` if the hook has codes.
         convert: A function that takes an array and returns an array.
 
     Returns:
-        The converted array, or Codes of converted arrays.
+        The converted array, or `Codes` with converted arrays.
     """
     if isinstance(activations, Codes):
         return activations.map(convert)

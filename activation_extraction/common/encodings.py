@@ -1,9 +1,11 @@
-"""Float8Array: activations in one byte per value, encoded and decoded with NumPy.
+"""Encodes activations in one byte per value, and decodes them, with NumPy.
 
-A token has one scale, max|x| / 448 in float32, and its activation x is stored as x / scale, rounded
-to e4m3 (`float8_e4m3fn`, whose largest number is 448; https://arxiv.org/abs/2209.05433). A scale is
-always positive, so that zeros stay zeros. If an activation contains NaN or infinity, all of its
-values decode to NaN.
+The activation x of a token, a vector, is stored as one scale in float32, max|x| / 448, and the
+values x / scale, rounded to e4m3 (`float8_e4m3fn`, whose largest number is 448;
+https://arxiv.org/abs/2209.05433). A scale is always positive, so that zeros stay zeros. If an
+activation contains NaN or infinity, all of its values decode to NaN.
+
+store/hook_values.py writes these arrays to files and reads them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,31 +15,35 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-FLOAT8 = "float8"  # the name of the encoding, which stands in place of a dtype's name
-VALUES, SCALES = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.float32)
+# The name of the encoding, which is used in place of a dtype's name.
+FLOAT8 = "float8"
+VALUE_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALE_DTYPE = np.dtype(np.float32)
 LARGEST_E4M3 = 448
-TINY = np.finfo(np.float32).tiny  # the smallest normal number, and the smallest scale
-AT_ONCE = 2**17  # the number of values to encode at once, few enough for a core's caches
+# The smallest scale is the smallest normal number of float32.
+SMALLEST_SCALE = np.finfo(np.float32).tiny
+# The number of values that are encoded together, which fit in the caches of a core.
+VALUES_AT_ONCE = 2**17
 
 
 def token_bytes(width: int, dtype: str) -> int:
-    """Returns the number of bytes stored of a token at a hook, including the scale for FLOAT8.
+    """Returns the bytes that the activation of a token takes, including its scale for FLOAT8.
 
     Args:
-        width: The width of the hook.
+        width: The number of values of the activation.
         dtype: The name of a NumPy dtype, or FLOAT8.
     """
     if dtype == FLOAT8:
-        return width * VALUES.itemsize + SCALES.itemsize
+        return width * VALUE_DTYPE.itemsize + SCALE_DTYPE.itemsize
     return width * np.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Float8Array:
-    """The activations of some tokens as float8.
+    """The activations of some tokens at a hook, encoded as float8.
 
     Attributes:
-        values: The values divided by the scale of their token, e4m3, (tokens, width).
+        values: The activations divided by the scale of their token, e4m3, (tokens, width).
         scales: The scale of each token, float32, (tokens, 1).
     """
 
@@ -46,45 +52,57 @@ class Float8Array:
 
     @classmethod
     def of(cls, x: np.ndarray) -> "Float8Array":
-        """Encodes activations.
+        """Returns the encoded activations.
 
         Args:
             x: The activations, (tokens, width), of any floating-point dtype.
         """
-        values, scales = np.empty(x.shape, VALUES), np.empty((len(x), 1), SCALES)
-        with np.errstate(invalid="ignore", over="ignore"):  # for NaN and infinity
-            for rows in _blocks_of_rows(x):
-                scaled = np.array(x[rows], np.float32, order="C")
-                largest = np.abs(scaled).max(axis=1, keepdims=True, initial=0)
-                scales[rows] = np.maximum(largest * np.float32(1 / LARGEST_E4M3), TINY)
-                scaled /= scales[rows]
-                values[rows] = scaled
+        values = np.empty(x.shape, VALUE_DTYPE)
+        scales = np.empty((len(x), 1), SCALE_DTYPE)
+        # NumPy would warn about activations with NaN or infinity.
+        with np.errstate(invalid="ignore", over="ignore"):
+            for tokens in _blocks_of_tokens(x):
+                activations = np.array(x[tokens], np.float32, order="C")
+                largest_values = np.abs(activations).max(axis=1, keepdims=True, initial=0)
+                exact_scales = largest_values * np.float32(1 / LARGEST_E4M3)
+                scales[tokens] = np.maximum(exact_scales, SMALLEST_SCALE)
+                activations /= scales[tokens]
+                values[tokens] = activations
         return cls(values, scales)
 
     @classmethod
     def concatenate(cls, parts: Sequence["Float8Array"]) -> "Float8Array":
-        """Returns one array with the tokens of all parts, in order."""
-        values = np.concatenate([part.values for part in parts])
-        scales = np.concatenate([part.scales for part in parts])
+        """Returns the activations of the tokens of several arrays, in order.
+
+        Args:
+            parts: At least one array, all of the same width.
+        """
+        values = np.concatenate([array.values for array in parts])
+        scales = np.concatenate([array.scales for array in parts])
         return cls(values, scales)
 
     def split(self, tokens: np.ndarray) -> list["Float8Array"]:
-        """Splits the array into consecutive parts, which share its memory.
+        """Splits the array into consecutive arrays, which share its memory.
 
         Args:
-            tokens: The index of the first token of each part but the first one, ascending.
+            tokens: The index of the first token of the second and each later array, ascending.
 
         Returns:
-            The parts, one more than `tokens` has entries.
+            The arrays, one more than `tokens` has entries.
         """
-        parts = zip(np.split(self.values, tokens), np.split(self.scales, tokens), strict=True)
-        return [Float8Array(values, scales) for values, scales in parts]
+        split_values = np.split(self.values, tokens)
+        split_scales = np.split(self.scales, tokens)
+        return list(map(Float8Array, split_values, split_scales))
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, tokens: Any) -> "Float8Array":
-        """Returns some of the tokens; `tokens` is a slice, a mask or an array of indices."""
+        """Returns the activations of some of the tokens.
+
+        Args:
+            tokens: A slice, a mask or an array of indices of tokens.
+        """
         return Float8Array(self.values[tokens], self.scales[tokens])
 
     @property
@@ -94,43 +112,50 @@ class Float8Array:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the values."""
+        """The dtype of `values`, which is e4m3."""
         return self.values.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the values, without the scales."""
+        """The size of `values` in bytes, without `scales`."""
         return self.values.nbytes
 
     def decode(self, dtype: Any = np.float32) -> np.ndarray:
         """Returns the decoded activations, (tokens, width).
 
         Args:
-            dtype: The dtype to return. The products of values and scales are computed in float32
-                and then converted.
+            dtype: The dtype of the returned array. The products of values and scales are computed
+                in float32 and then converted.
         """
         decoded = np.empty(self.values.shape, dtype)
         with np.errstate(invalid="ignore", over="ignore"):
-            for rows in _blocks_of_rows(self.values):
-                decoded[rows] = self.values[rows].astype(np.float32) * self.scales[rows]
+            for tokens in _blocks_of_tokens(self.values):
+                decoded[tokens] = self.values[tokens].astype(np.float32) * self.scales[tokens]
         return decoded
 
 
-def _blocks_of_rows(x: np.ndarray) -> Iterator[slice]:
-    """Yields consecutive slices of rows with about AT_ONCE values each, at least one row."""
-    step = max(AT_ONCE // max(x.shape[1], 1), 1)
-    for start in range(0, len(x), step):
-        yield slice(start, min(start + step, len(x)))
+def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:
+    """Yields consecutive slices of an array's first axis.
+
+    Args:
+        x: An array (tokens, width).
+
+    Yields:
+        A slice of at least one token, with at most VALUES_AT_ONCE values if it has several tokens.
+    """
+    block_tokens = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
+    for start in range(0, len(x), block_tokens):
+        yield slice(start, min(start + block_tokens, len(x)))
 
 
 def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
     """Returns the relative error ||x - decoded|| / ||x|| of each token, float64 (tokens,).
 
     Args:
-        x: The activations before encoding, (tokens, width). The norm of a token of zeros counts
-            as 1.
+        x: The activations before encoding, (tokens, width). A norm of 0 counts as 1.
         decoded: The same activations after decoding.
     """
-    exact = x.astype(np.float64)
-    norms = np.linalg.norm(exact, axis=1)
-    return np.linalg.norm(exact - decoded, axis=1) / np.where(norms == 0, 1, norms)
+    activations = x.astype(np.float64)
+    norms = np.linalg.norm(activations, axis=1)
+    error_norms = np.linalg.norm(activations - decoded, axis=1)
+    return error_norms / np.where(norms == 0, 1, norms)

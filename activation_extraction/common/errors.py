@@ -1,9 +1,10 @@
-"""The errors of this program, and the exit status and message that each of them becomes.
+"""Declares the errors of this program, and turns them into messages and exit statuses.
 
-`InputError` (status 2) means that the request cannot be met; it is raised before anything expensive
-starts. `RunError` means that the request was sound, but something failed later: status 1, or 2 if
-the same command would fail again in the same way. The message of both is one line for the user. Any
-other exception that escapes is a bug in this program.
+`InputError` means that the request cannot be met. It is raised before anything expensive starts,
+and the command exits with status 2. `RunError` means that the request was valid, but that an
+operation failed later. The command then exits with status 1, or with status 2 if the same command
+would fail again in the same way. Both have a message of one line for the user. Any other exception
+that ends a command is a bug in this program.
 """
 
 import sys
@@ -17,13 +18,21 @@ from activation_extraction.common.visible import say_error, without_secrets
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of a library's exception as one line without secrets."""
+    """Returns the message of an exception as one line without secrets.
+
+    If the message is empty, returns the name of the exception's type.
+    """
     return without_secrets(" ".join(str(error).split())) or type(error).__name__
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the operating system's description of an OSError, else the message as one line."""
-    return (isinstance(error, OSError) and error.strerror) or one_line(error)
+    """Returns the operating system's description of an OSError, if the error has one.
+
+    For other errors, returns the message as one line.
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return one_line(error)
 
 
 def near_miss(typed: str, names: Iterable[str]) -> str:
@@ -34,59 +43,66 @@ def near_miss(typed: str, names: Iterable[str]) -> str:
         names: The valid names.
 
     Returns:
-        The end of an error message, "; did you mean NAME?", or "" if no name is similar.
+        The end of an error message, "; did you mean NAME?". It is "" if no name is similar.
     """
     matches = get_close_matches(typed, names, 1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def install(package: str) -> str:
-    """Returns an instruction to install a package for the Python that runs this program."""
+    """Returns a command to install a package for the Python that runs this program."""
     return f"run: {sys.executable} -m pip install {package}"
 
 
 def install_extra(name: str) -> str:
-    """Returns an instruction to install an optional dependency group of pyproject.toml."""
+    """Returns a command to install the optional dependencies of this name in pyproject.toml."""
     return "in the folder of the checkout " + install(f"-e '.[{name}]'")
 
 
 class InputError(Exception):
-    """The input is invalid.
+    """A flag, or a file that the user named, is not valid.
 
-    The message names the flag or the file, and says what was found and what was expected.
+    The message names the flag or the file, states its value and the values that are expected.
     """
 
 
 class FlagValueError(ValueError):
-    """The text after a flag is not a valid value. The message does not name the flag."""
+    """The text after a flag is not a valid value.
+
+    The message does not name the flag, because the parser of the command line adds its name.
+    """
 
 
 class RunError(Exception):
-    """An operation failed during the run. The message says which one and why.
+    """An operation failed during a run. The message names the operation and the reason.
 
     Attributes:
-        remedy: What must change before the run can continue. None if it is enough to run the
-            command again.
+        remedy: Description of the changes that the user must make before the run can continue.
+            None if it is enough to run the command again.
         recurs: Whether the same command would fail again in the same way.
     """
 
     def __init__(self, message: str, *, remedy: str | None = None, recurs: bool = False) -> None:
         super().__init__(message)
-        self.remedy, self.recurs = remedy, recurs
+        self.remedy = remedy
+        self.recurs = recurs
 
 
 class StorageError(RunError):
-    """A shard could not be committed, so no later one may be. All earlier shards are safe."""
+    """A shard could not be committed.
+
+    Later shards must not be committed either. All earlier shards are committed.
+    """
 
 
 RunErrorType = TypeVar("RunErrorType", bound=RunError)
 
 
 def reworded(error: BaseException, message: str, kind: type[RunErrorType]) -> RunErrorType:
-    """Returns an error with another type and message, and with the remedy of the original.
+    """Returns an error with another type and message, and with the remedy of the original error.
 
     Args:
-        error: The original error. If it is no RunError, the new one has no remedy and does not
+        error: The original error. If it is no RunError, the new error has no remedy and does not
             recur.
         message: The message of the new error.
         kind: The type of the new error.
@@ -99,8 +115,8 @@ def reworded(error: BaseException, message: str, kind: type[RunErrorType]) -> Ru
 def for_the_user(error: BaseException) -> Exception:
     """Returns an error whose message can be shown to the user.
 
-    An error that is no RunError, InputError or MemoryError is a bug in this program. Its traceback
-    is logged, and a RunError that says so is returned in its place.
+    A RunError, InputError or MemoryError is returned as it is. Any other error is a bug in this
+    program, so its traceback is logged, and a RunError that describes it is returned in its place.
     """
     if isinstance(error, RunError | InputError | MemoryError):
         return error
@@ -112,11 +128,13 @@ def for_the_user(error: BaseException) -> Exception:
 
 
 def exit_status(action: Callable[[], int]) -> int:
-    """Runs a command, prints an error that ends it as one line, and returns the exit status.
+    """Runs a command, and returns its exit status.
+
+    An InputError, RunError, MemoryError or KeyboardInterrupt that ends the command is printed to
+    stderr as one line. Other errors are raised.
 
     Args:
-        action: The command: a function that returns an exit status. Errors other than InputError,
-            RunError, MemoryError and KeyboardInterrupt escape.
+        action: The command, as a function that returns its exit status.
     """
     try:
         return action()
@@ -124,7 +142,8 @@ def exit_status(action: Callable[[], int]) -> int:
         say_error(f"error: {error}")
         return 2
     except RunError as error:
-        say_error(f"error: {error}{f'; {error.remedy}' if error.remedy else ''}")
+        remedy = f"; {error.remedy}" if error.remedy else ""
+        say_error(f"error: {error}{remedy}")
         return 2 if error.recurs else 1
     except MemoryError as error:
         say_error(f"error: out of memory on the host: {error}")

@@ -1,9 +1,10 @@
-"""Determines how much memory this process can use: its machine's, or less in a control group.
+"""Determines how many bytes of CPU memory this process can use.
 
-Containers, Slurm jobs and systemd units are control groups (cgroups). They form a tree, and each
-group on the path from this process's group up to the root may have a limit for its whole subtree.
-Version 2 of control groups has one tree for all resources, version 1 has a tree for memory. A
-machine may mount both.
+The limit is the memory of the computer, or less if the process is in a control group of Linux
+(cgroup). Containers, Slurm jobs and systemd units are control groups. Control groups form a tree,
+and each group on the path from this process's group up to the root may have a limit for its whole
+subtree. Version 2 of control groups has one tree for all resources. Version 1 has a separate tree
+for memory. A computer may mount the trees of both versions.
 """
 
 import os
@@ -12,109 +13,135 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MACHINE = Path("/proc/meminfo")
-GROUPS = Path("/proc/self/cgroup")  # the group of this process in every tree
-MOUNTS = Path("/proc/self/mountinfo")  # where the trees are mounted
-PAGE = os.sysconf("SC_PAGE_SIZE")
+MEMORY_INFO = Path("/proc/meminfo")
+# This file contains the path of this process's group in each tree.
+GROUPS = Path("/proc/self/cgroup")
+# This file contains the folders where trees of groups and file systems are mounted.
+MOUNTS = Path("/proc/self/mountinfo")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-class _Files(NamedTuple):
-    """Names of the files of a control group, and of a field in its memory.stat.
+class _FileNames(NamedTuple):
+    """The names of a control group's files, and of a field in its file memory.stat.
 
     Attributes:
-        limit: File with the limit in bytes. Without a limit it contains "max" in version 2, and a
-            number near 2**63 in version 1.
-        used: File with the bytes that the group uses, including its file cache.
-        reclaimable: Field with the bytes of the file cache that the kernel takes back first.
+        limit_file: Name of the file with the limit in bytes. Without a limit, the file contains
+            "max" in version 2, and a number near 2**63 in version 1.
+        usage_file: Name of the file with the bytes that the group uses, including its file cache.
+        reclaimable_field: Name of the field with the bytes of the file cache that the kernel
+            reclaims first.
     """
 
-    limit: str
-    used: str
-    reclaimable: str
+    limit_file: str
+    usage_file: str
+    reclaimable_field: str
 
 
-FILES = {
-    "cgroup2": _Files("memory.max", "memory.current", "inactive_file"),
-    "cgroup": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+# Type of the file system in which a tree is mounted -> the names of files in the tree.
+FILE_NAMES = {
+    "cgroup2": _FileNames("memory.max", "memory.current", "inactive_file"),
+    "cgroup": _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
-class _Group(NamedTuple):
+class _LimitedGroup(NamedTuple):
     """A control group with a limit.
 
     Attributes:
-        limit: The limit in bytes.
-        used: The bytes that the group uses, without the file cache that can be reclaimed.
+        limit_bytes: Limit of the group's memory in bytes.
+        used_bytes: Bytes that the group uses, without the file cache that can be reclaimed.
     """
 
-    limit: int
-    used: int
+    limit_bytes: int
+    used_bytes: int
+
+
+class _MountedGroup(NamedTuple):
+    """The control group of this process in a mounted tree.
+
+    Attributes:
+        group_folder: Folder of the group.
+        tree_folder: Folder where the tree is mounted. It is the folder of the group or one of its
+            ancestors.
+        file_names: Names of the files in these folders.
+    """
+
+    group_folder: Path
+    tree_folder: Path
+    file_names: _FileNames
 
 
 def host_memory() -> int:
-    """Returns the memory of the machine or the smallest limit of a group, if less, in bytes."""
-    return min([_machine_memory(), *(group.limit for group in _limited_groups())])
+    """Returns the bytes of CPU memory that this process and its control groups can use.
+
+    It is the memory of the computer, or the smallest limit of a control group if that is less.
+    """
+    limits = [group.limit_bytes for group in _limited_groups()]
+    return min([_computer_memory(), *limits])
 
 
 def available_memory() -> int:
     """Returns how many more bytes this process can allocate, as far as the system tells."""
-    room = min([_machine_memory(), *(max(limit - used, 0) for limit, used in _limited_groups())])
-    available = re.search(r"MemAvailable: *([0-9]+) kB", _text(MACHINE))
-    return min(room, int(available[1]) * 1024) if available else room
+    free_bytes = _computer_memory()
+    for group in _limited_groups():
+        free_bytes = min(free_bytes, max(group.limit_bytes - group.used_bytes, 0))
+    available_match = re.search(r"MemAvailable: *([0-9]+) kB", _kernel_file(MEMORY_INFO))
+    if available_match is not None:
+        free_bytes = min(free_bytes, int(available_match[1]) * 1024)
+    return free_bytes
 
 
-def _machine_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * PAGE
+def _computer_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
 
 
-def _limited_groups() -> Iterator[_Group]:
+def _limited_groups() -> Iterator[_LimitedGroup]:
     """Yields the groups with a limit to which this process belongs, in both versions."""
-    for folder, top, files in _own_groups():
+    for group_folder, tree_folder, file_names in _mounted_groups():
+        folder = group_folder
         while True:
-            limit = _text(folder / files.limit).strip()
-            if limit.isdecimal():
-                used = _text(folder / files.used).strip()
-                stat = dict(line.split()[:2] for line in _text(folder / "memory.stat").splitlines())
-                reclaimable = int(stat.get(files.reclaimable, 0))
-                yield _Group(int(limit), max(int(used or 0) - reclaimable, 0))
-            if folder == top:
+            limit_text = _kernel_file(folder / file_names.limit_file).strip()
+            if limit_text.isdecimal():
+                usage_text = _kernel_file(folder / file_names.usage_file).strip()
+                stat_lines = _kernel_file(folder / "memory.stat").splitlines()
+                stat_fields = dict(line.split()[:2] for line in stat_lines)
+                reclaimable_bytes = int(stat_fields.get(file_names.reclaimable_field, 0))
+                used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
+                yield _LimitedGroup(int(limit_text), used_bytes)
+            if folder == tree_folder:
                 break
             folder = folder.parent
 
 
-def _own_groups() -> Iterator[tuple[Path, Path, _Files]]:
-    """Yields this process's group in every mounted tree that controls memory.
-
-    Yields:
-        A tuple of:
-            The folder of the group.
-            The folder where its tree is mounted, which is the same folder or an ancestor.
-            The names of the files in these folders.
-    """
-    paths = {}  # file system type -> path of the group
-    for line in _text(GROUPS).splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            paths["cgroup2"] = path
+def _mounted_groups() -> Iterator[_MountedGroup]:
+    """Yields this process's group in each mounted tree that limits memory."""
+    # Type of the file system of a tree -> path of this process's group from the root of the tree.
+    group_paths = {}
+    for group_line in _kernel_file(GROUPS).splitlines():
+        tree_number, controllers, group_path = group_line.split(":", 2)
+        if tree_number == "0" and not controllers:
+            group_paths["cgroup2"] = group_path
         elif "memory" in controllers.split(","):
-            paths["cgroup"] = path
-    for line in _text(MOUNTS).splitlines():
-        mount, _, file_system = line.partition(" - ")
-        root, mounted = (_unescaped(field) for field in mount.split()[3:5])
-        file_system_type, _, options = file_system.split(maxsplit=2)
-        if file_system_type not in paths:
+            group_paths["cgroup"] = group_path
+    for mount_line in _kernel_file(MOUNTS).splitlines():
+        mount_fields, _, file_system_fields = mount_line.partition(" - ")
+        mounted_path, mount_point = (_unescaped(field) for field in mount_fields.split()[3:5])
+        file_system_type, _, mount_options = file_system_fields.split(maxsplit=2)
+        if file_system_type not in group_paths:
             continue
-        if file_system_type == "cgroup" and "memory" not in options.split(","):
+        if file_system_type == "cgroup" and "memory" not in mount_options.split(","):
             continue
-        # In a container, the folder may be mounted at the container's group, while the path
-        # starts at the machine's root or contains ".." for another group ("/../other").
-        path, top = paths[file_system_type], Path(mounted)
-        inside = os.path.relpath(path, root)
-        folder = top if inside.startswith("..") else top / inside
-        yield (folder if folder.is_dir() else top), top, FILES[file_system_type]
+        tree_folder = Path(mount_point)
+        relative_path = os.path.relpath(group_paths[file_system_type], mounted_path)
+        group_folder = tree_folder / relative_path
+        # In a container, the mounted part of the tree may begin at the container's group, while the
+        # group's path starts at the computer's root, or contains ".." for a group outside of it.
+        if relative_path.startswith("..") or not group_folder.is_dir():
+            group_folder = tree_folder
+        yield _MountedGroup(group_folder, tree_folder, FILE_NAMES[file_system_type])
 
 
-def _text(path: Path) -> str:
+def _kernel_file(path: Path) -> str:
     """Returns the content of a kernel file, or "" if it is missing or cannot be read."""
     try:
         return path.read_text()

@@ -1,6 +1,7 @@
-"""The log, which prints one line per event to stderr, through the filter of visible.py.
+"""Sets up the log, which prints one line per event to stderr, and records threads' activities.
 
-The module also keeps what each thread is doing; a watchdog names it if the run makes no progress.
+The filter of visible.py removes secrets and control characters from all lines. The watchdog of
+run/hosts.py logs the activities of the threads if a run makes no progress.
 """
 
 import logging
@@ -13,14 +14,16 @@ from typing import Any
 from activation_extraction.common.visible import visible
 
 log = logging.getLogger("extract_activations")
-LIBRARIES = ("datasets", "huggingface_hub", "transformers")  # these log to stderr by themselves
-activities: dict[int, str] = {}  # thread's identifier -> description of its present activity
+# The names of libraries that log to stderr with handlers of their own.
+LIBRARIES = ("datasets", "huggingface_hub", "transformers")
+# Identifier of a thread -> description of its present activity.
+activities: dict[int, str] = {}
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
-    """Sets up the log: one line per event to stderr, above the progress bar if there is one.
+    """Sets up the log, and filters the messages that libraries log.
 
-    Messages that libraries log pass the same filter.
+    Each event becomes one line on stderr, above the progress bar if there is one.
 
     Args:
         verbose: Whether to log debug messages as well.
@@ -29,39 +32,46 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
             other than host 0 log only warnings and errors unless `verbose` is true.
     """
     handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
-    who = f"machine {machine} host {'?' if host is None else host}"
-    line = f"%(asctime)s %(levelname)s {who}: %(message)s"
-    handler.setFormatter(VisibleFormatter(line, "%Y-%m-%d %H:%M:%S"))
+    host_number = "?" if host is None else host
+    line_format = f"%(asctime)s %(levelname)s machine {machine} host {host_number}: %(message)s"
+    handler.setFormatter(VisibleFormatter(line_format, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [handler]
-    others = [other for name in LIBRARIES for other in logging.getLogger(name).handlers]
-    for other in filter(None, (logging.lastResort, *others)):
-        other.setFormatter(VisibleFormatter())
     log.propagate = False
-    # gcsfs logs a traceback when it gives up a request; the caller reports the failure in one line.
+    # Python's handler of last resort prints the warnings of libraries without a handler.
+    library_handlers = [logging.lastResort]
+    for library in LIBRARIES:
+        library_handlers += logging.getLogger(library).handlers
+    for library_handler in filter(None, library_handlers):
+        library_handler.setFormatter(VisibleFormatter())
+    # gcsfs logs a traceback when a request finally fails, and its caller reports the same failure.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
-    log.setLevel(logging.DEBUG if verbose else logging.WARNING if host else logging.INFO)
+    if verbose:
+        log.setLevel(logging.DEBUG)
+    else:
+        log.setLevel(logging.WARNING if host else logging.INFO)
 
 
 def on_terminal() -> bool:
-    """Returns whether stderr is a terminal: terminals get a progress bar, log files get lines."""
+    """Returns whether stderr is a terminal, which shows a progress bar in place of log lines."""
     return sys.stderr.isatty()
 
 
 class AboveProgressBar(logging.StreamHandler):
-    """Writes to stderr, above the progress bar if there is one."""
+    """A handler that writes lines to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # imported late, because readers of stored activations do not need it
+        # tqdm is imported late, because readers of stored activations do not need it.
+        from tqdm import tqdm
 
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 @contextmanager
 def activity(description: str) -> Iterator[None]:
-    """Records the activity of this thread for the time of a `with` block.
+    """Records in `activities` what this thread is doing in a `with` block.
 
     Args:
-        description: Description of the activity, such as "reading x.jsonl line 5".
+        description: The activity, such as "reading x.jsonl line 5".
     """
     activities[threading.get_ident()] = description
     try:
@@ -71,7 +81,7 @@ def activity(description: str) -> Iterator[None]:
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats a record as one line, and its traceback as lines below that."""
+    """A formatter of log records, each as one line, with its traceback on the lines below."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return visible(super().formatMessage(record))

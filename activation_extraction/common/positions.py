@@ -1,6 +1,7 @@
-"""Parses the rule of --positions, which determines the positions of a sample that are kept.
+"""Parses the rule of --positions, which selects the tokens of a sample whose activations are kept.
 
-text/token_choice.py applies the rule to tokens.
+The position of a token is its index in its sample, from 0. text/token_choice.py applies the rule to
+samples.
 """
 
 import re
@@ -8,7 +9,9 @@ from dataclasses import dataclass
 
 from activation_extraction.common.errors import FlagValueError
 
-ALL, LAST_OF_TURN = "all", "last_of_turn"
+ALL = "all"
+LAST_OF_TURN = "last_of_turn"
+# Regular expressions of the kinds of rules that have arguments.
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
 RANDOM_COUNT = re.compile(r"random:(\d{1,9})(?::(\d{1,9})(?::(\d{1,9}))?)?")
 RANDOM_SHARE = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
@@ -21,20 +24,21 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Positions:
-    """A rule for the positions of a sample to keep.
+    """A rule that selects the positions of a sample whose activations are kept.
 
-    A rule keeps one of four sets: a slice of the positions, as in Python; a random choice of a
-    fixed number of positions; a random share of the positions; or the last position of each turn of
-    a conversation.
+    There are four kinds of rules. A rule keeps a slice of the positions, as in Python, or a fixed
+    number of random positions, or a random share of the positions, or the last position of each
+    turn of a conversation. The attributes of the other kinds have their default values.
 
     Attributes:
-        start: Start of the slice; None for the first position. May be negative. For a random choice
-            of `count` positions, the first position that can be chosen.
-        stop: End of the slice, exclusive; None for the end of the sample. May be negative.
+        start: Start of the slice, which may be negative. For a rule with `count`, the first
+            position that can be chosen. None for the first position of the sample.
+        stop: End of the slice, exclusive, which may be negative. None for the end of the sample.
         step: Step of the slice, positive.
-        count: Number of positions to choose at random; all positions from `start` on are kept if
-            there are fewer. None for any other rule.
-        share: Probability with which a position is kept, between 0 and 1; None for any other rule.
+        count: Number of positions to choose at random. If there are fewer positions from `start`
+            on, all of them are kept. None for a rule of another kind.
+        share: Probability with which a position is kept, between 0 and 1. None for a rule of
+            another kind.
         seed: Seed of the random choice.
         last_of_turn: Whether to keep the last position of each turn.
     """
@@ -48,11 +52,13 @@ class Positions:
     last_of_turn: bool = False
 
     def expected(self, length: int) -> float:
-        """Returns the expected number of tokens that are kept of a sample.
+        """Returns the expected number of kept tokens in a sample.
+
+        With `last_of_turn`, returns `length` as an upper bound, because the number of turns is not
+        known.
 
         Args:
-            length: The number of tokens of the sample. With `last_of_turn`, all of them are
-                returned, as an upper bound.
+            length: The number of tokens in the sample.
         """
         if self.share is not None:
             return self.share * length
@@ -61,14 +67,22 @@ class Positions:
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
-        """Returns whether the rule can keep a token of a sample with 1 to `longest` tokens."""
+        """Returns whether the rule can keep a token of any sample.
+
+        Args:
+            longest: The largest number of tokens in a sample.
+        """
         if self.share is not None:
             return self.threshold > 0
         return any(self.expected(length) for length in range(1, longest + 1))
 
     @property
     def threshold(self) -> int:
-        """The share times 2**64, rounded down; 0 if there is no share."""
+        """The limit of the hashes of kept positions, for a rule with `share`.
+
+        The hash of a position is a number below 2**64. The threshold is `share` times 2**64,
+        rounded down. It is 0 if the rule has no `share`.
+        """
         return int((self.share or 0) * 2.0**64)
 
     def __str__(self) -> str:
@@ -88,38 +102,47 @@ class Positions:
             return f"first:{self.stop}"
         if self.stop is None and self.step == 1 and (self.start or 0) < 0:
             return f"last:{-(self.start or 0)}"
-        start, stop = ("" if end is None else str(end) for end in (self.start, self.stop))
-        return f"{start}:{stop}" + (f":{self.step}" if self.step > 1 else "")
+        start = "" if self.start is None else str(self.start)
+        stop = "" if self.stop is None else str(self.stop)
+        step = f":{self.step}" if self.step > 1 else ""
+        return f"{start}:{stop}{step}"
 
 
 def parse_positions(typed: str) -> Positions:
-    """Parses a rule of --positions.
+    """Parses a value of --positions.
+
+    Args:
+        typed: The text after the flag.
 
     Raises:
-        FlagValueError: The text is not a rule.
+        FlagValueError: If the text is not a rule.
     """
-    if typed in (ALL, "last"):
-        return Positions(start=None if typed == ALL else -1)
+    if typed == ALL:
+        return Positions()
+    if typed == "last":
+        return Positions(start=-1)
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
-    if match := NAMED.fullmatch(typed):
-        count = int(match[2])
-        slices = {
-            "first": (None, count, 1),
-            "last": (-count, None, 1),
-            "every": (None, None, count),
-        }
-        return Positions(*slices[match[1]])
-    if match := RANDOM_COUNT.fullmatch(typed):
-        count, seed, first = (int(digits or 0) for digits in match.groups())
+    if named_rule := NAMED.fullmatch(typed):
+        number = int(named_rule[2])
+        if named_rule[1] == "first":
+            return Positions(stop=number)
+        if named_rule[1] == "last":
+            return Positions(start=-number)
+        return Positions(step=number)
+    # A start of 0 is the same as no start, so it is None: equal rules are equal objects.
+    if count_rule := RANDOM_COUNT.fullmatch(typed):
+        count, seed, start = (int(digits or 0) for digits in count_rule.groups())
         if count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
-        return Positions(start=first or None, count=count, seed=seed)
-    if match := RANDOM_SHARE.fullmatch(typed):
-        if not 0 < (share := float(match[1])) < 1:
+        return Positions(start=start or None, count=count, seed=seed)
+    if share_rule := RANDOM_SHARE.fullmatch(typed):
+        share = float(share_rule[1])
+        if not 0 < share < 1:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
-        return Positions(share=share, seed=int(match[2] or 0))
-    if match := SLICE.fullmatch(typed):
-        start, stop, step = (None if digits is None else int(digits) for digits in match.groups())
-        return Positions(start or None, stop, step or 1)
+        return Positions(share=share, seed=int(share_rule[2] or 0))
+    if slice_rule := SLICE.fullmatch(typed):
+        start = int(slice_rule[1] or 0)
+        stop = None if slice_rule[2] is None else int(slice_rule[2])
+        return Positions(start or None, stop, step=int(slice_rule[3] or 1))
     raise FlagValueError(f"{typed!r} is no choice of positions; {EXPECTED}")

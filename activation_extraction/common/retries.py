@@ -1,7 +1,8 @@
-"""Detects and reports failed requests to the hub.
+"""Reports requests to the hub that are retried, and finds the reasons of requests that failed.
 
-One line of the log replaces what libraries log about the requests that they retry. The module also
-finds out why a request failed: no network, an unknown host name, or a cache that is not writable.
+Libraries retry requests by themselves. One line of the log replaces all lines that they log about
+retries. A request may have failed because there is no network, because the host name is unknown, or
+because the cache of the hub's files cannot be written.
 """
 
 import errno
@@ -17,84 +18,104 @@ from urllib.request import getproxies
 
 from activation_extraction.common.log import log
 
+# Errors of a connection to a server that cannot be reached.
 UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
+# Errors of writing a file in a folder that is not writable or full.
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
+# The loggers of the libraries that retry requests.
 LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
+# Messages about a retry. The group is the error of the request.
 RETRY_LINE = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d|Rate limited")
 
 
 @contextmanager
-def hub_requests(what: str) -> Iterator[None]:
+def hub_requests(requested: str) -> Iterator[None]:
     """Logs one warning for all requests to the hub that are retried in a `with` block.
 
     Args:
-        what: Description of the requested object, such as a model, for the warning.
+        requested: Description of the requested object, such as "the data set", for the warning.
     """
-    logged = False
+    has_warned = False
 
-    def first_failure(record: logging.LogRecord) -> bool:
-        """Returns whether to keep a library's record; replaces the first one about a retry."""
-        nonlocal logged
+    def is_not_retry(record: logging.LogRecord) -> bool:
+        """Returns whether a library's record is not about a retry, and is therefore logged.
+
+        Logs the warning for the first record that is about a retry.
+        """
+        nonlocal has_warned
         retry = RETRY_LINE.search(record.getMessage())
-        if retry and not logged:
-            logged = True
+        if retry and not has_warned:
+            has_warned = True
             log.warning(
                 "%s: the hub is not answering%s; trying again for about half a minute",
-                what,
+                requested,
                 f" ({retry[1]:.200})" if retry[1] else "",
             )
         return retry is None
 
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(first_failure)
+    loggers = [logging.getLogger(logger_name) for logger_name in LOGGERS]
+    for logger in loggers:
+        logger.addFilter(is_not_retry)
     try:
         yield
     finally:
-        for name in LOGGERS:
-            logging.getLogger(name).removeFilter(first_failure)
+        for logger in loggers:
+            logger.removeFilter(is_not_retry)
 
 
 @functools.cache
 def hub_unreachable(endpoint: str) -> OSError | None:
-    """Tries to connect to the hub, because libraries would keep retrying for a minute.
+    """Tries to connect to the hub, and returns the error if the hub cannot be reached.
+
+    Callers ask before they use a library, which would retry its requests for a minute.
 
     Args:
         endpoint: The URL of the hub.
 
     Returns:
-        The error if the host name does not resolve, nothing listens at the port or there is no
-        network. None if the hub may answer, which always holds with a proxy in the environment.
+        The error if the host name does not resolve, if nothing listens at the port, or if there is
+        no network. None if the hub may answer. If the environment names a proxy, the result is
+        always None, because only the proxy can tell.
     """
     url = urlsplit(endpoint)
     proxies = getproxies()
     if proxies.get(url.scheme) or proxies.get("all"):
         return None
     port = url.port or (80 if url.scheme == "http" else 443)
-    for wait in (1, 1, 0):  # seconds after each attempt, since a failure may be momentary
+    # There are three attempts, because a failure may be momentary.
+    for wait_seconds in (1, 1, 0):
         try:
             socket.create_connection((url.hostname or "", port), timeout=5).close()
             return None
         except OSError as error:
             if not isinstance(error, socket.gaierror) and error.errno not in UNREACHABLE:
                 return None
-            failure = error
-        time.sleep(wait)
-    return failure
+            connection_error = error
+        time.sleep(wait_seconds)
+    return connection_error
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, the error that caused it, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def name_unknown(error: BaseException | None) -> bool:
-    """Returns whether an error was caused by a host name that does not resolve."""
+    """Returns whether an error was caused by a host name that does not resolve; false for None."""
     return any(isinstance(cause, socket.gaierror) for cause in _with_causes(error))
 
 
 def unwritable_cache(error: BaseException | None) -> str | None:
-    """Returns a message if an error arose because the hub's cache cannot be written, else None."""
+    """Returns a message about the cache of the hub's files, if it caused an error.
+
+    Args:
+        error: The error; None for no error.
+
+    Returns:
+        The message if the error arose because the cache cannot be written, otherwise None.
+    """
     for cause in _with_causes(error):
         if isinstance(cause, OSError) and cause.filename and cause.errno in UNWRITABLE:
             return (

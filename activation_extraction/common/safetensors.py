@@ -1,12 +1,12 @@
 """Parses, checks and writes the headers of safetensors files.
 
 A file contains the length of its header in 8 bytes, the header, which is JSON, and the bytes of the
-tensors, one tensor after the other. The header locates the bytes of each tensor. Shards
-(store/safetensors_file.py) and weights (model/weight_files.py) are such files. These two modules
-know the names of their tensors and read ranges of bytes from disks and buckets.
+tensors, one tensor after the other. The header contains the dtype, the shape and the offsets of
+each tensor. Shards (store/safetensors_file.py) and weights (model/weight_files.py) are such files.
+These two modules know the names of their tensors and read ranges of bytes from disks and buckets.
 
-https://huggingface.co/docs/safetensors describes the format and the library, which is not used for
-headers because it only reads and writes whole files.
+https://huggingface.co/docs/safetensors describes the format and a library. The library is not used
+here, because it only reads and writes whole files.
 """
 
 import json
@@ -19,12 +19,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from activation_extraction.common.encodings import VALUES
+from activation_extraction.common.encodings import VALUE_DTYPE
 from activation_extraction.common.errors import InputError, RunError
 
+# Name of a dtype in a header -> the dtype. Numbers are little-endian.
 DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": VALUES,
+    "F8_E4M3": VALUE_DTYPE,
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BOOL": np.dtype(bool),
@@ -32,21 +33,25 @@ DTYPES: dict[str, np.dtype] = {
     **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
     **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-METADATA_KEY = "__metadata__"  # the entry of a header that is not a tensor
-LENGTH_BYTES = 8  # the length of the header, little-endian
-FIRST_BYTES = 2**17  # the bytes to read of a file first; most headers are shorter
-MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+DTYPE_NAMES = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
+# The key of the only entry of a header that does not describe a tensor.
+METADATA_KEY = "__metadata__"
+# The size in bytes of the number at the beginning of a file, which is the length of its header.
+LENGTH_BYTES = 8
+# The size in bytes of the first read of a file. Most headers are shorter.
+FIRST_BYTES = 2**17
+# The largest header that the safetensors library accepts.
+MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: its dtype, its shape and the offset of its bytes.
+    """The description of a tensor in a file: its dtype, its shape and the offset of its bytes.
 
     Attributes:
-        dtype: The dtype of the values.
-        shape: The shape, with at least one axis; a scalar has the shape (1,).
-        offset: The offset of the first byte in the file.
+        dtype: Dtype of the values.
+        shape: Shape, with at least one axis. A scalar has the shape (1,).
+        offset: Offset of the tensor's first byte in the file.
     """
 
     dtype: np.dtype
@@ -55,25 +60,27 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row, which is one index of the first axis."""
+        """The size of a row in bytes. A row contains all values with the same first index."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     @property
     def end(self) -> int:
-        """The offset of the byte after the tensor."""
+        """The offset in the file of the byte after the tensor."""
         return self.offset + self.dtype.itemsize * math.prod(self.shape)
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns where the bytes of consecutive rows are in the file.
+        """Returns the range of a file's bytes that contains consecutive rows of the tensor.
 
         Args:
             start: The index of the first row.
             stop: The index after the last row.
 
         Returns:
-            The offset of the first byte, and the offset after the last byte.
+            A tuple of the offset of the first byte and the offset after the last byte.
         """
-        return self.offset + start * self.row_bytes, self.offset + stop * self.row_bytes
+        first_byte = self.offset + start * self.row_bytes
+        stop_byte = self.offset + stop * self.row_bytes
+        return first_byte, stop_byte
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,14 @@ class Header:
     """The checked header of a file.
 
     Attributes:
-        tensors: The tensors by name, in the order of the header.
-        metadata: The texts that the writer of the file added, by name.
-        end: The offset of the byte after the header.
+        tensors: Name of a tensor -> its description, in the order of the header.
+        metadata: Key -> text that the writer of the file added.
+        end_offset: Offset in the file of the byte after the header.
     """
 
     tensors: dict[str, Tensor]
     metadata: Mapping[str, Any]
-    end: int
+    end_offset: int
 
 
 def read_header(
@@ -97,65 +104,70 @@ def read_header(
     where: str,
     error: type[InputError] | type[RunError],
 ) -> Header:
-    """Reads and checks the header of a file. A header's length is checked before it is read.
+    """Reads and checks the header of a file. The header's length is checked before it is read.
 
     Args:
         read: A function that takes a start and an end offset within the file and returns the
             bytes between them.
         size: The size of the file in bytes.
         where: The name of the file, for messages.
-        error: The type of the exceptions to raise.
+        error: The type of the exception for a file that is not valid. The file is not valid if it
+            is no safetensors file, if its size differs from the size that its header describes, or
+            if a tensor has a dtype that is not in DTYPES.
 
     Raises:
-        InputError: If `error` is InputError: The file is no safetensors file, its size differs from
-            the size that its header describes, or a tensor has a dtype that is not in DTYPES.
-        RunError: The same, if `error` is RunError.
+        InputError: If the file is not valid and `error` is InputError.
+        RunError: If the file is not valid and `error` is RunError.
     """
-    incomplete = f"{where}: not a complete safetensors file: has {size:,} bytes, its header"
-    start = read(0, min(FIRST_BYTES, size))
-    length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    if not 0 < length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
-        raise error(f"{incomplete} would have {length:,}")
-    end = LENGTH_BYTES + length
-    text = start[LENGTH_BYTES:end]
-    if end > len(start):
-        text += read(len(start), end)
+    incomplete_file = f"{where}: not a complete safetensors file: has {size:,} bytes, its header"
+    first_bytes = read(0, min(FIRST_BYTES, size))
+    header_length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
+    if not 0 < header_length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
+        raise error(f"{incomplete_file} would have {header_length:,}")
+    header_end = LENGTH_BYTES + header_length
+    header_json = first_bytes[LENGTH_BYTES:header_end]
+    if header_end > len(first_bytes):
+        header_json += read(len(first_bytes), header_end)
     try:
-        content = json.loads(text)
-        metadata = content.pop(METADATA_KEY, {})
+        tensor_fields = json.loads(header_json)
+        metadata = tensor_fields.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict):
             raise ValueError(f"{METADATA_KEY} is {metadata!r:.40}")
-        for name, entry in content.items():
-            if entry["dtype"] not in DTYPES:
-                raise error(f"{where}: tensor {name} is {entry['dtype']}, which is not read")
-        tensors = {name: _parse_tensor(entry, end) for name, entry in content.items()}
+        tensors = {}
+        for tensor_name, fields in tensor_fields.items():
+            if fields["dtype"] not in DTYPES:
+                raise error(
+                    f"{where}: tensor {tensor_name} is {fields['dtype']}, which is not read"
+                )
+            tensors[tensor_name] = _parse_tensor(fields, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise error(f"{where}: not a safetensors file: {problem!r}") from problem
-    described = max((tensor.end for tensor in tensors.values()), default=end)
-    if described != size:
-        raise error(f"{incomplete} describes {described:,}")
-    return Header(tensors, metadata, end)
+    described_size = max((tensor.end for tensor in tensors.values()), default=header_end)
+    if described_size != size:
+        raise error(f"{incomplete_file} describes {described_size:,}")
+    return Header(tensors, metadata, header_end)
 
 
-def _parse_tensor(entry: Mapping[str, Any], header_end: int) -> Tensor:
-    """Returns the tensor that an entry of a header describes.
+def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:
+    """Returns the description of a tensor in a header.
 
     Args:
-        entry: The entry, whose dtype is in DTYPES.
+        fields: The fields of the tensor in the JSON of the header. The dtype is in DTYPES.
         header_end: The offset of the byte after the header.
 
     Raises:
-        KeyError: A field is missing.
-        TypeError: A field is not a list.
-        ValueError: A size is not a whole number from 0 on, or the offsets contradict the shape.
+        KeyError: If a field is missing.
+        TypeError: If a field is not a list.
+        ValueError: If a size or an offset is not a whole number of at least 0, or if the offsets
+            contradict the shape.
     """
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"]) or (1,)
-    for number in (begin, end, *shape):
+    start, stop = fields["data_offsets"]
+    shape = tuple(fields["shape"]) or (1,)
+    for number in (start, stop, *shape):
         if type(number) is not int or number < 0:
             raise ValueError(f"{number!r:.40} in its header, expected a whole number from 0 on")
-    tensor = Tensor(DTYPES[entry["dtype"]], shape, header_end + begin)
-    if tensor.end != header_end + end:
+    tensor = Tensor(DTYPES[fields["dtype"]], shape, header_end + start)
+    if tensor.end != header_end + stop:
         raise ValueError("a tensor's size does not follow from its shape")
     return tensor
 
@@ -163,23 +175,27 @@ def _parse_tensor(entry: Mapping[str, Any], header_end: int) -> Tensor:
 def pack_header(
     tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Returns the first bytes of a file: the length of the header and the header.
+    """Returns the first bytes of a file, which are the length of its header and the header.
 
     The header is padded with spaces, so that the tensors begin at a multiple of 8 bytes.
 
     Args:
-        tensors: The dtype and the shape of each tensor by name, in the order of their bytes.
-        metadata: Texts to add, by name; empty for none.
+        tensors: Name of a tensor -> tuple of its dtype and its shape. The bytes of the tensors
+            follow the header in this order.
+        metadata: Key -> text to add to the header. Empty for none.
     """
-    content: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
-        content[name] = {
+    header: dict[str, Any] = {}
+    if metadata:
+        header[METADATA_KEY] = dict(metadata)
+    tensor_start = 0
+    for tensor_name, (dtype, shape) in tensors.items():
+        tensor_stop = tensor_start + dtype.itemsize * math.prod(shape)
+        header[tensor_name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [tensor_start, tensor_stop],
         }
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+        tensor_start = tensor_stop
+    header_json = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    header_json += b" " * (-len(header_json) % 8)
+    return struct.pack("<Q", len(header_json)) + header_json

@@ -1,10 +1,18 @@
-"""Names the files of a tokenizer, for runs that tokenise and for readers that decode tokens."""
+"""Names the files of a tokenizer in a folder or repository of a model.
+
+text/tokenizer.py loads a tokenizer from these files for a run. dataset/features.py loads one to
+decode stored tokens.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
 
-WHOLE, WORDS, MERGES = VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "merges.txt")
-# All files that determine how text is tokenised.
+# A tokenizer is in tokenizer.json alone, or its vocabulary is in the other two files.
+TOKENIZER_JSON = "tokenizer.json"
+VOCAB_JSON = "vocab.json"
+MERGES_TXT = "merges.txt"
+VOCABULARY_FILES = (TOKENIZER_JSON, VOCAB_JSON, MERGES_TXT)
+# All files that determine the token ids of a text.
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
     "tokenizer_config.json",
@@ -17,13 +25,15 @@ def vocabulary_file(files: Iterable[Path]) -> Path | None:
     """Returns the file from which to read a tokenizer's vocabulary.
 
     Args:
-        files: The files of a folder.
+        files: The paths of the files in a folder.
 
     Returns:
-        tokenizer.json if there is one, otherwise vocab.json if there is merges.txt as well. None
-        if neither holds.
+        The path of tokenizer.json if there is such a file. Otherwise the path of vocab.json if
+        there are vocab.json and merges.txt. Otherwise None.
     """
-    paths = {path.name: path for path in files}
-    if WHOLE in paths:
-        return paths[WHOLE]
-    return paths[WORDS] if {WORDS, MERGES} <= paths.keys() else None
+    path_of_name = {path.name: path for path in files}
+    if TOKENIZER_JSON in path_of_name:
+        return path_of_name[TOKENIZER_JSON]
+    if VOCAB_JSON in path_of_name and MERGES_TXT in path_of_name:
+        return path_of_name[VOCAB_JSON]
+    return None

@@ -1,8 +1,10 @@
-"""Filters all text that leaves the program: to stdout, to stderr and, through log.py, to the log.
+"""Filters all text that the program prints to stdout and stderr, including the lines of the log.
 
-Names and messages may come from files, servers and other people's runs. The filter shows control
-characters as escapes, so that a terminal does not obey them, and removes secrets from URLs. A
-stream that is closed, full or not in UTF-8 does not make the program fail.
+Names and messages may come from files, servers and other people's runs. The filter replaces control
+characters by escapes, so that a terminal does not obey them, and removes secrets from URLs.
+
+`make_streams_safe` replaces stdout and stderr, so that a stream that is closed, full or not in
+UTF-8 does not make the program fail. log.py sets up the log.
 """
 
 import io
@@ -13,53 +15,61 @@ import sys
 from typing import Any
 
 # A URL of fsspec: a scheme, an optional user before "@", the host and path, and an optional query.
-# "::" ends it, because fsspec joins URLs with "::".
+# A URL ends before "::", because fsspec joins URLs with "::".
 URL = re.compile(
     r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#]*)@)?(?P<path>(?:(?!::)[^\s?#])*)"
     r"(?P<query>[?#](?:(?!::)[^\s'\"])*)?"
 )
-# Schemes whose name before "@" is not secret: it is a container, or a repository with a revision.
+# Schemes of URLs in which the name before "@" is not secret, because it names a container or a
+# repository.
 NAMES_BEFORE_AT = {"abfs", "abfss", "az", "wasb", "wasbs", "adl", "hf"}
-# A secret parameter of a query, also where a library prints only the end of a URL.
+# A secret parameter of a URL's query. The pattern does not contain the rest of the URL, because
+# libraries sometimes print only the end of a URL.
 SECRET = re.compile(
     r"(?i)(?<=[?&])([\w.-]*(?:sig|token|secret|credential|passw|key)[\w.-]*)=[^&\s'\")]+"
 )
 
 
 def without_secrets(text: str) -> str:
-    """Removes the queries of URLs in a text, and the user names and passwords before "@".
+    """Removes secrets from the URLs in a text: queries, and user names and passwords before "@".
 
-    The query of a bucket's URL stays if it contains no "=", because then "?" is a wildcard. The
-    user stays if it is the name of a container or repository (see NAMES_BEFORE_AT).
+    In the URL of a bucket, a "?" without a "=" after it is a wildcard, so it is not removed. A name
+    before "@" is not removed if it is the name of a container or repository (see NAMES_BEFORE_AT).
     """
-    text = URL.sub(_stripped, text) if "://" in text else text
+    if "://" in text:
+        text = URL.sub(_stripped_url, text)
     return SECRET.sub(r"\1=...", text)
 
 
 def plain_url(path: str) -> str:
-    """Returns a URL without secrets, for storing and comparing, or a path unchanged."""
+    """Returns a URL without its secrets, to store or compare it. Returns other paths unchanged."""
     return without_secrets(path) if "://" in path else path
 
 
-def _stripped(url: re.Match[str]) -> str:
+def _stripped_url(url: re.Match[str]) -> str:
+    """Returns a URL that matches the pattern URL without its secrets."""
     scheme = url["scheme"]
     user = url["user"]
     query = url["query"] or ""
-    named = user is not None and ":" not in user and scheme in NAMES_BEFORE_AT
-    kept = "" if scheme in ("http", "https") or "=" in query else query
-    return f"{scheme}://{f'{user}@' if named else ''}{url['path']}{kept}"
+    if user is None or ":" in user or scheme not in NAMES_BEFORE_AT:
+        public_user = ""
+    else:
+        public_user = f"{user}@"
+    if scheme in ("http", "https") or "=" in query:
+        query = ""
+    return f"{scheme}://{public_user}{url['path']}{query}"
 
 
 def visible(text: object) -> str:
     r"""Returns the text as one line without secrets, with unprintable characters as escapes.
 
-    Letters of all scripts stay. For example, the escape character becomes `\x1b`, and a change of
-    the writing direction becomes `\u202e`.
+    For example, the escape character becomes `\x1b`, and the character that reverses the writing
+    direction becomes `\u202e`. Letters of all scripts are printable.
     """
-    return "".join(map(_shown, without_secrets(str(text))))
+    return "".join(map(_escaped, without_secrets(str(text))))
 
 
-def _shown(character: str) -> str:
+def _escaped(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]
 
 
@@ -69,12 +79,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(*lines: object) -> None:
-    """Prints filtered lines to stdout."""
+    """Prints lines to stdout, each filtered by `visible`."""
     print(*map(visible, lines), sep="\n")
 
 
 def say_error(*lines: object) -> None:
-    """Prints filtered lines to stderr."""
+    """Prints lines to stderr, each filtered by `visible`."""
     print(*map(visible, lines), sep="\n", file=sys.stderr, flush=True)
 
 
@@ -84,35 +94,41 @@ def make_streams_safe() -> None:
     Output to a pipe without a reader, or to a stream that was closed at the start, is dropped. A
     character that the stream cannot encode becomes an escape.
     """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
+    for stream_name in ("stdout", "stderr"):
+        stream = getattr(sys, stream_name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, stream_name, open(os.devnull, "w"))
             continue
-        safe = io.TextIOWrapper(
+        safe_stream = io.TextIOWrapper(
             io.BufferedWriter(_SafeFile(stream.fileno(), "w", closefd=False)),
             stream.encoding,
             "backslashreplace",
             line_buffering=stream.line_buffering or stream.write_through,
         )
-        setattr(sys, name, safe)
+        setattr(sys, stream_name, safe_stream)
 
 
 class _SafeFile(io.FileIO):
-    """A file whose writes never fail. If stdout cannot be written, a message goes to stderr."""
+    """A file to which writing never fails.
 
-    _lost = False
+    If stdout cannot be written, one message is printed to stderr.
+    """
+
+    _has_failed = False
 
     def write(self, data: Any, /) -> int:
         try:
-            # A full stream that does not block returns None.
-            while (written := super().write(data)) is None:
+            written_bytes = super().write(data)
+            # A stream that is full and does not block returns None.
+            while written_bytes is None:
                 select.select([], [self], [])
-            return written
-        except BrokenPipeError:  # the reader has ended, as `head` does early
+                written_bytes = super().write(data)
+            return written_bytes
+        except BrokenPipeError:
+            # The process that reads the pipe has ended, as `head` does after some lines.
             return len(data)
         except OSError as error:
-            if self.fileno() == 1 and not self._lost:
-                self._lost = True
+            if self.fileno() == 1 and not self._has_failed:
+                self._has_failed = True
                 say_error(f"stdout cannot be written: {error.strerror}")
             return len(data)

@@ -16,10 +16,10 @@ import pyarrow
 
 from activation_extraction.common.errors import install, one_line
 from activation_extraction.common.tokenizer_files import (
-    MERGES,
+    MERGES_TXT,
+    TOKENIZER_JSON,
+    VOCAB_JSON,
     VOCABULARY_FILES,
-    WHOLE,
-    WORDS,
     vocabulary_file,
 )
 
@@ -217,12 +217,14 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
         raise LookupError("needs the name of the model, which metadata.json lacks") from None
     path = vocabulary_file(_local_files(home, metadata))
     if path is None:
-        raise LookupError(f"needs {WHOLE}, or {WORDS} and {MERGES}, of {home} on this machine")
+        raise LookupError(
+            f"needs {TOKENIZER_JSON}, or {VOCAB_JSON} and {MERGES_TXT}, of {home} on this machine"
+        )
     try:
-        if path.name == WHOLE:
+        if path.name == TOKENIZER_JSON:
             tokenizer = Tokenizer.from_file(str(path))
         else:
-            tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name(MERGES))))
+            tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name(MERGES_TXT))))
             tokenizer.decoder = decoders.ByteLevel()
     except Exception as error:  # tokenizers raises no other type
         raise LookupError(f"needs {path}, which cannot be read: {one_line(error)}") from error

@@ -1,8 +1,9 @@
 """Compiles programs with the options of their platform, and sets up JAX's compilation cache.
 
-The persistent cache saves a run that starts again the compilation. JAX's key of an entry covers the
-program, its devices, the compiler's version and flags, and on the CPU the machine's instruction
-sets, so machines of different kinds may share a folder.
+The cache keeps compiled programs in a folder or bucket, so that a run that starts again need not
+compile its programs again. Computers of different kinds may share a folder, because JAX's key of a
+program depends on the program, its devices, the version and the flags of the compiler, and for CPUs
+on their instruction set.
 """
 
 import os
@@ -18,33 +19,35 @@ import jax
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.log import log
 
-# Platform -> options of its compiler that differ from the defaults.
+# Platform -> options of JAX's compiler that differ from the defaults.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "tpu": {
-        # By default, only the v5e gathers weights along fsdp while it computes other products. The
-        # first option makes gathers asynchronous. The other two fuse a gather with the product that
-        # runs at the same time.
+        # Without these options, only the TPU v5e gathers weights along fsdp while it computes other
+        # products. The first option makes gathers asynchronous. The other two options fuse a gather
+        # with the product that runs at the same time.
         "xla_enable_async_all_gather": True,
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
     },
 }
 
-OFF = "off"  # the value of --compilation_cache for no cache
-HIT = "/jax/compilation_cache/cache_hits"  # the event of jax.monitoring for a program in the cache
-# A pattern of JAX's warning about a damaged or unusable cache.
-PROBLEM = "Error (reading|writing) persistent compilation cache"
+# The value of --compilation_cache for no cache.
+NO_CACHE = "off"
+# The event that jax.monitoring reports if a program is in the cache.
+CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+# A regular expression for JAX's warnings about a cache that is damaged or cannot be used.
+CACHE_WARNING = "Error (reading|writing) persistent compilation cache"
 
 
 def compile_with_options(lowered: Any, platform: str, **options: Any) -> Any:
     """Compiles a lowered program with the options in COMPILER_OPTIONS.
 
-    If the compiler does not know one of the options, all of them are dropped, with a warning.
+    If the compiler does not know one of the options, logs a warning and compiles with the defaults.
 
     Args:
         lowered: The program, as `jax.jit(...).lower(...)` returns it.
-        platform: The platform of its devices.
-        options: Further options of the compiler.
+        platform: The platform of the program's devices.
+        options: Name of a further option of the compiler -> its value.
 
     Returns:
         The compiled program.
@@ -62,55 +65,67 @@ def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None
     """Makes JAX keep compiled programs in `--compilation_cache` or in the user's cache folder.
 
     Args:
-        flag: The value of --compilation_cache: a folder, a URL or OFF; None for the default.
-        output: The folder of the run, in which the cache must not lie.
-        several: Whether this is one of several hosts. They have no cache by default, because JAX
-            writes to it only on host 0, so that all hosts would have to share the folder.
+        flag: The value of --compilation_cache: a folder, a URL or "off". None for the default,
+            which is the user's cache folder for a single host, and no cache for several hosts.
+        output: The output folder of the run, which must not contain the cache.
+        several: Whether this is one of several hosts. They have no default folder, because JAX only
+            writes to the cache on host 0, so all hosts would have to share the folder.
 
     Raises:
-        InputError: The folder of the flag cannot be used. If the default folder cannot be used,
+        InputError: If the folder of the flag cannot be used. If the default folder cannot be used,
             only a warning is logged.
     """
-    if not jax.config.values["jax_enable_compilation_cache"]:  # the environment turned it off
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        # The user has turned the cache off with an environment variable of JAX.
         return
-    folder = None if flag == OFF else flag
+    folder = None if flag == NO_CACHE else flag
     if folder is not None and "://" not in folder:
-        folder = _usable(Path(folder), output)
+        folder = _usable_folder(Path(folder), output)
     elif flag is None and not several:
         try:
-            folder = _usable(default_folder(), output)
+            folder = _usable_folder(default_folder(), output)
         except InputError as error:
-            text = "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache"
-            log.warning(text, error)
+            log.warning(
+                "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
+            )
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     if folder is None:
         return
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # JAX compiles the program of a damaged entry again. `watch_compiling` logs the warnings.
-    warnings.filterwarnings("ignore", PROBLEM)
+    # JAX compiles a program again if its file in the cache is damaged. `watch_compiling` logs the
+    # warnings about it.
+    warnings.filterwarnings("ignore", CACHE_WARNING)
     if "://" in folder:
-        # JAX would also put XLA's caches into this folder, but they do not support URLs.
+        # JAX would also put XLA's own caches into this folder, but they do not support URLs.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def default_folder() -> Path:
-    """Returns the folder of the compilation cache in the user's cache folder."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return caches / "activation_extraction/jax"
+    """Returns the default folder of the compilation cache, which is in the user's cache folder."""
+    user_caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return user_caches / "activation_extraction/jax"
 
 
-def _usable(folder: Path, output: Path) -> str:
-    """Returns the folder, which is created if it does not exist.
+def _usable_folder(folder: Path, output: Path) -> str:
+    """Checks that a folder can be used as a cache, and creates it if it does not exist.
+
+    Args:
+        folder: The folder.
+        output: The output folder of the run.
+
+    Returns:
+        The path of the folder.
 
     Raises:
-        InputError: The folder cannot be written, or it lies in the output folder, which must only
-            contain the run.
+        InputError: If the folder cannot be written, or if it is inside the output folder, which
+            must only contain the run.
     """
     if folder.resolve().is_relative_to(output.resolve()):
         raise InputError(f"--compilation_cache {folder}: lies within --output_dir {output}")
     try:
-        # Only for the user: whoever can write to the cache can make this program run any code.
+        # Only the user may write to the cache, because its files contain code that this program
+        # runs.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -120,23 +135,24 @@ def _usable(folder: Path, output: Path) -> str:
 
 @contextmanager
 def watch_compiling() -> Iterator[Callable[[], bool]]:
-    """Watches the compilation cache in a `with` block, and logs JAX's warnings about it.
+    """Watches compilations in a `with` block, and logs JAX's warnings about the cache after it.
 
     Yields:
-        A function that returns whether a program came from the cache in the block.
+        A function without arguments. It returns whether the cache contained a program that was
+        compiled in the block.
     """
     events = set[str]()
 
-    def note(event: str, **_: str | int) -> None:
+    def record_event(event: str, **_: str | int) -> None:
         events.add(event)
 
-    jax.monitoring.register_event_listener(note)
+    jax.monitoring.register_event_listener(record_event)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.filterwarnings("always", PROBLEM)
-            yield lambda: HIT in events
+        with warnings.catch_warnings(record=True) as caught_warnings:
+            warnings.filterwarnings("always", CACHE_WARNING)
+            yield lambda: CACHE_HIT_EVENT in events
     finally:
-        jax.monitoring.unregister_event_listener(note)
-    for warning in caught:
+        jax.monitoring.unregister_event_listener(record_event)
+    for warning in caught_warnings:
         reason = " ".join(str(warning.message).split())
         log.warning("the compilation cache could not be used: %s", reason)

@@ -108,7 +108,7 @@ class GatedDeltaNet(nn.Module):
         axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
             # The result is split over devices like the array with the number 2, the values.
-            values = self.layout.per_device(self.rule, arrays, axes, like=2)
+            values = self.layout.per_device(self.rule, arrays, axes, template=2)
         intermediates["recurrence_out"] = values
         epsilon = self.config.rms_norm_eps
         gated = gated_norm(values, intermediates["gate_input"], self.norm(), epsilon).astype(

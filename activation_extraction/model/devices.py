@@ -1,6 +1,7 @@
-"""The devices of a run: which ones they are, their speed and memory, and their errors.
+"""Finds the devices of a run, determines their speed and memory, and rewords their errors.
 
-mesh.py arranges them, and compilation.py compiles for them.
+A device is an accelerator as JAX shows it, or the CPU. mesh.py arranges devices in a mesh, and
+compilation.py compiles programs for them.
 """
 
 import glob
@@ -19,48 +20,50 @@ from activation_extraction.common.log import log
 
 
 class Chip(NamedTuple):
-    """A kind of device, with the figures of its vendor's data sheet.
+    """The figures of a kind of device in its vendor's data sheet.
 
     Attributes:
-        flops: Dense bfloat16 operations per second.
-        memory: Bytes of memory.
-        bandwidth: Bytes per second from and to this memory.
-        link: Bytes per second that a device receives over one link.
-        links: Number of links over which a device of a ring receives: two for TPUs, from both
-            neighbours, and one for NVLink.
-        network: Bytes per second that a device receives from another TPU slice, or from another
-            host with GPUs.
+        flops_per_second: Dense bfloat16 operations per second.
+        memory_bytes: Bytes of memory.
+        memory_bandwidth: Bytes per second from and to the device's memory.
+        link_bandwidth: Bytes per second that a device receives over one fast link.
+        link_count: Number of fast links over which a device receives if the devices form a ring.
+            TPUs receive from both neighbours over two links. GPUs have one link, NVLink.
+        network_bandwidth: Bytes per second that a device receives from another TPU slice, or from
+            another host with GPUs.
     """
 
-    flops: float
-    memory: float
-    bandwidth: float
-    link: float
-    links: int
-    network: float
+    flops_per_second: float
+    memory_bytes: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    link_count: int
+    network_bandwidth: float
 
 
-# A part of JAX's name for the kind of device -> the chip. The first part that occurs in the name
-# determines the chip.
+# A part of JAX's name for a kind of device -> the figures of this kind. If several parts occur in a
+# name, the first one counts.
 CHIPS = {
     "TPU v4": Chip(275e12, 32e9, 1200e9, 45e9, 2, 3e9),
     "TPU v5 lite": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5e": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5": Chip(459e12, 95e9, 2765e9, 90e9, 2, 6e9),
     "TPU v6": Chip(918e12, 32e9, 1638e9, 90e9, 2, 12e9),
-    # JAX shows a chip as two devices. These are the figures of one device.
+    # JAX shows a TPU7x chip as two devices. These are the figures of one device.
     "TPU7x": Chip(1153e12, 96e9, 3690e9, 100e9, 2, 12e9),
     "A100": Chip(312e12, 80e9, 2039e9, 300e9, 1, 25e9),
     "H100": Chip(989e12, 80e9, 3350e9, 450e9, 1, 50e9),
     "H200": Chip(989e12, 141e9, 4800e9, 450e9, 1, 50e9),
 }
 
-# Platform -> time of float32 products relative to bfloat16 products. TPUs make six passes for
-# float32, and GPUs do not use their matrix units.
+# Platform -> duration of a float32 product, divided by the duration of the bfloat16 product. TPUs
+# make six passes for float32, and GPUs do not use their matrix units.
 FLOAT32_TIME = {"tpu": 6.0, "gpu": 15.0}
 
-USABLE = 0.9  # the share of a device's memory that plans may fill
+# The fraction of a device's memory that a run may need by estimates.
+USABLE = 0.9
 
+# The remedy in the message if a device has too little memory.
 TOO_LARGE = (
     "it continues with a smaller --batch_size, or with a larger model or fsdp axis (--mesh_shape); "
     "fewer layers or a smaller --max_seq_length make it another run (--overwrite)"
@@ -83,14 +86,15 @@ TPU_VARIABLES = (
 def leave_out_absent_tpu() -> None:
     """Makes JAX use only the CPU on a machine with libtpu but without signs of a TPU or GPU.
 
-    Such a machine has libtpu for --plan, and libtpu would print errors when JAX looks for a TPU.
-    Must be called before JAX looks for devices. Has no effect if the user has chosen JAX's
-    platforms.
+    On such a machine, libtpu is installed for --plan, and it would print errors when JAX looks for
+    a TPU. This function must be called before JAX looks for devices. It has no effect if the user
+    has chosen JAX's platforms (JAX_PLATFORMS).
     """
     has_tpu = any(map(glob.glob, TPU_FILES)) or any(map(os.environ.get, TPU_VARIABLES))
-    for_gpu = find_spec("jax_plugins") is not None
-    chosen = jax.config.values["jax_platforms"]
-    if find_spec("libtpu") is not None and not (has_tpu or for_gpu or chosen):
+    has_gpu_support = find_spec("jax_plugins") is not None
+    chosen_platforms = jax.config.values["jax_platforms"]
+    may_use_accelerator = has_tpu or has_gpu_support or chosen_platforms
+    if find_spec("libtpu") is not None and not may_use_accelerator:
         log.info("libtpu is installed, but this machine shows no TPU: the CPU computes")
         jax.config.update("jax_platforms", "cpu")
 
@@ -99,11 +103,12 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
     """Returns the devices of all hosts that a run uses, ordered by host.
 
     Args:
-        all_of_host: Whether to use all devices of each host. Otherwise only its first one is used.
-        devices: The devices of a machine that --plan describes; None for the devices of JAX.
+        all_of_host: Whether to use all devices of each host. Otherwise only the first device of
+            each host is used.
+        devices: The devices of a machine that --plan describes. None for the devices of JAX.
 
     Raises:
-        InputError: JAX finds no devices on the platform that the environment chooses.
+        InputError: If JAX finds no devices on the platform that the environment chooses.
     """
     try:
         devices = jax.devices() if devices is None else devices
@@ -113,64 +118,78 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
         raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
     if all_of_host:
         return devices
-    firsts = {device.process_index: device for device in reversed(devices)}
-    return [firsts[index] for index in sorted(firsts)]
+    first_devices: dict[int, Any] = {}
+    for device in devices:
+        first_devices.setdefault(device.process_index, device)
+    return list(first_devices.values())
 
 
 def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
-    """Returns the devices that belong to this process."""
+    """Returns the devices that belong to this host, which is a process of JAX."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def chip_of(device: Any) -> Chip | None:
-    """Returns the figures of a device's kind; None for a CPU and for unknown kinds."""
-    return next((chip for name, chip in CHIPS.items() if name in device.device_kind), None)
+    """Returns the figures of a device. Returns None for a CPU and for unknown kinds of devices."""
+    for name_part, chip in CHIPS.items():
+        if name_part in device.device_kind:
+            return chip
+    return None
 
 
 def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
-    """Returns the chip with the speed of products of a dtype in place of bfloat16.
+    """Returns the figures of a chip with the speed of products in a dtype, instead of bfloat16.
 
     Args:
-        chip: The chip.
+        chip: The figures of the chip.
         dtype: The dtype of the products.
         platform: The platform of the device.
     """
     if dtype != jnp.float32:
         return chip
-    return chip._replace(flops=chip.flops / FLOAT32_TIME.get(platform, 1.0))
+    float32_time = FLOAT32_TIME.get(platform, 1.0)
+    return chip._replace(flops_per_second=chip.flops_per_second / float32_time)
 
 
 def memory_of(device: Any) -> float | None:
-    """Returns the bytes of memory that a device can use; None if they are unknown.
+    """Returns the bytes of memory that a device can use, or None if they are unknown.
 
-    The device reports its memory if it belongs to this host. Otherwise the figure of its kind is
-    used. The CPU devices of a host share the host's memory.
+    A device of this host reports its memory. For other devices, the result is the figure in CHIPS.
+    The CPU devices of a host share the host's memory.
     """
     if device.platform == "cpu":
         return host_memory() / jax.local_device_count()
     try:
-        reported = (device.memory_stats() or {}).get("bytes_limit")
-    except jax.errors.JaxRuntimeError:  # a device that --plan describes, or that of another host
-        reported = None
-    if reported:
-        return reported
+        statistics = device.memory_stats() or {}
+    except jax.errors.JaxRuntimeError:
+        # The device belongs to another host, or it is a device that --plan describes.
+        statistics = {}
+    if statistics.get("bytes_limit"):
+        return statistics["bytes_limit"]
     chip = chip_of(device)
-    return chip and chip.memory
+    return None if chip is None else chip.memory_bytes
 
 
 def peak_flops(devices: int) -> float | None:
-    """Returns the bfloat16 FLOP/s of several devices of this host's kind; None if unknown.
+    """Returns the peak speed of several devices together, in bfloat16 operations per second.
+
+    The devices are of the same kind as the devices of this host. Returns None if the speed of this
+    kind is unknown.
 
     Args:
         devices: The number of devices.
     """
     chip = chip_of(jax.local_devices()[0])
-    return chip and chip.flops * devices
+    return None if chip is None else chip.flops_per_second * devices
 
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turns errors of the device or compiler in a `with` block into a RunError of one line."""
+    """Turns an error of a device or of the compiler in a `with` block into a RunError.
+
+    Raises:
+        RunError: If JAX raises a JaxRuntimeError in the block. The message has one line.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

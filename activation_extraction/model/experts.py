@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from activation_extraction.model.layers import STREAM
-from activation_extraction.model.mesh import BOTH, Layout
+from activation_extraction.model.mesh import MODEL_AXES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 from activation_extraction.model.parameters import StackedWeight
 
@@ -145,7 +145,7 @@ class Experts(nn.Module):
         output_axes = "layer", "experts", "mlp", "hidden"
         axes = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
         compute = partial(_sum_on_device, self.layout, self.expert_sum)
-        return self.layout.per_device(compute, arrays, axes, like=0)
+        return self.layout.per_device(compute, arrays, axes, template=0)
 
 
 def _sum_on_device(
@@ -174,7 +174,7 @@ def _sum_on_device(
     token_arrays = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
     y = expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
-    split_axes = tuple(axis for axis in BOTH if layout.size(axis) > 1)
+    split_axes = tuple(axis for axis in MODEL_AXES if layout.size(axis) > 1)
     if split_axes:
         y = lax.psum(y.astype(x.dtype), split_axes).astype(jnp.float32)
     return y.reshape(x.shape)

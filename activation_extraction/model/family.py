@@ -1,9 +1,9 @@
-"""Lists the supported model families, and turns a config.json into a ModelConfig.
+"""Lists the supported families of models, and turns a config.json into a ModelConfig.
 
-A family is one line of `FAMILIES`: a model_type and the function that reads its configuration. The
-modules, the hooks and the table of weights follow from the ModelConfig. The functions that read
-configurations are in model_config.py. This module completes a config.json with transformers'
-defaults before one of these functions reads it.
+`FAMILIES` has one line for each family, with its model_type and the function that reads its
+configurations. These functions are in model_config.py. Before one of them reads a config.json, this
+module adds transformers' defaults for missing fields. The modules, hooks and weights of a model
+follow from its ModelConfig.
 """
 
 import copy
@@ -33,30 +33,34 @@ from activation_extraction.model.model_config import (
 from activation_extraction.model.repository import read_json
 from activation_extraction.model.rope import check_rope
 
-FLAT = "qwen2_vl", "qwen2_5_vl"  # the released models of these families have no text_config
-# model_type -> a field that config.json must contain. The shapes of weights do not show a wrong
-# value of this field, and transformers' default differs from the value of all released models.
-MUST_BE_STATED = dict.fromkeys(FLAT, "rms_norm_eps")
-MUST_BE_STATED |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "rope_theta")
+# The model_type of multimodal families whose released models have no text_config in config.json.
+# The fields of the language model are beside the fields of the whole model.
+WITHOUT_TEXT_CONFIG = "qwen2_vl", "qwen2_5_vl"
+# model_type -> a field that config.json must contain. The shapes of weights do not show whether the
+# value of this field is right, and transformers' default differs from the value of all released
+# models.
+REQUIRED_FIELD = dict.fromkeys(WITHOUT_TEXT_CONFIG, "rms_norm_eps")
+REQUIRED_FIELD |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "rope_theta")
 
 
 class Family(NamedTuple):
     """The models of one model_type.
 
     Attributes:
-        released: The released models, for messages.
-        read: The function that returns the ModelConfig. Its arguments are a configuration that
-            transformers has completed, and the path of config.json, for messages. For a multimodal
-            family, it is called with the configuration of the language model.
-        multimodal: Whether the models also take images, video or audio. Only their language model
-            is used, with text.
+        released_models: Names of the released models, for messages.
+        read_config: Function that returns the ModelConfig. Its arguments are a configuration that
+            transformers has completed, and the path of config.json for messages. For a multimodal
+            family, the configuration is the configuration of the language model.
+        multimodal: Whether the models also take images, video or audio. This tool only uses their
+            language model.
     """
 
-    released: str
-    read: Callable[[Any, str], ModelConfig]
+    released_models: str
+    read_config: Callable[[Any, str], ModelConfig]
     multimodal: bool = False
 
 
+# model_type -> family.
 FAMILIES = {
     "qwen2": Family("Qwen2, Qwen2.5, QwQ", qwen2_config),
     "qwen3": Family("Qwen3, dense", qwen3_config),
@@ -80,10 +84,13 @@ FAMILIES = {
 
 
 def read_model_config(path: str | Path) -> ModelConfig:
-    """Reads a config.json file.
+    """Reads the configuration of a model from its config.json.
+
+    Args:
+        path: The path of the file.
 
     Raises:
-        InputError: The file is not JSON, or the model is not supported.
+        InputError: If the file is not JSON, or if the model is not supported.
     """
     return parse_model_config(read_json(path), str(path))
 
@@ -96,7 +103,8 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: The family is not supported, or the model has a setting that is not supported.
+        InputError: If the family is not supported, or if the model has a setting that is not
+            supported.
     """
     model_type = raw.get("model_type")
     if "qwen4_exp" in str(model_type) or "Qwen4Exp" in str(raw.get("architectures")):
@@ -108,69 +116,92 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
         raise _unsupported(raw, source)
     family = FAMILIES[model_type]
     weights = DEQUANTIZED if float8_format(raw, source) else None
-    hf = complete(raw, source)
+    hf_config = complete(raw, source)
     if family.multimodal:
-        config = multimodal_config(family.read, hf, source)
+        config = multimodal_config(family.read_config, hf_config, source)
     else:
-        config = family.read(hf, source)
+        config = family.read_config(hf_config, source)
     return dataclasses.replace(config, weights=weights)
 
 
 def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
-    """Returns the error about a family that is not supported, which lists the supported ones."""
-    vision = " (a model with vision inputs)" if "vision_config" in raw else ""
-    supported = []
+    """Returns the error about a family that is not supported, which lists the supported families.
+
+    Args:
+        raw: The contents of config.json.
+        source: The path of config.json, for the message.
+    """
+    vision_note = " (a model with vision inputs)" if "vision_config" in raw else ""
+    supported_families = []
     for model_type, family in FAMILIES.items():
-        text_of = "the text of " if family.multimodal else ""
-        supported.append(f"{model_type} ({text_of}{family.released})")
+        text_note = "the text of " if family.multimodal else ""
+        supported_families.append(f"{model_type} ({text_note}{family.released_models})")
     return InputError(
-        f"{source}: model_type {raw.get('model_type')!r}{vision} is not supported; supported are: "
-        f"{', '.join(supported)}"
+        f"{source}: model_type {raw.get('model_type')!r}{vision_note} is not supported; supported "
+        f"are: {', '.join(supported_families)}"
     )
 
 
 def complete(raw: Mapping[str, Any], source: str) -> Any:
-    """Returns a config.json as transformers reads it, with its defaults for missing fields.
+    """Returns a configuration with transformers' defaults for the fields that are missing.
 
     Args:
         raw: The contents of config.json, which are not changed. Its model_type is in FAMILIES.
         source: The path of config.json, for messages.
 
+    Returns:
+        An object of the family's configuration class in transformers.
+
     Raises:
-        InputError: transformers rejects the configuration, a size is absurdly large, or a field
-            that must be stated is missing.
+        InputError: If transformers rejects the configuration, if a size is absurdly large, or if
+            the field in REQUIRED_FIELD is missing.
     """
-    fields = copy.deepcopy(dict(raw))  # because transformers and check_rope change it
-    text = _text_section(fields)
-    for section in (fields, text):
-        for name in SIZES:
-            size = section.get(name)
-            most = LARGEST_DEPTH if name == "num_hidden_layers" else LARGEST_SIZE
-            if isinstance(size, int | float) and size > most:
-                raise InputError(f"{source}: {name} is {size:.6g}, expected at most {most:,}")
+    # transformers and check_rope change the dictionary.
+    config_fields = copy.deepcopy(dict(raw))
+    text_section = _text_section(config_fields)
+    for section in (config_fields, text_section):
+        for size_field in SIZES:
+            size = section.get(size_field)
+            limit = LARGEST_DEPTH if size_field == "num_hidden_layers" else LARGEST_SIZE
+            if isinstance(size, int | float) and size > limit:
+                raise InputError(
+                    f"{source}: {size_field} is {size:.6g}, expected at most {limit:,}"
+                )
         check_rope(section, source)
-    field = MUST_BE_STATED.get(raw["model_type"])
-    if field is not None:
-        sections = [text, text.get("rope_parameters"), text.get("rope_scaling")]
-        stated = [section.get(field) for section in sections if isinstance(section, dict)]
-        if all(number is None for number in stated):
-            raise InputError(
-                f"{source}: {field} of the language model is missing; take it from the config.json "
-                "of the released model: transformers' default is another value"
-            )
+    required_field = REQUIRED_FIELD.get(raw["model_type"])
+    if required_field is not None and not _states(text_section, required_field):
+        raise InputError(
+            f"{source}: {required_field} of the language model is missing; take it from the "
+            "config.json of the released model: transformers' default is another value"
+        )
     try:
-        return transformers().AutoConfig.for_model(**fields)
-    except Exception as error:  # its validation may raise anything
+        return transformers().AutoConfig.for_model(**config_fields)
+    except Exception as error:
+        # The validation of transformers may raise any exception.
         raise InputError(f"{source}: {one_line(error)}") from error
 
 
 def _text_section(raw: dict[str, Any]) -> dict[str, Any]:
     """Returns the section of config.json in which transformers looks for the language model.
 
-    The section is empty if there is none, as in the config.json of a text-only model.
+    Args:
+        raw: The contents of config.json.
+
+    Returns:
+        The section itself, not a copy. An empty dict if there is no such section, as in the
+        config.json of a text-only model.
     """
-    if raw["model_type"] in FLAT and raw.get("text_config") is None:
+    if raw["model_type"] in WITHOUT_TEXT_CONFIG and raw.get("text_config") is None:
         return raw
-    around = raw.get("thinker_config", raw)
-    text = around.get("text_config") if isinstance(around, dict) else None
-    return text if isinstance(text, dict) else {}
+    outer_section = raw.get("thinker_config", raw)
+    text_section = outer_section.get("text_config") if isinstance(outer_section, dict) else None
+    return text_section if isinstance(text_section, dict) else {}
+
+
+def _states(text_section: dict[str, Any], field: str) -> bool:
+    """Returns whether a section of config.json contains a field, itself or in its RoPE settings."""
+    rope_sections = [text_section.get("rope_parameters"), text_section.get("rope_scaling")]
+    for section in (text_section, *rope_sections):
+        if isinstance(section, dict) and section.get(field) is not None:
+            return True
+    return False

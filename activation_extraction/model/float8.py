@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from activation_extraction.common.encodings import AT_ONCE, VALUES
+from activation_extraction.common.encodings import VALUE_DTYPE, VALUES_AT_ONCE
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.safetensors import DTYPE_NAMES, DTYPES, Tensor
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index, WeightFile
@@ -42,7 +42,7 @@ METHODS = {
     "modelopt": ("quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")),
 }
 # The number that each of the 256 codes stands for.
-FLOAT32_OF_CODE = np.arange(256, dtype=np.uint8).view(VALUES).astype(np.float32)
+FLOAT32_OF_CODE = np.arange(256, dtype=np.uint8).view(VALUE_DTYPE).astype(np.float32)
 NAN_CODE = 0x7F  # bits of NaN, without the sign bit
 
 
@@ -221,7 +221,7 @@ class Scales:
         file, entry = place(tensor)
         scale_tensors = scale_names(tensor, tensors)
         dtype_name = DTYPE_NAMES[entry.dtype]
-        expected_count = int(entry.dtype == VALUES)
+        expected_count = int(entry.dtype == VALUE_DTYPE)
         message_start = f"{file.where}: tensor {tensor} is {dtype_name}"
         if expected_count == 0 and dtype_name not in FLOAT_TYPES:
             float_types = ", ".join(FLOAT_TYPES)
@@ -287,7 +287,7 @@ class Scales:
         # The rows are computed in pieces, so that neither the values of a piece nor its tables
         # leave a core's caches.
         table_values_per_row = code_count * scales_per_row // self.values_per_scale[-2]
-        rows_per_piece = max(AT_ONCE // max(len(columns), table_values_per_row), 1)
+        rows_per_piece = max(VALUES_AT_ONCE // max(len(columns), table_values_per_row), 1)
         for matrix in np.ndindex(codes.shape[:-2]):
             scale_matrix = tuple(
                 axis_numbers[expert]

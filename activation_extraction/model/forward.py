@@ -336,7 +336,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         f" ({model.config.weights})" if model.config.weights else "",
         jax.default_backend(),
         in_words(layout.shape),
-        f" ({layout.why})" if layout.why else "",
+        f" ({layout.reason})" if layout.reason else "",
     )
     if model.stages > 1:
         count = model.micro_batches(forward.shape[0] * forward.rows.hosts)

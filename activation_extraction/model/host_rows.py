@@ -1,9 +1,13 @@
-"""Brings rows from the hosts to the mesh, and activations back to the hosts.
+"""Passes rows from the hosts to the devices of a mesh, and activations back to the hosts.
 
 Each host feeds the token ids of its own rows and receives the activations of its own rows, with any
-mesh. `HostRows` has the shardings for both directions; the functions below it copy the shards of a
-host into NumPy arrays. mesh.py determines the shardings during the computation, and kept.py
-receives activations if only some tokens of the rows are kept.
+mesh. `HostRows` determines the shardings for both directions. The functions below the class copy
+the parts of an array that are on a host's devices (its shards) into NumPy arrays. mesh.py
+determines the shardings during the computation. kept.py receives activations if only some tokens of
+the rows are kept.
+
+Hooks whose values have the same width and dtype share one array. This width and dtype is their
+vector type (`hooks.VectorType`).
 
 Letters: B rows of a host, T tokens per row.
 """
@@ -22,7 +26,8 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.mesh import RULES, Layout
 
-PINNED_ON = ("gpu",)  # platforms from which arrays are copied through pinned memory
+# The platforms from which arrays are copied to pinned memory of the host.
+PINNED_ON = ("gpu",)
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class HostRows:
     """The shardings of the rows that hosts feed and of the activations that they receive.
 
     Attributes:
-        mesh: Mesh with the axes "host" and "device" (of a host). Its devices are those of the
-            layout in the same order, so that a program can use both.
+        mesh: Mesh with the axes "host" and "device". The second axis contains the devices of a
+            host. The mesh has the same devices in the same order as the mesh of the computation, so
+            that a program can use both meshes.
     """
 
     mesh: Mesh
@@ -42,99 +48,116 @@ class HostRows:
         return self.mesh.shape["host"]
 
     def incoming(self) -> NamedSharding:
-        """Returns the sharding of arrays whose first axis is the rows of all hosts."""
+        """Returns the sharding of the arrays that hosts feed, (rows of all hosts, ...)."""
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
     def outgoing(self, length: int, layout: Layout) -> NamedSharding:
-        """Returns the sharding of activations (hooks, rows of all hosts, T, width).
+        """Returns the sharding of activations, (hooks, rows of all hosts, T, width).
 
-        If each device computes rows of its own, it keeps them. Otherwise each device of a host gets
-        a part of T for all rows of the host, or all of T if the number of devices does not divide
-        T.
+        If each device computes rows of its own, it has the activations of these rows. Otherwise
+        each device of a host has the activations of all rows of the host, for a part of the T
+        positions. If the number of devices does not divide T, it has all positions.
 
         Args:
-            length: T.
-            layout: The layout of the computation.
+            length: T, the number of tokens per row.
+            layout: The layout of the computation's mesh.
         """
         if layout.size(*RULES["batch"]) == self.mesh.size:
             return NamedSharding(self.mesh, PartitionSpec(None, ("host", "device")))
-        split = "device" if length % self.mesh.shape["device"] == 0 else None
-        return NamedSharding(self.mesh, PartitionSpec(None, "host", split))
+        position_axis = "device" if length % self.mesh.shape["device"] == 0 else None
+        return NamedSharding(self.mesh, PartitionSpec(None, "host", position_axis))
 
     def everywhere(self) -> NamedSharding:
-        """Returns the sharding of arrays that all devices have whole."""
+        """Returns the sharding of an array of which each device has a whole copy."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:
-        """Passes rows to the devices. All hosts must call this together.
+        """Passes the rows of all hosts to the devices. All hosts must call this method together.
 
         Args:
-            array: The rows of this host, (rows, ...), as many as each other host has.
+            array: The rows of this host, (B, ...). All hosts have the same number of rows.
 
         Returns:
-            The rows of all hosts as one array, sharded as `incoming` says.
+            The rows of all hosts as one array, (rows of all hosts, ...), with the sharding of
+            `incoming`.
         """
         shape = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape)
 
     def receive(self, activations: Mapping[VectorType, Array]) -> dict[VectorType, np.ndarray]:
-        """Copies the activations of this host's rows to the host.
+        """Copies the activations of this host's rows from its devices to the host.
 
         Args:
-            activations: Vector type -> the values of its hooks, (hooks, rows of all hosts, T,
-                width), sharded as `outgoing` says.
+            activations: Vector type -> activations at the hooks, (hooks, rows of all
+                hosts, T, width), with the sharding of `outgoing`.
 
         Returns:
-            Vector type -> the values of its hooks, (hooks, B, T, width).
+            Vector type -> activations of this host's rows, (hooks, B, T, width).
         """
         shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
-        # All copies are started before the first one is awaited.
+        # All copies are started before the first copy is awaited.
         copies = {}
         for vector_type, shards_of_type in shards.items():
             copies[vector_type] = [to_host(shard.data) for shard in shards_of_type]
-        received = {}
-        for vector_type, parts in copies.items():
-            if len(parts) == 1:
-                received[vector_type] = np.asarray(parts[0])
+        received_arrays = {}
+        for vector_type, copied_shards in copies.items():
+            if len(copied_shards) == 1:
+                received_arrays[vector_type] = np.asarray(copied_shards[0])
                 continue
-            places = rows_and_tokens(shards[vector_type])
-            hooks = len(parts[0])
-            num_rows = max(rows.stop for rows, _ in places)
-            shape = (hooks, num_rows, *activations[vector_type].shape[2:])
-            received[vector_type] = np.empty(shape, parts[0].dtype)
-            for (rows, tokens), part in zip(places, parts, strict=True):
-                received[vector_type][:, rows, tokens] = part
-        return received
+            slices_of_shards = rows_and_tokens(shards[vector_type])
+            num_hooks = len(copied_shards[0])
+            num_rows = max(rows.stop for rows, _ in slices_of_shards)
+            shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
+            received_arrays[vector_type] = np.empty(shape, copied_shards[0].dtype)
+            for (rows, tokens), copied_shard in zip(slices_of_shards, copied_shards, strict=True):
+                received_arrays[vector_type][:, rows, tokens] = copied_shard
+        return received_arrays
 
 
 def count_hosts(devices: Sequence[Any]) -> int:
-    """Returns the number of hosts that have these devices.
+    """Returns the number of hosts to which devices belong.
+
+    Args:
+        devices: The devices.
 
     Raises:
-        InputError: The hosts have different numbers of devices.
+        InputError: If the hosts have different numbers of these devices.
     """
-    counts = Counter(device.process_index for device in devices)
-    if len(set(counts.values())) > 1:
-        numbers = ", ".join(f"{count} on host {host}" for host, count in sorted(counts.items()))
-        raise InputError(
-            f"hosts have different numbers of devices: {numbers}; expected the same on all"
+    devices_of_host = Counter(device.process_index for device in devices)
+    if len(set(devices_of_host.values())) > 1:
+        device_counts = ", ".join(
+            f"{count} on host {host}" for host, count in sorted(devices_of_host.items())
         )
-    return len(counts)
+        raise InputError(
+            f"hosts have different numbers of devices: {device_counts}; expected the same on all"
+        )
+    return len(devices_of_host)
 
 
 def host_rows(layout: Layout) -> HostRows:
-    """Groups the devices of a layout by host. Raises InputError as `count_hosts` does."""
+    """Returns the shardings between the hosts and the devices of a mesh.
+
+    Args:
+        layout: The layout of the mesh, which has devices.
+
+    Raises:
+        InputError: If the hosts have different numbers of devices in the mesh.
+    """
     assert isinstance(layout.mesh, Mesh)
     devices = layout.mesh.devices
-    by_host = devices.reshape(count_hosts([*devices.flat]), -1)
-    return HostRows(Mesh(by_host, ("host", "device")))
+    devices_by_host = devices.reshape(count_hosts([*devices.flat]), -1)
+    return HostRows(Mesh(devices_by_host, ("host", "device")))
 
 
 def to_host(array: Array) -> Array:
-    """Starts to copy an array to the host, and returns the array to pass to np.asarray.
+    """Starts to copy an array from a device to the host, without waiting for the copy.
 
-    The returned array of a GPU is in pinned memory, which NumPy reads in place. An H100 copied 38
-    to 51 GB/s to pinned memory, and 1.5 GB/s to other memory.
+    Arrays of GPUs are copied to pinned memory, because that is faster. An H100 copied 38 to 51 GB/s
+    to pinned memory, and 1.5 GB/s to other memory.
+
+    Returns:
+        An array with the same values. numpy.asarray of this array waits for the copy and returns
+        its values.
     """
     if next(iter(array.devices())).platform in PINNED_ON:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
@@ -143,30 +166,36 @@ def to_host(array: Array) -> Array:
 
 
 def shards_of_host(array: Array) -> list[Any]:
-    """Returns this host's shards of activations, ordered by row and token, without duplicates.
+    """Returns the shards of activations on this host's devices, ordered by row and token.
+
+    If several devices have the same rows and tokens, only one of their shards is returned.
 
     Args:
-        array: Activations (hooks, rows of all hosts, T, width).
+        array: The activations, (hooks, rows of all hosts, T, width).
     """
-    shards = {}  # by the first row and token; shards with the same ones are equal
+    # Index of a shard's first row and of its first token -> the shard.
+    shard_of_start = {}
     for shard in array.addressable_shards:
         rows, tokens = shard.index[1:3]
-        shards[rows.start or 0, tokens.start or 0] = shard
-    return [shards[start] for start in sorted(shards)]
+        shard_of_start[rows.start or 0, tokens.start or 0] = shard
+    return [shard_of_start[start] for start in sorted(shard_of_start)]
 
 
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
-    """Returns the position of each shard in the activations of this host's rows.
+    """Returns the rows and tokens of each shard in the activations of this host's rows.
 
     Args:
-        shards: All shards of this host, of activations (hooks, rows of all hosts, T, width).
+        shards: All shards on this host of activations, (hooks, rows of all hosts, T, width).
 
     Returns:
-        For each shard, its rows, counted from the first row of this host, and its tokens.
+        A tuple for each shard. It contains the slice of the shard's rows, counted from the first
+        row of this host, and the slice of its tokens in these rows.
     """
-    starts = [shard.index[1].start or 0 for shard in shards]
-    places = []
-    for start, shard in zip(starts, shards, strict=True):
-        first = start - min(starts)
-        places.append((slice(first, first + shard.data.shape[1]), shard.index[2]))
-    return places
+    first_rows = [shard.index[1].start or 0 for shard in shards]
+    first_row_of_host = min(first_rows)
+    slices_of_shards = []
+    for first_row, shard in zip(first_rows, shards, strict=True):
+        row_of_host = first_row - first_row_of_host
+        rows = slice(row_of_host, row_of_host + shard.data.shape[1])
+        slices_of_shards.append((rows, shard.index[2]))
+    return slices_of_shards

@@ -1,11 +1,16 @@
-"""Copies only the kept tokens of a batch from the devices to the host.
+"""Copies the activations of only the kept tokens of a batch from the devices to the host.
 
-A host knows the kept tokens of its rows before the step. Each of its devices gathers the kept
-tokens of its part of the rows in pieces of a fixed size. So one small program serves all batches;
-it runs as often as the device with the most kept tokens needs. Devices of other hosts do not take
-part.
+A host knows the kept tokens of its rows before the step. After the step, each device of the host
+gathers the activations of its kept tokens in blocks of a fixed number of tokens. All batches use
+the same compiled program, which gathers one block on each device. It runs until the device with the
+most kept tokens has gathered all of them. Devices of other hosts do not take part.
 
-Letters: B rows of this host, T tokens per row.
+If all tokens are kept, host_rows.py copies the activations instead.
+
+Hooks whose values have the same width and dtype share one array. This width and dtype is their
+vector type (`hooks.VectorType`).
+
+Letters: B rows of this host, T tokens per row, N tokens in a block of a device.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,150 +26,184 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
-PIECES = 16  # the number of pieces if all tokens are kept
+# The number of blocks that a device would gather if all tokens were kept. It determines N.
+MAX_BLOCKS = 16
 
 
-class Piece(NamedTuple):
-    """Up to a fixed number of kept tokens of each device of this host.
+class KeptBlock(NamedTuple):
+    """The activations of up to N kept tokens from each device of this host.
 
     Attributes:
-        activations: Vector type -> the values of its hooks, (hooks, devices * size of a piece,
+        activations: Vector type -> activations at the hooks, (hooks, devices * N,
             width).
-        rows: Index of each kept token on the second axis of the activations. Other indices are
-            padding.
-        indices: Index of each of these tokens among all kept tokens of the batch.
+        block_indices: Indices of the kept tokens on the second axis of `activations`. The values at
+            other indices are padding.
+        batch_indices: Indices of the same tokens among all kept tokens of the batch.
     """
 
     activations: dict[VectorType, Array]
-    rows: np.ndarray
-    indices: np.ndarray
+    block_indices: np.ndarray
+    batch_indices: np.ndarray
 
 
 class KeptTokens(NamedTuple):
-    """The kept tokens of a batch, on their way to the host.
+    """The activations of a batch's kept tokens, which the devices may still be gathering.
 
     Attributes:
-        pieces: Pieces that together contain all kept tokens.
-        shapes: Vector type -> the shape of the values of its hooks, (hooks, kept tokens of the
+        blocks: Blocks that together contain all kept tokens.
+        shapes: Vector type -> shape of the activations, (hooks, kept tokens of the
             batch, width).
     """
 
-    pieces: list[Piece]
+    blocks: list[KeptBlock]
     shapes: dict[VectorType, tuple[int, int, int]]
 
     def receive(self) -> dict[VectorType, np.ndarray]:
-        """Copies the tokens to the host.
+        """Copies the activations to the host, and waits for them.
 
         Returns:
-            Vector type -> the values of its hooks, (hooks, kept tokens of the batch, width), row by
-            row of the batch.
+            Vector type -> activations, (hooks, kept tokens of the batch, width). The
+            tokens are ordered by row and position.
         """
-        # All copies are started before the first one is awaited.
-        copies = [jax.tree.map(to_host, piece.activations) for piece in self.pieces]
-        received = {
+        # All copies are started before the first copy is awaited.
+        copies = [jax.tree.map(to_host, block.activations) for block in self.blocks]
+        received_arrays = {
             vector_type: np.empty(shape, vector_type.dtype)
             for vector_type, shape in self.shapes.items()
         }
-        for piece, copies_of_piece in zip(self.pieces, copies, strict=True):
-            for vector_type, copy in copies_of_piece.items():
-                # Copied as integers, because NumPy is slow with dtypes of other packages.
-                bits = f"uint{8 * copy.dtype.itemsize}"
-                kept = np.asarray(copy).view(bits)[:, piece.rows]
-                received[vector_type].view(bits)[:, piece.indices] = kept
-        return received
+        for block, copies_of_block in zip(self.blocks, copies, strict=True):
+            for vector_type, copied_block in copies_of_block.items():
+                # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
+                bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
+                kept_bits = np.asarray(copied_block).view(bits_dtype)[:, block.block_indices]
+                received_arrays[vector_type].view(bits_dtype)[:, block.batch_indices] = kept_bits
+        return received_arrays
 
 
 def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> KeptTokens:
-    """Starts to gather the kept tokens, without waiting for the devices.
+    """Starts to gather the activations of kept tokens, without waiting for the devices.
 
     Args:
-        activations: Vector type -> the values of its hooks, (hooks, rows of all hosts, T, width),
-            split over rows or T as `HostRows.outgoing` says.
+        activations: Vector type -> activations at the hooks, (hooks, rows of all
+            hosts, T, width), with the sharding of `HostRows.outgoing`.
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
     """
     shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
-    first = next(iter(shards.values()))
-    mesh = Mesh(np.array([shard.device for shard in first]), ("device",))
-    split = NamedSharding(mesh, PartitionSpec("device"))
-    local = {}
-    for vector_type, shards_of_type in shards.items():
-        local[vector_type] = _one_array(mesh, shards_of_type)
-    pieces = []
-    for tokens, rows, indices in _pieces(kept, rows_and_tokens(first)):
-        put = jax.device_put(tokens, split)
-        gathered = {vector_type: take(mesh, array, put) for vector_type, array in local.items()}
-        pieces.append(Piece(gathered, rows, indices))
-    total = int(kept.sum())
-    shapes = {}
-    for vector_type, array in activations.items():
-        shapes[vector_type] = len(array), total, array.shape[-1]
-    return KeptTokens(pieces, shapes)
+    # The shards of all vector types have the same devices, rows and tokens.
+    shards_of_a_type = next(iter(shards.values()))
+    mesh = Mesh(np.array([shard.device for shard in shards_of_a_type]), ("device",))
+    index_sharding = NamedSharding(mesh, PartitionSpec("device"))
+    host_arrays = {
+        vector_type: _array_of_host(mesh, shards_of_type)
+        for vector_type, shards_of_type in shards.items()
+    }
+    blocks = []
+    for block_plan in _block_plans(kept, rows_and_tokens(shards_of_a_type)):
+        device_indices = jax.device_put(block_plan.device_indices, index_sharding)
+        gathered_arrays = {
+            vector_type: take(mesh, array, device_indices)
+            for vector_type, array in host_arrays.items()
+        }
+        blocks.append(
+            KeptBlock(gathered_arrays, block_plan.block_indices, block_plan.batch_indices)
+        )
+    num_kept = int(kept.sum())
+    shapes = {
+        vector_type: (len(array), num_kept, array.shape[-1])
+        for vector_type, array in activations.items()
+    }
+    return KeptTokens(blocks, shapes)
 
 
-def _pieces(
-    kept: np.ndarray, places: Sequence[tuple[slice, slice]]
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yields the pieces of a batch.
+class _BlockPlan(NamedTuple):
+    """The tokens of a block, before they are gathered.
+
+    Attributes:
+        device_indices: Indices of the tokens that each device gathers, (devices, N) int32, padded
+            with zeros. They count the tokens of the device's shard row by row.
+        block_indices: See `KeptBlock`.
+        batch_indices: See `KeptBlock`.
+    """
+
+    device_indices: np.ndarray
+    block_indices: np.ndarray
+    batch_indices: np.ndarray
+
+
+def _block_plans(
+    kept: np.ndarray, slices_of_shards: Sequence[tuple[slice, slice]]
+) -> Iterator[_BlockPlan]:
+    """Yields the plans of blocks that together contain the kept tokens of a batch.
 
     Args:
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
-        places: The rows, and the tokens of a row, that each device has.
-
-    Yields:
-        A tuple of:
-            The indices of the tokens that each device gathers from its part, which is flattened,
-                (devices, size of a piece) int32, padded with zeros.
-            `Piece.rows`.
-            `Piece.indices`.
+        slices_of_shards: For each device of this host, a tuple of the slice of its rows and the
+            slice of its tokens in these rows.
     """
-    index_in_batch = np.cumsum(kept).reshape(kept.shape) - 1
-    tokens_of_devices = [np.flatnonzero(kept[place]) for place in places]
-    indices_of_devices = [index_in_batch[place][kept[place]] for place in places]
-    size = -(-kept[places[0]].size // PIECES)
-    for start in range(0, max(map(len, tokens_of_devices)), size):
-        padded = np.zeros((len(places), size), np.int32)
-        rows = []
-        indices = []
-        for device, tokens in enumerate(tokens_of_devices):
-            tokens_of_piece = tokens[start : start + size]
-            padded[device, : len(tokens_of_piece)] = tokens_of_piece
-            rows.append(device * size + np.arange(len(tokens_of_piece)))
-            indices.append(indices_of_devices[device][start : start + size])
-        yield padded, np.concatenate(rows), np.concatenate(indices)
+    batch_index = np.cumsum(kept).reshape(kept.shape) - 1
+    shard_indices_of_devices = [np.flatnonzero(kept[slices]) for slices in slices_of_shards]
+    batch_indices_of_devices = [batch_index[slices][kept[slices]] for slices in slices_of_shards]
+    tokens_of_shard = kept[slices_of_shards[0]].size
+    block_size = -(-tokens_of_shard // MAX_BLOCKS)
+    for start in range(0, max(map(len, shard_indices_of_devices)), block_size):
+        stop = start + block_size
+        device_indices = np.zeros((len(slices_of_shards), block_size), np.int32)
+        block_indices = []
+        batch_indices = []
+        for device, shard_indices in enumerate(shard_indices_of_devices):
+            num_tokens = len(shard_indices[start:stop])
+            device_indices[device, :num_tokens] = shard_indices[start:stop]
+            block_indices.append(device * block_size + np.arange(num_tokens))
+            batch_indices.append(batch_indices_of_devices[device][start:stop])
+        yield _BlockPlan(
+            device_indices, np.concatenate(block_indices), np.concatenate(batch_indices)
+        )
 
 
-def _one_array(mesh: Mesh, shards: list[Any]) -> Array:
-    """Joins the shards of this host into one array, as if each were a different part of T."""
-    hooks, rows, length, width = shards[0].data.shape
+def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
+    """Returns the shards of this host as one array, without copying them.
+
+    The shards are joined along the axis of tokens, even if they contain different rows.
+
+    Args:
+        mesh: The devices of this host, with the axis "device".
+        shards: The shard of each device, (hooks, rows, tokens, width), all of the same shape.
+    """
+    hooks, rows, tokens, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    shape = hooks, rows, length * len(shards), width
+    shape = hooks, rows, tokens * len(shards), width
     arrays = [shard.data for shard in shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 @partial(jax.jit, static_argnums=0)
-def take(mesh: Mesh, activations: Array, tokens: Array) -> Array:
-    """Gathers tokens on each device.
+def take(mesh: Mesh, activations: Array, device_indices: Array) -> Array:
+    """Gathers the activations of some tokens on each device.
 
     Args:
         mesh: The devices of this host, with the axis "device".
-        activations: (hooks, rows, tokens, width), each device with a part of the tokens.
-        tokens: The indices of the tokens that each device gathers from its part, which is
-            flattened, (devices, size of a piece) int32.
+        activations: The activations, (hooks, rows, tokens, width), of which each device has a part
+            of the tokens.
+        device_indices: The indices of the tokens that each device gathers, (devices, N) int32. They
+            count the tokens of the device's part row by row.
 
     Returns:
-        The gathered activations, (hooks, devices * size of a piece, width).
+        The gathered activations, (hooks, devices * N, width).
     """
 
-    def local(part: Array, tokens: Array) -> Array:
-        hooks, rows, length, width = part.shape
-        # The part is indexed as a table of rows, like an embedding. With another axis, XLA would
-        # copy the whole part.
-        indices = jnp.arange(hooks)[:, None] * (rows * length) + tokens
-        flat = jnp.take(part.reshape(-1, width), indices.reshape(-1), axis=0, mode="clip")
-        return flat.reshape(hooks, -1, width)
+    def take_on_device(device_part: Array, token_indices: Array) -> Array:
+        hooks, rows, tokens, width = device_part.shape
+        # The part is indexed as a table of vectors, like an embedding. If another axis were
+        # indexed, XLA would copy the whole part.
+        vector_indices = jnp.arange(hooks)[:, None] * (rows * tokens) + token_indices
+        vectors = device_part.reshape(-1, width)
+        taken_vectors = jnp.take(vectors, vector_indices.reshape(-1), axis=0, mode="clip")
+        return taken_vectors.reshape(hooks, -1, width)
 
-    specs = PartitionSpec(None, None, "device"), PartitionSpec("device")
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, "device"))(
-        activations, tokens
+    take_on_devices = jax.shard_map(
+        take_on_device,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, None, "device"), PartitionSpec("device")),
+        out_specs=PartitionSpec(None, "device"),
     )
+    return take_on_devices(activations, device_indices)

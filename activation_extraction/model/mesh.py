@@ -1,12 +1,14 @@
-"""Arranges the devices in a mesh of named axes, and determines how arrays are split along them.
+"""Arranges the devices in a mesh of named axes, and determines how arrays are split along the axes.
 
-The model and the step only name logical axes, such as "batch" and "heads". `RULES` maps a logical
-axis to axes of the mesh; axes that the mesh lacks are left out. Users know the mesh axes pipeline,
-data, fsdp, expert and model. Internally, the user's `model` is two axes of JAX's mesh: `model`,
-along which attention heads are split, and `query`, along which the queries of a row are split if
-there are more devices than key/value heads. Other arrays are split along both.
+The model and the step only name logical axes of arrays, such as "batch" and "heads". `RULES` maps a
+logical axis to axes of the mesh, and axes that the mesh lacks are ignored. Users know the mesh axes
+pipeline, data, fsdp, expert and model. The user's `model` is two axes of JAX's mesh: `model`, along
+which attention heads are split, and `query`, along which the queries of a row are split if there
+are more devices than key/value heads. Other arrays are split along both of these axes.
 
-mesh_choice.py chooses the mesh of a run, and host_rows.py brings rows to it.
+mesh_choice.py chooses the mesh of a run. host_rows.py splits rows and activations between hosts.
+
+Letters: B rows, T tokens per row.
 """
 
 import math
@@ -24,53 +26,57 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from activation_extraction.model.attention import Attention, Segments
 
 # The two axes of JAX's mesh that make up the user's axis `model`.
-BOTH = ("model", "query")
-# Logical axis -> the axes of the mesh along which it is split.
+MODEL_AXES = ("model", "query")
+# Logical axis of an array -> the axes of the mesh along which it is split.
 RULES: dict[str, tuple[str, ...]] = {
-    # Axes of weights:
+    # The following axes are axes of weights.
     "layers": ("pipeline",),
     "embed": ("fsdp",),
     "heads": ("model",),
     "kv_heads": ("model",),
-    "key_heads": BOTH,
-    "mlp": BOTH,
+    "key_heads": MODEL_AXES,
+    "mlp": MODEL_AXES,
     "experts": ("expert",),
-    "vocab": BOTH,
-    "head_vocab": (*BOTH, "pipeline"),
-    # Axes of activations:
+    "vocab": MODEL_AXES,
+    "head_vocab": (*MODEL_AXES, "pipeline"),
+    # The following axes are axes of activations and of the rows that hosts feed.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
-    "fsdp_batch": ("data", "expert"),  # like "batch", but all devices along fsdp have the same rows
+    # The rows of a batch if all devices along fsdp have the same rows.
+    "fsdp_batch": ("data", "expert"),
     "query_sequence": ("query",),
-    "captured_sequence": BOTH,
-    "leaving_sequence": (*BOTH, "pipeline"),
+    "captured_sequence": MODEL_AXES,
+    "leaving_sequence": (*MODEL_AXES, "pipeline"),
 }
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, with methods that split arrays along it by RULES.
+    """A mesh, with methods that split arrays along its axes as RULES says.
 
     Attributes:
-        mesh: Mesh. An abstract mesh has axes but no devices. None for a single device, or to
-            compute only shapes; then arrays are not split.
-        why: Reason for the choice of this mesh, for the log; "" if the flags determine it.
+        mesh: Mesh of JAX. An abstract mesh has axes but no devices. None for a single device, or if
+            only shapes are computed, so that arrays are not split.
+        reason: Reason for the choice of this mesh, for the log. "" if the flags determine it.
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    why: str = field(default="", compare=False)
+    reason: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:
-        """Returns the product of the sizes of mesh axes; an axis that the mesh lacks counts as 1.
+        """Returns the product of the sizes of some axes of JAX's mesh.
 
         Args:
-            axes: Names of axes of JAX's mesh.
+            axes: The names of the axes. An axis that the mesh lacks has the size 1.
         """
         return 1 if self.mesh is None else math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     @property
     def shape(self) -> dict[str, int]:
-        """The size of each mesh axis by name, with `model` as the user knows it."""
+        """Name of a mesh axis -> its size.
+
+        The names are the user's: the size of `model` includes the axis `query` of JAX's mesh.
+        """
         sizes = {} if self.mesh is None else dict(self.mesh.shape)
         if "query" in sizes:
             sizes["model"] *= sizes.pop("query")
@@ -90,18 +96,24 @@ class Layout:
         """
         assert isinstance(self.mesh, Mesh)
         devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
-        first = enumerate(devices.reshape(len(devices), -1)[:, 0])
-        places = np.array([getattr(device, "coords", (number, 0)) for number, device in first])
-        across, along = places.T[np.argsort(np.ptp(places, axis=0))[-2:]]
-        return np.lexsort([np.where(across % 2, -along, along), across]).tolist()
+        devices_of_axis = devices.reshape(len(devices), -1)[:, 0]
+        coordinates = np.array(
+            [getattr(device, "coords", (index, 0)) for index, device in enumerate(devices_of_axis)]
+        )
+        # The ring follows the longer side of the rectangle. It changes its direction after each
+        # step along the shorter side.
+        dimensions_by_extent = np.argsort(np.ptp(coordinates, axis=0))
+        short_side, long_side = coordinates.T[dimensions_by_extent[-2:]]
+        directed_long_side = np.where(short_side % 2, -long_side, long_side)
+        return np.lexsort([directed_long_side, short_side]).tolist()
 
     @property
     def adds_up_parts(self) -> bool:
-        """Whether products are split along `model`, so that devices add up their results."""
-        return self.size(*BOTH) > 1
+        """Whether a product is split along `model`, so that devices add up their partial sums."""
+        return self.size(*MODEL_AXES) > 1
 
     def sharding(
-        self, axes: Sequence[str], shape: Sequence[int], without: str | None = None
+        self, axes: Sequence[str], shape: Sequence[int], unsplit_axis: str | None = None
     ) -> NamedSharding:
         """Returns the sharding of an array.
 
@@ -110,41 +122,49 @@ class Layout:
         Args:
             axes: The logical axis of each dimension.
             shape: The shape of the array.
-            without: A mesh axis along which the array is not split; None for no such axis.
+            unsplit_axis: A mesh axis along which the array is not split. None if it is split along
+                all axes of RULES.
         """
         assert self.mesh is not None
-        entries: list[tuple[str, ...] | None] = []
-        for axis, size in zip(axes, shape, strict=True):
-            present = (name for name in RULES.get(axis, ()) if name in self.mesh.axis_names)
-            names = tuple(name for name in present if name != without)
-            entries.append(names if names and size % self.size(*names) == 0 else None)
-        return NamedSharding(self.mesh, PartitionSpec(*entries))
+        axes_of_dimensions: list[tuple[str, ...] | None] = []
+        for logical_axis, size in zip(axes, shape, strict=True):
+            mesh_axes = tuple(
+                mesh_axis
+                for mesh_axis in RULES.get(logical_axis, ())
+                if mesh_axis in self.mesh.axis_names and mesh_axis != unsplit_axis
+            )
+            is_split = bool(mesh_axes) and size % self.size(*mesh_axes) == 0
+            axes_of_dimensions.append(mesh_axes if is_split else None)
+        return NamedSharding(self.mesh, PartitionSpec(*axes_of_dimensions))
 
     def shard_shape(
-        self, axes: Sequence[str], shape: tuple[int, ...], without: str | None = None
+        self, axes: Sequence[str], shape: tuple[int, ...], unsplit_axis: str | None = None
     ) -> tuple[int, ...]:
         """Returns the shape of one device's part of an array. See `sharding` for the arguments."""
         if self.mesh is None:
             return shape
-        return self.sharding(axes, shape, without).shard_shape(shape)
+        return self.sharding(axes, shape, unsplit_axis).shard_shape(shape)
 
-    def constrain(self, x: Array, *axes: str, without: str | None = None) -> Array:
-        """Fixes the sharding of an array at this point of the computation.
+    def constrain(self, x: Array, *axes: str, unsplit_axis: str | None = None) -> Array:
+        """Fixes the sharding of an array at a point of a computation.
 
         Args:
             x: The array.
             axes: The logical axis of each dimension.
-            without: A mesh axis along which the array is not split; None for no such axis.
+            unsplit_axis: A mesh axis along which the array is not split. None if it is split along
+                all axes of RULES.
 
         Returns:
             The array with this sharding.
         """
         if self.mesh is None or self.mesh.size == 1:
             return x
-        return lax.with_sharding_constraint(x, self.sharding(axes, x.shape, without))
+        return lax.with_sharding_constraint(x, self.sharding(axes, x.shape, unsplit_axis))
 
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
-        """Gathers a weight along fsdp, just before its use. It stays split along other mesh axes.
+        """Gathers a weight along fsdp, just before its use.
+
+        The weight stays split along other mesh axes.
 
         Args:
             weight: The weight.
@@ -153,35 +173,40 @@ class Layout:
         Returns:
             The gathered weight.
         """
-        return weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, without="fsdp")
+        return (
+            weight if self.size("fsdp") == 1 else self.constrain(weight, *axes, unsplit_axis="fsdp")
+        )
 
     def per_device(
         self,
         function: Callable[..., Array],
         arrays: Sequence[Array],
         axes: Sequence[Sequence[str]],
-        like: int,
+        template: int,
     ) -> Array:
         """Runs a function on each device, with the device's part of each array.
 
         Args:
-            function: A function that takes the parts of the arrays and returns a part of the
-                result.
-            arrays: The arguments of the function.
+            function: A function that takes one device's part of each array and returns this
+                device's part of the result.
+            arrays: The arrays, whose parts are the arguments of the function.
             axes: The logical axes of each array.
-            like: The index of the array in `arrays` that has the logical axes and shape of the
+            template: The index in `arrays` of an array with the same logical axes and shape as the
                 result.
 
         Returns:
-            The result, assembled from the parts.
+            The whole result, which is split over the devices like the template.
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
-        pairs = zip(axes, arrays, strict=True)
-        specs = tuple(self.sharding(names, array.shape).spec for names, array in pairs)
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=specs[like], check_vma=False
-        )(*arrays)
+        specs = tuple(
+            self.sharding(axes_of_array, array.shape).spec
+            for axes_of_array, array in zip(axes, arrays, strict=True)
+        )
+        run_on_devices = jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=specs[template], check_vma=False
+        )
+        return run_on_devices(*arrays)
 
     def attend(
         self, attention: Attention, q: Array, k: Array, v: Array, segment_ids: Array
@@ -189,108 +214,116 @@ class Layout:
         """Runs attention on each device, with the device's rows, heads and queries.
 
         Args:
-            attention: The function (see `Attention` for its arguments and result).
+            attention: The function that computes attention (see `Attention`).
             q: The queries of whole rows, (B, T, query heads, head size).
             k: The keys, (B, T, key/value heads, head size).
             v: The values, (B, T, key/value heads, head size).
-            segment_ids: The segment of each token, (B, T) int32.
+            segment_ids: The number of the sample in its row that each token belongs to, (B, T)
+                int32.
 
         Returns:
             The output of attention, in the shape of `q`.
         """
 
-        def local(q: Array, k: Array, v: Array, *segments: Array) -> Array:
-            split = self.size("query") > 1
-            first = lax.axis_index("query") * q.shape[1] if split else 0
-            return attention(q, k, v, Segments(*segments), first)
+        def attend_on_device(q: Array, k: Array, v: Array, *segments: Array) -> Array:
+            first_query: Array | int = 0
+            if self.size("query") > 1:
+                first_query = lax.axis_index("query") * q.shape[1]
+            return attention(q, k, v, Segments(*segments), first_query)
 
-        queries = "batch", "query_sequence", "heads", "head_dim"
-        keys = "batch", "sequence", "kv_heads", "head_dim"
+        query_axes = "batch", "query_sequence", "heads", "head_dim"
+        key_axes = "batch", "sequence", "kv_heads", "head_dim"
+        axes = [query_axes, key_axes, key_axes, query_axes[:2], key_axes[:2]]
         arrays = q, k, v, segment_ids, segment_ids
-        return self.per_device(local, arrays, [queries, keys, keys, queries[:2], keys[:2]], like=0)
+        return self.per_device(attend_on_device, arrays, axes, template=0)
 
 
 def build_layout(
-    devices: Sequence[Any], shape: Mapping[str, int], kv_heads: int, why: str = ""
+    devices: Sequence[Any], shape: Mapping[str, int], kv_heads: int, reason: str = ""
 ) -> Layout:
-    """Builds a mesh of the devices.
+    """Builds a mesh of devices, and returns its layout.
 
     Args:
         devices: The devices, ordered by host.
-        shape: Mesh axis, as the user knows it -> size. The first axis varies slowest.
+        shape: Name of a mesh axis, as the user knows it -> its size. The first axis varies slowest
+            over the devices.
         kv_heads: The number of key/value heads of the model.
-        why: The reason for the choice of this shape, for the log.
+        reason: The reason for the choice of this shape, for the log. "" if the flags determine it.
     """
-    names, sizes = mesh_axes(shape, kv_heads)
-    return Layout(Mesh(arrange_devices(devices, sizes), tuple(names)), why)
+    axis_names, axis_sizes = mesh_axes(shape, kv_heads)
+    return Layout(Mesh(arrange_devices(devices, axis_sizes), tuple(axis_names)), reason)
 
 
 def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
     """Returns the layout of a mesh without devices. See `build_layout` for the arguments."""
-    names, sizes = mesh_axes(shape, kv_heads)
-    return Layout(AbstractMesh(tuple(sizes), tuple(names)))
+    axis_names, axis_sizes = mesh_axes(shape, kv_heads)
+    return Layout(AbstractMesh(tuple(axis_sizes), tuple(axis_names)))
 
 
 def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[int]]:
     """Returns the names and the sizes of the axes of JAX's mesh.
 
-    The user's `model` becomes `model` and `query`. The size of `model` is the greatest common
-    divisor of the user's size and the number of key/value heads.
+    The user's axis `model` becomes the axes `model` and `query`. The size of the new `model` is the
+    greatest common divisor of the user's size and the number of key/value heads.
 
     Args:
-        shape: Mesh axis, as the user knows it -> size.
+        shape: Name of a mesh axis, as the user knows it -> its size.
         kv_heads: The number of key/value heads of the model.
 
     Returns:
-        The names of the axes.
-        The sizes of the axes.
+        A tuple of the names of the axes and the sizes of the axes, in the same order.
     """
-    heads = math.gcd(kv_heads, shape.get("model", 1))
-    sizes: dict[str, int] = {}
+    head_devices = math.gcd(kv_heads, shape.get("model", 1))
+    axis_sizes: dict[str, int] = {}
     for axis, size in shape.items():
         if axis == "model":
-            sizes |= {"model": heads, "query": size // heads}
+            axis_sizes["model"] = head_devices
+            axis_sizes["query"] = size // head_devices
         else:
-            sizes[axis] = size
-    return [*sizes], [*sizes.values()]
+            axis_sizes[axis] = size
+    return list(axis_sizes), list(axis_sizes.values())
 
 
 def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     """Arranges the devices as an array with the axes of a mesh.
 
-    JAX can arrange the TPUs of a slice so that links join the devices along an axis, if each axis
-    of the mesh consists of whole axes of the slice. This arrangement is only used if it keeps the
-    devices of each host together, because otherwise devices of other hosts would compute the rows
-    of a host. In all other cases, the devices stay in their order.
+    JAX can arrange the TPUs of a slice so that direct links connect the devices along each mesh
+    axis. This requires that each mesh axis consists of whole axes of the slice. JAX's arrangement
+    is only used if it keeps the devices of each host together, because otherwise devices of other
+    hosts would compute the rows of a host. In all other cases, the devices stay in their order.
 
     Args:
         devices: The devices, ordered by host.
-        sizes: The size of each axis. The first axis varies slowest.
+        sizes: The size of each mesh axis. The first axis varies slowest over the devices.
     """
-    in_order = np.array(devices, object).reshape(sizes)
-    slices = {getattr(device, "slice_index", 0) for device in devices}
+    devices_in_order = np.array(devices, object).reshape(sizes)
+    slice_indices = {getattr(device, "slice_index", 0) for device in devices}
     has_coordinates = all(hasattr(device, "coords") for device in devices)
-    if devices[0].platform != "tpu" or len(slices) > 1 or not has_coordinates:
-        return in_order
+    if devices[0].platform != "tpu" or len(slice_indices) > 1 or not has_coordinates:
+        return devices_in_order
     try:
-        arranged = mesh_utils.create_device_mesh(sizes, devices)
+        arranged_devices = mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):
-        # JAX would have to divide an axis of the slice, which is worse than the order by host; or
-        # the devices, such as one of each host, form no cuboid.
-        return in_order
-    return arranged if _keeps_hosts_together(arranged) else in_order
+        # Either a mesh axis would divide an axis of the slice, and then the order by host is
+        # better. Or the devices do not form a cuboid, for example if each host uses one device.
+        return devices_in_order
+    return arranged_devices if _keeps_hosts_together(arranged_devices) else devices_in_order
 
 
-def _keeps_hosts_together(arranged: np.ndarray) -> bool:
-    """Returns whether the devices of each host are consecutive, if the last axis varies fastest."""
-    hosts = [device.process_index for device in arranged.flat]
-    return len([*groupby(hosts)]) == len(set(hosts))
+def _keeps_hosts_together(arranged_devices: np.ndarray) -> bool:
+    """Returns whether the devices of each host are consecutive when the last axis varies fastest.
+
+    Args:
+        arranged_devices: The devices in an array with the axes of a mesh.
+    """
+    host_of_device = [device.process_index for device in arranged_devices.flat]
+    return len([*groupby(host_of_device)]) == len(set(host_of_device))
 
 
 def in_words(shape: Mapping[str, int]) -> str:
-    """Describes a mesh in words, such as `data 4 x fsdp 2`.
+    """Returns a description of a mesh's shape, such as `data 4 x fsdp 2`.
 
     Args:
-        shape: Mesh axis -> size.
+        shape: Name of a mesh axis -> its size.
     """
     return " x ".join(f"{axis} {size}" for axis, size in shape.items())

@@ -1,11 +1,14 @@
 """Chooses the mesh of a run.
 
-`choose_mesh` follows --mesh_type, --mesh_shape and --mesh_axes. For `auto`, `cheapest_mesh` takes
-the mesh with the shortest step among those that fit in memory, or, if steps of other meshes take at
-most 1 % longer, the mesh that splits weights least. So it prefers pure `data`, then `fsdp` over the
-fewest devices, and then `model`, if there are too few rows. It never uses `pipeline`, because
-`fsdp` saves the same memory without idle stages. step_cost.py has the formulas, and mesh.py builds
-the mesh.
+`choose_mesh` follows --mesh_type, --mesh_shape and --mesh_axes. For `--mesh_type auto`,
+`cheapest_mesh` compares all meshes that fit in the devices' memory. It finds the mesh with the
+shortest step and the meshes whose steps are at most 1 % longer. Among these meshes, it chooses the
+mesh that splits weights least: the mesh with the smallest `model`, among several with the smallest
+`expert`, and then with the smallest `fsdp`. Therefore it prefers `data` alone, and it uses `model`
+if there are too few rows. It never uses `pipeline`, because `fsdp` saves the same memory without
+idle stages.
+
+step_cost.py has the formulas for memory and time, and mesh.py builds the mesh.
 """
 
 import math
@@ -17,32 +20,37 @@ from activation_extraction.common.choices import MESH_AXES
 from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted
 from activation_extraction.model.devices import USABLE
-from activation_extraction.model.mesh import BOTH, RULES, Layout, abstract_layout
+from activation_extraction.model.mesh import MODEL_AXES, RULES, Layout, abstract_layout
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.step_cost import AXES, CostModel, StepCost
 
+# Value of --mesh_type -> number of axes of the mesh.
 DIMENSIONS = {"1d": 1, "2d": 2, "3d": 3}
-# Dimensions of a mesh -> its axes, unless --mesh_axes names them.
+# Number of axes of a mesh -> the names of its axes if --mesh_axes is not given.
 DEFAULT_AXES: dict[int, tuple[str, ...]] = {
     1: ("model",),
     2: ("data", "model"),
     3: ("pipeline", "data", "model"),
 }
-DEFAULT_3D_DEVICES = 64  # the smallest number of devices for which 3d needs no --mesh_shape
-ALIKE = 1.01  # steps whose durations differ by at most this factor count as equally long
-SHAPES_SHOWN = 8  # the largest number of shapes in a message
+# The smallest number of devices for which `--mesh_type 3d` needs no --mesh_shape.
+DEFAULT_3D_DEVICES = 64
+# Steps whose durations differ by at most this factor count as equally long.
+SIMILAR_FACTOR = 1.01
+# The largest number of shapes that an error message lists.
+SHAPES_SHOWN = 8
 
 
 class MeshChoice(NamedTuple):
-    """The mesh of a run.
+    """The shape of a run's mesh, with the reason for its choice.
 
     Attributes:
-        shape: Mesh axis, as the user knows it -> size. The first axis varies slowest.
-        why: Reason for the choice in one line; "" if the flags determine the mesh.
+        shape: Name of a mesh axis, as the user knows it -> its size. The first axis varies slowest
+            over the devices.
+        reason: Reason for the choice in one line. "" if the flags determine the mesh.
     """
 
     shape: dict[str, int]
-    why: str = ""
+    reason: str = ""
 
 
 def choose_mesh(
@@ -55,22 +63,26 @@ def choose_mesh(
 ) -> MeshChoice:
     """Returns the mesh that the flags request.
 
-    --mesh_shape determines the mesh. Without it, the mesh follows from --mesh_type: 1d has all
-    devices on `model`. 2d has the hosts on `data` and the devices of a host on `model`; a single
-    host with an even number of at least 8 devices has `data` 2. 3d has sizes of 4 on two of its
-    axes, and becomes 2d if there are too few devices.
+    If --mesh_shape is given, it determines the mesh. Otherwise the mesh follows from --mesh_type:
+
+    - 1d: All devices are along `model`.
+    - 2d: The hosts are along `data`, and the devices of each host are along `model`. With a single
+      host, `data` has the size 2 if the number of devices is even and at least 8, otherwise 1.
+    - 3d: Two axes have the size 4, and the other devices are along the third axis. If the number of
+      devices is less than 64 or no multiple of 16, the mesh is as for 2d.
+    - auto: `automatic` chooses the mesh.
 
     Args:
-        mesh_type: The value of --mesh_type; None if only a shape is given.
-        mesh_shape: The value of --mesh_shape; None without it.
-        mesh_axes: The value of --mesh_axes; None without it.
+        mesh_type: The value of --mesh_type. None if only --mesh_shape is given.
+        mesh_shape: The value of --mesh_shape. None if it is not given.
+        mesh_axes: The value of --mesh_axes. None if it is not given.
         devices: The number of devices of all hosts.
         hosts: The number of hosts.
-        automatic: A function that chooses the mesh for `auto`.
+        automatic: A function that chooses the mesh for `--mesh_type auto`.
 
     Raises:
-        InputError: The shape contradicts the axes or the number of devices, or there are axes
-            without a shape.
+        InputError: If the shape contradicts the axes or the number of devices, or if --mesh_axes is
+            given without a shape for a mesh type other than 3d.
     """
     if mesh_shape is not None:
         return MeshChoice(_with_axes(mesh_shape, mesh_axes, mesh_type, devices))
@@ -83,33 +95,46 @@ def choose_mesh(
     if mesh_type == "3d":
         if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
             return MeshChoice(_default_3d(mesh_axes, devices))
-        why = (
+        reason = (
             f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
             f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
         )
-        return MeshChoice(_default_2d(devices, hosts), why)
+        return MeshChoice(_default_2d(devices, hosts), reason)
     return MeshChoice(_default_2d(devices, hosts))
 
 
 def _default_2d(devices: int, hosts: int) -> dict[str, int]:
-    """Returns the shape of a 2d mesh without --mesh_shape."""
-    data = hosts
+    """Returns the shape of a 2d mesh if --mesh_shape is not given (see `choose_mesh`)."""
+    data_size = hosts
     if hosts == 1:
-        data = 2 if devices >= 8 and devices % 2 == 0 else 1
-    return {"data": data, "model": devices // data}
+        data_size = 2 if devices >= 8 and devices % 2 == 0 else 1
+    return {"data": data_size, "model": devices // data_size}
 
 
 def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]:
-    """Returns the shape of a 3d mesh without --mesh_shape.
+    """Returns the shape of a 3d mesh if --mesh_shape is not given.
 
-    Two axes have the size 4. The third, to which all other devices belong, is `data` or otherwise
-    `fsdp`, along which rows are split; without both, it is the first axis.
+    Two axes have the size 4, and the other devices are along the third axis. The third axis is
+    `data` if the mesh has it, otherwise `fsdp` if the mesh has it, because rows are split along
+    these axes. Otherwise it is the first axis.
+
+    Args:
+        mesh_axes: The value of --mesh_axes. None if it is not given.
+        devices: The number of devices, a multiple of 16.
+
+    Raises:
+        InputError: If --mesh_axes does not name three axes.
     """
-    names = tuple(mesh_axes or DEFAULT_AXES[3])
-    if len(names) != 3:
-        raise InputError(f"--mesh_axes {','.join(names)}: a 3d mesh has three axes")
-    largest = next(axis for axis in ("data", "fsdp", names[0]) if axis in names)
-    return {name: devices // 16 if name == largest else 4 for name in names}
+    axis_names = tuple(mesh_axes or DEFAULT_AXES[3])
+    if len(axis_names) != 3:
+        raise InputError(f"--mesh_axes {','.join(axis_names)}: a 3d mesh has three axes")
+    largest_axis = axis_names[0]
+    for row_axis in ("fsdp", "data"):
+        if row_axis in axis_names:
+            largest_axis = row_axis
+    shape = dict.fromkeys(axis_names, 4)
+    shape[largest_axis] = devices // 16
+    return shape
 
 
 def _with_axes(
@@ -118,32 +143,55 @@ def _with_axes(
     mesh_type: str | None,
     devices: int,
 ) -> dict[str, int]:
-    """Returns the sizes in --mesh_shape by their axes. Raises InputError as `choose_mesh` does."""
-    text = ",".join(map(str, mesh_shape))
+    """Returns the mesh that --mesh_shape describes: name of an axis -> its size.
+
+    See `choose_mesh` for the arguments.
+
+    Raises:
+        InputError: If the shape contradicts the axes or the number of devices.
+    """
+    typed_shape = ",".join(map(str, mesh_shape))
     dimensions = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
     if len(mesh_shape) != dimensions:
         raise InputError(
-            f"--mesh_shape {text}: has {len(mesh_shape)} axes, --mesh_type has {dimensions}"
+            f"--mesh_shape {typed_shape}: has {len(mesh_shape)} axes, --mesh_type has {dimensions}"
         )
-    names = tuple(mesh_axes or DEFAULT_AXES.get(len(mesh_shape), MESH_AXES))
-    if len(names) != len(mesh_shape):
+    axis_names = tuple(mesh_axes or DEFAULT_AXES.get(len(mesh_shape), MESH_AXES))
+    if len(axis_names) != len(mesh_shape):
         raise InputError(
-            f"--mesh_shape {text}: has {len(mesh_shape)} axes, --mesh_axes {len(names)}"
+            f"--mesh_shape {typed_shape}: has {len(mesh_shape)} axes, --mesh_axes {len(axis_names)}"
         )
     if math.prod(mesh_shape) != devices:
         raise InputError(
-            f"--mesh_shape {text}: is {counted(math.prod(mesh_shape), 'device')}, there are "
+            f"--mesh_shape {typed_shape}: is {counted(math.prod(mesh_shape), 'device')}, there are "
             f"{devices}; these would fit: {_fitting_shapes(len(mesh_shape), devices)}"
         )
-    return dict(zip(names, mesh_shape, strict=True))
+    return dict(zip(axis_names, mesh_shape, strict=True))
 
 
 def _fitting_shapes(dimensions: int, devices: int) -> str:
-    """Lists shapes with this many devices for a message, with the most even ones first."""
-    factors = [size for size in range(1, devices + 1) if devices % size == 0]
-    shapes = [shape for shape in product(factors, repeat=dimensions) if math.prod(shape) == devices]
+    """Lists shapes of meshes with a given number of devices, for a message.
+
+    Shapes with similar sizes come first.
+
+    Args:
+        dimensions: The number of axes.
+        devices: The number of devices.
+
+    Returns:
+        At most SHAPES_SHOWN shapes, such as "2,4; 4,2; 1,8; 8,1".
+    """
+    shapes = [
+        shape
+        for shape in product(_divisors(devices), repeat=dimensions)
+        if math.prod(shape) == devices
+    ]
     shapes.sort(key=lambda shape: (max(shape) - min(shape), shape))
     return "; ".join(",".join(map(str, shape)) for shape in shapes[:SHAPES_SHOWN])
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def cheapest_mesh(
@@ -151,116 +199,152 @@ def cheapest_mesh(
 ) -> MeshChoice:
     """Chooses the mesh with the shortest step for `--mesh_type auto`.
 
-    If no mesh fits in memory by the estimate, it is the mesh that needs the least memory.
+    The docstring of this module describes the choice. If no mesh fits in memory by the estimates,
+    chooses the mesh that needs the least memory.
 
     Args:
         cost_model: The step.
         devices: The devices, ordered by host.
-        device_memory: The bytes of memory of each device. None if they are unknown; then all meshes
-            count as fitting.
+        device_memory: The bytes of memory of each device. None if they are unknown, and then all
+            meshes are assumed to fit.
 
     Raises:
-        InputError: No mesh divides the rows and widths.
+        InputError: If no mesh divides the rows of a step and the widths of the model.
     """
     costs = _costs(cost_model, devices)
-    fitting = [
-        cost for cost in costs if device_memory is None or cost.memory <= USABLE * device_memory
+    fitting_costs = [
+        cost
+        for cost in costs
+        if device_memory is None or cost.memory_bytes <= USABLE * device_memory
     ]
-    if not fitting:
-        best = min(costs, key=lambda cost: cost.memory)
-        why = f"{_memory_in_words(best, device_memory)}; no mesh fits by this estimate"
-        return MeshChoice(best.layout.shape, why)
-    shortest = min(cost.seconds for cost in fitting)
-    alike = [cost for cost in fitting if cost.seconds <= ALIKE * shortest]
-    splits = "model", "expert", "fsdp"  # their sizes are minimised in this order
-    best = min(alike, key=lambda cost: [cost.layout.shape.get(axis, 1) for axis in splits])
-    return MeshChoice(best.layout.shape, _reason(best, device_memory))
+    if not fitting_costs:
+        best_cost = min(costs, key=lambda cost: cost.memory_bytes)
+        memory_in_words = _memory_in_words(best_cost, device_memory)
+        return MeshChoice(
+            best_cost.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
+        )
+    shortest_seconds = min(cost.seconds for cost in fitting_costs)
+    similar_costs = [
+        cost for cost in fitting_costs if cost.seconds <= SIMILAR_FACTOR * shortest_seconds
+    ]
+    best_cost = min(similar_costs, key=_weight_splits)
+    return MeshChoice(best_cost.layout.shape, _reason(best_cost, device_memory))
+
+
+def _weight_splits(cost: StepCost) -> list[int]:
+    """Returns the sizes of the axes along which weights are split, the least wanted axis first."""
+    return [cost.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
 
 
 def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
-    """Returns the cost of the step on each mesh that divides its rows and widths.
+    """Returns the cost of a step on each mesh that divides the rows and the widths of the model.
+
+    Args:
+        cost_model: The step.
+        devices: The devices, ordered by host.
 
     Raises:
-        InputError: No mesh divides them.
+        InputError: If there is no such mesh.
     """
     config = cost_model.model.config
     costs: list[StepCost] = []
     for shape in _shapes(cost_model, len(devices)):
         layout = abstract_layout(shape, config.num_key_value_heads)
         try:
-            check_divisibility(layout, cost_model.rows, cost_model.length, config.sizes)
+            check_divisibility(layout, cost_model.rows, cost_model.row_length, config.sizes)
         except InputError as error:
-            if shape.get("model", 1) == len(devices) and not costs:
-                rows = f"--batch_size: the {cost_model.rows} rows of all hosts"
-                raise InputError(f"{rows} can be split on no mesh: {error}") from error
+            is_last_shape = shape.get("model", 1) == len(devices)
+            if is_last_shape and not costs:
+                raise InputError(
+                    f"--batch_size: the {cost_model.rows} rows of all hosts can be split on no "
+                    f"mesh: {error}"
+                ) from error
             continue
         costs.append(cost_model.estimate(layout, devices))
     return costs
 
 
 def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
-    """Yields the shapes that can split the rows; the last one has all devices along `model`."""
-    factors = [size for size in range(1, devices + 1) if devices % size == 0]
+    """Yields the shapes of meshes that divide the rows of a step and the experts of the model.
+
+    The last shape has all devices along `model`.
+
+    Args:
+        cost_model: The step.
+        devices: The number of devices.
+
+    Yields:
+        Name of a mesh axis -> its size. Axes of the size 1 are left out, except `data`.
+    """
     config: ModelConfig = cost_model.model.config
-    experts = 1 if config.experts is None else config.experts.count
-    for model_size, expert_size, fsdp_size in product(factors, repeat=3):
-        data_size, remainder = divmod(devices, model_size * expert_size * fsdp_size)
-        divides = remainder == 0 and cost_model.rows % (data_size * fsdp_size * expert_size) == 0
-        if divides and experts % expert_size == 0:
-            axis_sizes = data_size, fsdp_size, expert_size, model_size
-            sizes = dict(zip(AXES, axis_sizes, strict=True))
-            yield {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
+    num_experts = 1 if config.experts is None else config.experts.count
+    for model_size, expert_size, fsdp_size in product(_divisors(devices), repeat=3):
+        data_size, remaining_devices = divmod(devices, model_size * expert_size * fsdp_size)
+        if remaining_devices or num_experts % expert_size:
+            continue
+        if cost_model.rows % (data_size * fsdp_size * expert_size):
+            continue
+        axis_sizes = data_size, fsdp_size, expert_size, model_size
+        size_of_axis = dict(zip(AXES, axis_sizes, strict=True))
+        yield {axis: size for axis, size in size_of_axis.items() if size > 1 or axis == "data"}
 
 
-def _reason(best: StepCost, device_memory: float | None) -> str:
-    """Returns the reasons for the choice of a mesh in one line."""
-    shape = best.layout.shape
-    reasons = [_memory_in_words(best, device_memory)]
+def _reason(best_cost: StepCost, device_memory: float | None) -> str:
+    """Returns the reasons for the choice of a mesh in one line.
+
+    Args:
+        best_cost: The cost of a step on this mesh.
+        device_memory: The bytes of memory of each device. None if they are unknown.
+    """
+    shape = best_cost.layout.shape
+    reasons = [_memory_in_words(best_cost, device_memory)]
     if shape.keys() == {"data"} and shape["data"] > 1:
         reasons.append("every device holds all weights and computes its own rows")
     if "fsdp" in shape:
-        verb = "hide behind" if best.gathers <= best.products else "outlast"
+        are_hidden = best_cost.gather_seconds <= best_cost.product_seconds
+        verb = "hide behind" if are_hidden else "outlast"
         reasons.append(f"gathers of weights {verb} products")
-    if best.exchanges:
-        share = 100 * best.exchanges / best.seconds
-        axes = " and ".join(axis for axis in shape if axis in ("expert", "model"))
-        reasons.append(f"exchanges along {axes} take {share:.0f} %")
+    if best_cost.exchange_seconds:
+        exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds
+        exchange_axes = " and ".join(axis for axis in shape if axis in ("expert", "model"))
+        reasons.append(f"exchanges along {exchange_axes} take {exchange_percent:.0f} %")
     return "; ".join(reasons)
 
 
 def _memory_in_words(cost: StepCost, device_memory: float | None) -> str:
-    limit = "" if device_memory is None else f" of {device_memory / 1e9:.3g}"
-    return f"about {cost.memory / 1e9:.2g}{limit} GB per device"
+    memory_limit = "" if device_memory is None else f" of {device_memory / 1e9:.3g}"
+    return f"about {cost.memory_bytes / 1e9:.2g}{memory_limit} GB per device"
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[str, int]) -> None:
     """Checks that the mesh divides the rows, the tokens and the widths of the model.
 
     Args:
-        layout: The mesh.
+        layout: The layout of the mesh.
         rows: The number of rows per step, of all hosts together.
         length: The number of tokens per row.
-        sizes: `ModelConfig.sizes`: letter of an axis -> size.
+        sizes: Letter of an axis -> its size (see `ModelConfig.sizes`).
 
     Raises:
-        InputError: A size is not divisible by the number of devices that share it, or the mesh has
-            an axis for experts, which the model lacks.
+        InputError: If a size is not divisible by the number of devices that share it, or if the
+            mesh has the axis `expert` and the model has no experts.
     """
     if "expert" in layout.shape and "E" not in sizes:
         raise InputError("--mesh_axes expert: the model has no experts")
     checks = (
         ("--batch_size, rows of all hosts together", rows, RULES["batch"]),
         ("--max_seq_length", length, ("query",)),
-        ("intermediate_size", sizes.get("F", 0), BOTH),
-        ("moe_intermediate_size", sizes.get("M", 0), BOTH),
-        ("shared_expert_intermediate_size", sizes.get("P", 0), BOTH),
+        ("intermediate_size", sizes.get("F", 0), MODEL_AXES),
+        ("moe_intermediate_size", sizes.get("M", 0), MODEL_AXES),
+        ("shared_expert_intermediate_size", sizes.get("P", 0), MODEL_AXES),
         ("num_experts", sizes.get("E", 0), ("expert",)),
         ("hidden_size", sizes["D"], ("fsdp",)),
     )
-    for name, size, axes in checks:
-        parts = layout.size(*axes)
-        if size % parts:
+    for size_name, size, mesh_axes in checks:
+        devices = layout.size(*mesh_axes)
+        if size % devices:
             raise InputError(
-                f"{name}: {size} does not divide among {parts} devices ({' x '.join(axes)}); "
-                "choose another --mesh_shape or size (--no_data_parallel uses one device)"
+                f"{size_name}: {size} does not divide among {devices} devices "
+                f"({' x '.join(mesh_axes)}); choose another --mesh_shape or size "
+                "(--no_data_parallel uses one device)"
             )

@@ -1,12 +1,15 @@
 """Declares ModelConfig, the checked contents of a config.json, and reads it for all families.
 
-Each family has a function here that reads its configuration, after family.py has completed it with
-transformers' defaults. These functions reject settings with which this tool would compute wrong
-activations. The sizes of axes and the number of operations follow from the configuration.
+Each family of models has a function here that reads its configuration, after family.py has added
+transformers' defaults for missing fields. These functions reject settings with which this tool
+would compute wrong activations. ModelConfig also computes the sizes of the model's axes and its
+number of floating-point operations.
+
+metadata.json contains the fields of ModelConfig by name, so their names must not change.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,18 +18,19 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.float8 import DEQUANTIZED, scale_names
 from activation_extraction.model.rope import TRAINED, Rope, positive_field
 
-# Sizes of models are hundreds of times smaller. Absurd sizes are rejected, because computing with
-# them could take all memory.
+# The largest size and the largest number of layers that are accepted. Those of real models are
+# hundreds of times smaller. Larger sizes are rejected, because computing with them could take all
+# memory.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
-# The words of a layer's type (see `layer_types`). The first three, from config.json, name the
-# attention or delta net; the others name the MLP.
+# The words of a layer's type (see `layer_types`). The first three words are values in config.json
+# and name the kind of attention or delta net. The other two words name the kind of MLP.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
-HEAD = "lm_head.weight"  # the tensor that computes logits
+# The name of the tensor from which logits are computed.
+HEAD = "lm_head.weight"
 
-# Fields that must be positive integers. The dictionaries map the name here to the name in
-# config.json.
+# Fields of config.json that must be positive integers. ModelConfig has fields of the same names.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -36,10 +40,12 @@ SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+# Field of ExpertsConfig -> field of config.json, for fields that must be positive integers.
 EXPERT_SIZES = dict(
     count="num_experts", per_token="num_experts_per_tok", width="moe_intermediate_size"
 )
 SHARED_WIDTH = "shared_expert_intermediate_size"
+# Field of DeltaNet -> field of config.json, for fields that must be positive integers.
 DELTA_SIZES = {
     "key_heads": "linear_num_key_heads",
     "values_per_key": "linear_num_value_heads",
@@ -51,13 +57,13 @@ DELTA_SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a layer.
+    """The sizes of the experts in each layer that has experts.
 
     Attributes:
-        count: Number of experts.
+        count: Number of experts in a layer.
         per_token: Number of experts that each token uses.
         width: Width of an expert.
-        shared_width: Width of the expert that all tokens use; 0 if there is none.
+        shared_width: Width of the expert that all tokens use. 0 if there is no such expert.
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
 
@@ -70,17 +76,17 @@ class ExpertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """The gated delta net that replaces attention in some layers.
+    """The sizes of the gated delta net that replaces attention in some layers.
 
     Attributes:
-        layers: Layers with a delta net in place of attention.
+        layers: Numbers of the layers with a delta net in place of attention.
         key_heads: Number of key heads, and also of query heads.
         values_per_key: Number of value heads that share a key head.
         key_size: Size of a key head.
         value_size: Size of a value head.
-        taps: Length of the convolution in tokens.
-        interleaved: Whether the checkpoint has two projections, whose rows are ordered by key head,
-            as in Qwen3-Next. Otherwise it has four projections, as in Qwen3.5.
+        taps: Number of tokens over which the convolution sums.
+        interleaved: Whether the checkpoint stores two input projections, whose rows are ordered by
+            key head, as for Qwen3-Next. Otherwise it stores four, as for Qwen3.5.
     """
 
     layers: tuple[int, ...]
@@ -94,7 +100,7 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape and constants of a model.
+    """The sizes and settings of a model.
 
     Attributes:
         model_type: Field of config.json.
@@ -111,18 +117,20 @@ class ModelConfig:
         tie_word_embeddings: Whether the head of the model is its embedding.
         sliding_window: Number of tokens that a token sees in `sliding_layers`, including itself.
             None if there are no such layers.
-        sliding_layers: Layers whose attention has a window.
+        sliding_layers: Numbers of the layers whose attention has a window.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         o_bias: Whether the projection of attention's output has a bias.
-        qk_norm: Whether the queries and keys of each head are normed.
+        qk_norm: Whether the queries and keys of each head are normalised.
         q_gate: Whether q_proj also computes a gate for the output of each head.
-        norm_offset: Number that is added to the weights of norms.
-        experts: Experts of `sparse_layers`. None if there are no such layers.
-        sparse_layers: Layers that have experts in place of an MLP.
-        delta: Delta net of the layers without attention. None if all layers have attention.
-        chunk: Longest row in tokens that does not need dual-chunk attention, which is not
-            supported. None if the model has no dual-chunk attention.
-        weights: DEQUANTIZED if the checkpoint has float8 weights, otherwise None.
+        norm_offset: Number that is added to the weights of normalisations.
+        experts: Sizes of the experts in `sparse_layers`. None if there are no such layers.
+        sparse_layers: Numbers of the layers that have experts in place of an MLP.
+        delta: Sizes of the delta net in layers without attention. None if all layers have
+            attention.
+        chunk: Number of tokens in the longest row that does not need dual-chunk attention, which is
+            not supported. None if the model has no dual-chunk attention.
+        weights: DEQUANTIZED, a description for messages, if the checkpoint has float8 weights.
+            Otherwise None.
     """
 
     model_type: str
@@ -152,7 +160,11 @@ class ModelConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis of weights and hooks, by its letter (see qwen2_jax.py)."""
+        """Letter of an axis of weights or hooks -> size of the axis.
+
+        The docstrings of qwen2_jax.py and delta_net.py explain the letters. Letters of parts that
+        the model lacks, such as experts, are left out.
+        """
         sizes = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
         sizes |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
         sizes["Q"] = self.num_attention_heads * (1 + self.q_gate)
@@ -174,80 +186,92 @@ class ModelConfig:
 
     @property
     def layer_types(self) -> tuple[str, ...]:
-        """The type of each layer.
+        """The type of each layer. Layers of the same type have the same parameters.
 
-        A type consists of words such as "linear_attention sparse": one for the attention if the
-        model has a delta net, and one for the MLP if it has experts. In a model without either, it
-        is "dense".
+        If the model has a delta net, a type names the kind of attention, such as
+        "linear_attention". If the model has experts, it names the kind of MLP, such as "sparse". If
+        the model has both, both words are joined with a space. If it has neither, the type of all
+        layers is "dense".
         """
-        types: list[list[str]] = [[] for _ in range(self.num_hidden_layers)]
-        for layer, words in enumerate(types):
+        layer_types = []
+        for layer in range(self.num_hidden_layers):
+            words = []
             if self.delta is not None:
                 words.append(LINEAR if layer in self.delta.layers else ATTENTION)
             if self.experts is not None:
                 words.append(SPARSE if layer in self.sparse_layers else DENSE)
-        return tuple(" ".join(words) or DENSE for words in types)
+            layer_types.append(" ".join(words) or DENSE)
+        return tuple(layer_types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
-        """Returns `sizes` including S, the number of tokens of a row.
+        """Returns `sizes` with the letter S, which is the number of tokens in a row.
+
+        Some hooks have a value for each token of the row.
 
         Args:
-            length: The number of tokens of a row, which is the width of some hooks.
+            length: The number of tokens in a row.
         """
         return self.sizes | {"S": length}
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """The largest number of tokens of a row, and the reason for this limit in words."""
-        most = max(self.max_position_embeddings, self.rope.extended_length)
-        if self.chunk is not None and self.chunk < most:
-            why = "longer rows need dual-chunk attention (dual_chunk_attention_config), which is"
-            return self.chunk, f"the limit is {self.chunk}: {why} not supported"
-        why = f"the model has {most} positions"
+        """The largest number of tokens in a row, and the reason for this limit in words."""
+        positions = max(self.max_position_embeddings, self.rope.extended_length)
+        if self.chunk is not None and self.chunk < positions:
+            return self.chunk, (
+                f"the limit is {self.chunk}: longer rows need dual-chunk attention "
+                "(dual_chunk_attention_config), which is not supported"
+            )
+        reason = f"the model has {positions} positions"
         if self.rope.rope_type == "dynamic":
-            why += ", and beyond them its rope_type 'dynamic' depends on the other rows of a batch"
-        return most, why
+            reason += (
+                ", and beyond them its rope_type 'dynamic' depends on the other rows of a batch"
+            )
+        return positions, reason
 
     def sliding(self, layers: range) -> np.ndarray | None:
-        """Returns whether each layer has a window, bool (layers,).
+        """Returns which layers have attention with a window.
 
         Args:
             layers: The numbers of the layers.
 
         Returns:
-            The mask; None if no layer of the model has a window.
+            A mask of the layers with a window, bool (layers,). None if no layer of the model has a
+            window.
         """
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
     def flops_of(self, layer: int, weights: int, lengths: Iterable[int]) -> float:
-        """Returns the number of floating-point operations of a layer.
+        """Returns the number of floating-point operations of a layer for some samples.
 
-        A token takes two operations for each weight of a matrix, and operations for causal
-        attention (arXiv:2204.02311, appendix B, but without the half above the diagonal).
+        A token takes two operations for each weight with which it is multiplied, and two operations
+        for each product of attention. Attention is causal, so products above the diagonal do not
+        count (unlike in arXiv:2204.02311, appendix B).
 
         Args:
             layer: The number of the layer.
             weights: The number of weights with which a token is multiplied in this layer.
-            lengths: The lengths of the samples in tokens.
+            lengths: The number of tokens of each sample.
         """
         if self.delta is not None and layer in self.delta.layers:
-            # The state of each head is a factor of three products.
-            products = 3 * self.sizes["O"] * self.delta.key_size
-            return 2.0 * (weights + products) * sum(lengths)
-        heads = self.num_attention_heads * self.head_dim
+            # Each number in the states of all heads is a factor of three products per token.
+            state_products = 3 * self.sizes["O"] * self.delta.key_size
+            return 2.0 * (weights + state_products) * sum(lengths)
+        query_size = self.num_attention_heads * self.head_dim
         window = self.sliding_window if layer in self.sliding_layers else None
+        products = 0
+        for length in lengths:
+            seen_tokens = length if window is None else min(window, length)
+            # About twice the number of pairs of a token and a token that it sees. A pair takes two
+            # products for each number of the queries: one for the score, and one for the output.
+            twice_pairs = seen_tokens * (2 * length - seen_tokens)
+            products += weights * length + query_size * twice_pairs
+        return 2.0 * products
 
-        def seen(length: int) -> int:
-            """Returns about twice the number of pairs (token, token that it sees) in a sample."""
-            most = length if window is None else min(window, length)
-            return most * (2 * length - most)
 
-        return float(sum(2 * (weights * length + heads * seen(length)) for length in lengths))
-
-
-# The functions below read the configurations of the families. Their arguments are `hf`, a
-# configuration that transformers has completed, and `source`, the path of config.json for messages.
-# They raise InputError for a model with settings that are not supported.
+# The following functions read the configurations of the families. Their argument `hf` is a
+# configuration that transformers has completed, and `source` is the path of config.json for
+# messages. They raise InputError if the model has settings that are not supported.
 
 
 def qwen2_config(hf: Any, source: str) -> ModelConfig:
@@ -258,7 +282,7 @@ def qwen2_config(hf: Any, source: str) -> ModelConfig:
 def llama_config(hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of a Llama model.
 
-    Either all four projections of attention have biases, or none has.
+    Either all four projections of attention have biases, or no projection has a bias.
     """
     if hf.mlp_bias:
         raise InputError(f"{source}: mlp_bias {hf.mlp_bias!r} is not supported, only false is")
@@ -276,7 +300,7 @@ def qwen3_config(hf: Any, source: str, **details: Any) -> ModelConfig:
     Args:
         hf: The configuration, which transformers has completed.
         source: The path of config.json, for messages.
-        details: Further fields of the ModelConfig.
+        details: Name of a further field of the ModelConfig -> its value.
     """
     bias = bool(hf.attention_bias)
     return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True, **details)
@@ -296,7 +320,8 @@ def qwen3_moe_config(hf: Any, source: str) -> ModelConfig:
 def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of Qwen3-Next.
 
-    Unlike Qwen3.5 with experts, its delta nets have two projections, and some layers may be dense.
+    Qwen3-Next differs from Qwen3.5 with experts in two ways: its delta nets have two input
+    projections, and some of its layers may have no experts.
     """
     return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
 
@@ -309,8 +334,8 @@ def qwen3_5_text_config(
     Args:
         hf: The configuration, which transformers has completed.
         source: The path of config.json, for messages.
-        interleaved: See `DeltaNet`.
-        details: Further fields of the ModelConfig.
+        interleaved: Whether a delta net has two input projections (see `DeltaNet`).
+        details: Name of a further field of the ModelConfig -> its value.
     """
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
@@ -330,30 +355,32 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
 
 
 def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: str) -> ModelConfig:
-    """Reads the language model of a model that also takes images, video or audio.
+    """Reads the configuration of the language model in a model for images, video or audio.
 
-    The language model of an Omni model is in its thinker. `tie_word_embeddings` is read from the
-    outer configuration, which contains `text_config`: in `text_config` itself, the field may be
-    missing in config.json, and have transformers' default.
+    The language model of an Omni model is in its field `thinker_config`. `tie_word_embeddings` is
+    read from the configuration that contains `text_config`. In `text_config` itself, the field may
+    be missing in config.json, and then it has transformers' default, which may be wrong.
 
     Args:
-        read: The function that reads the configuration of a text-only model.
+        read: The function that reads the configuration of a text-only model of the family. Its
+            arguments are the configuration and the path of config.json.
         hf: The configuration of the whole model, which transformers has completed.
         source: The path of config.json, for messages.
     """
-    outer = getattr(hf, "thinker_config", hf)
+    outer_config = getattr(hf, "thinker_config", hf)
     return dataclasses.replace(
-        read(outer.text_config, source),
+        read(outer_config.text_config, source),
         model_type=hf.model_type,
-        tie_word_embeddings=bool(outer.tie_word_embeddings),
+        tie_word_embeddings=bool(outer_config.tie_word_embeddings),
     )
 
 
 def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
     """Adapts a configuration to the tensors of a checkpoint, as transformers does.
 
-    A stored head is used even if config.json ties it to the embedding. Weights with scales are
-    float8 even if config.json does not say so.
+    If the checkpoint contains a head, the head is used even if config.json ties it to the
+    embedding. If the checkpoint contains scales of weights, the weights are float8 even if
+    config.json does not state a quantisation.
 
     Args:
         config: The configuration in config.json.
@@ -362,18 +389,23 @@ def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
     Returns:
         The adapted configuration.
     """
-    tied = config.tie_word_embeddings and HEAD not in tensors
-    weights = DEQUANTIZED if any(scale_names(name, tensors) for name in tensors) else None
-    return dataclasses.replace(config, tie_word_embeddings=tied, weights=weights)
+    uses_embedding_as_head = config.tie_word_embeddings and HEAD not in tensors
+    has_scales = any(scale_names(tensor_name, tensors) for tensor_name in tensors)
+    return dataclasses.replace(
+        config,
+        tie_word_embeddings=uses_embedding_as_head,
+        weights=DEQUANTIZED if has_scales else None,
+    )
 
 
 def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
-    """Reads the fields that all families share.
+    """Reads the fields that all families share, and returns the configuration.
 
     Args:
         hf: The configuration, which transformers has completed.
         source: The path of config.json, for messages.
-        details: Further fields of the ModelConfig, some of which replace fields of config.json.
+        details: Name of a further field of the ModelConfig -> its value. If config.json has a field
+            of this name in SIZES, its value is not read.
     """
     if not getattr(hf, "is_causal", True):
         raise InputError(
@@ -381,22 +413,24 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
         )
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
-    hybrid = "delta" in details
-    numbers = _positive_ints(hf, source, {name: name for name in SIZES if name not in details})
+    has_delta_net = "delta" in details
+    size_fields = [size_field for size_field in SIZES if size_field not in details]
+    sizes = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None:
-        head_dim = numbers["hidden_size"] // numbers["num_attention_heads"]
-    window, sliding = _sliding(hf, (ATTENTION, LINEAR if hybrid else SLIDING), source)
+        head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    supported_types = (ATTENTION, LINEAR if has_delta_net else SLIDING)
+    sliding_window, sliding_layers = _sliding(hf, supported_types, source)
     config = ModelConfig(
         model_type=hf.model_type,
         head_dim=head_dim,
-        rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=hybrid),
+        rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=has_delta_net),
         rms_norm_eps=positive_field(vars(hf), "rms_norm_eps", source),
         tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
-        sliding_window=window,
-        sliding_layers=sliding,
+        sliding_window=sliding_window,
+        sliding_layers=sliding_layers,
         chunk=_chunk(hf, source),
-        **numbers,
+        **sizes,
         **details,
     )
     if config.num_attention_heads % config.num_key_value_heads:
@@ -415,135 +449,202 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
     Args:
         hf: The configuration, which transformers has completed.
         source: The path of config.json, for messages.
-        fields: Name in the returned dict -> name in config.json.
+        fields: Key of the returned dict -> name of the field in config.json.
 
     Returns:
-        The integers by the names in `fields`.
+        Key of `fields` -> value of the field.
+
+    Raises:
+        InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
-    numbers = {}
-    for name, field in fields.items():
-        number = getattr(hf, field)
-        if type(number) is not int or number < 1:
-            raise InputError(f"{source}: {field} must be a positive integer, found {number!r}")
-        if number > LARGEST_SIZE:
-            raise InputError(
-                f"{source}: {field} is {number:.6g}, expected at most {LARGEST_SIZE:,}"
-            )
-        numbers[name] = number
-    return numbers
+    sizes = {}
+    for key, field in fields.items():
+        size = getattr(hf, field)
+        if type(size) is not int or size < 1:
+            raise InputError(f"{source}: {field} must be a positive integer, found {size!r}")
+        if size > LARGEST_SIZE:
+            raise InputError(f"{source}: {field} is {size:.6g}, expected at most {LARGEST_SIZE:,}")
+        sizes[key] = size
+    return sizes
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
-    """Returns the settings of the rotary embedding, which are the same for all layers.
+    """Returns the settings of the rotary embedding: name of a setting -> its value.
 
-    An original length outside of these settings overrides the one inside, as in transformers. If
+    The original length is the number of positions with which the model was trained. If config.json
+    contains it outside of these settings as well, the outer value is used, as in transformers. If
     YaRN's factor is null, it is max_position_embeddings divided by the original length.
+
+    Args:
+        hf: The configuration, which transformers has completed. It is changed.
+        source: The path of config.json, for messages.
+
+    Raises:
+        InputError: If the settings differ between layers.
     """
     hf.standardize_rope_params()
-    rope = hf.rope_parameters
-    if not isinstance(rope, Mapping) or any(isinstance(field, Mapping) for field in rope.values()):
-        raise InputError(f"{source}: rope_parameters {rope!r} is not supported, only one flat set")
-    if rope.get("rope_type") == "yarn" and rope.get("factor", 0) is None:
-        trained = positive_field(rope, TRAINED, source)
-        return {**rope, "factor": hf.max_position_embeddings / trained}
-    return rope
+    settings = hf.rope_parameters
+    is_flat = isinstance(settings, Mapping) and not any(
+        isinstance(setting, Mapping) for setting in settings.values()
+    )
+    if not is_flat:
+        raise InputError(
+            f"{source}: rope_parameters {settings!r} is not supported, only one flat set"
+        )
+    if settings.get("rope_type") == "yarn" and settings.get("factor", 0) is None:
+        original_length = positive_field(settings, TRAINED, source)
+        return {**settings, "factor": hf.max_position_embeddings / original_length}
+    return settings
 
 
 def _chunk(hf: Any, source: str) -> int | None:
-    """Returns the longest row in which dual-chunk attention (arXiv:2402.17463) is plain attention.
+    """Returns the length of the longest row that does not need dual-chunk attention.
 
-    The default of chunk_size is the one of vLLM and SGLang, which also scale the queries of rows
-    beyond the original length. transformers ignores all of dual_chunk_attention_config, including
-    the settings of sparse attention.
+    In rows up to this length, dual-chunk attention (arXiv:2402.17463) computes the same as plain
+    attention. vLLM and SGLang support dual-chunk attention. They have the same default of
+    chunk_size, and they scale the queries of rows that are longer than the original length, which
+    is the number of positions with which the model was trained. transformers ignores
+    dual_chunk_attention_config, including its settings of sparse attention.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
 
     Returns:
-        The number of tokens; None if the model has no dual-chunk attention.
+        The number of tokens. None if the model has no dual-chunk attention.
+
+    Raises:
+        InputError: If the settings of dual-chunk attention are not valid.
     """
-    dual = getattr(hf, "dual_chunk_attention_config", None)
-    if dual is None:
+    settings = getattr(hf, "dual_chunk_attention_config", None)
+    if settings is None:
         return None
-    if not isinstance(dual, Mapping):
-        raise InputError(f"{source}: dual_chunk_attention_config {dual!r} is not a set of fields")
-    chunk = positive_field({"chunk_size": 8192, **dual}, "chunk_size", source)
-    return int(min(chunk, positive_field(dual, TRAINED, source) if dual.get(TRAINED) else chunk))
+    if not isinstance(settings, Mapping):
+        raise InputError(
+            f"{source}: dual_chunk_attention_config {settings!r} is not a set of fields"
+        )
+    longest_row = positive_field({"chunk_size": 8192, **settings}, "chunk_size", source)
+    if settings.get(TRAINED):
+        longest_row = min(longest_row, positive_field(settings, TRAINED, source))
+    return int(longest_row)
 
 
 def _sliding(
     hf: Any, supported: tuple[str, ...], source: str
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Reads the sliding window.
+    """Reads the sliding window of attention.
 
     Args:
         hf: The configuration, which transformers has completed.
-        supported: The types of layers that the family may have.
+        supported: The types of layers that are supported in the family.
         source: The path of config.json, for messages.
 
     Returns:
-        The window in tokens; None if no layer has one.
-        The layers with a window.
+        A tuple of:
+            The number of tokens in the window. None if no layer has a window.
+            The numbers of the layers with a window.
+
+    Raises:
+        InputError: If a layer has another type, or has a window whose length is not stated.
     """
-    types = hf.layer_types if hasattr(type(hf), "layer_types") else None
-    if types is None:  # either all layers have the window, or no layer has it
-        # In families without use_sliding_window, transformers ignores the window.
-        slides = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
-        types = [SLIDING if slides else ATTENTION] * hf.num_hidden_layers
-    for layer, kind in enumerate(types):
-        if kind not in supported:
+    layer_types = hf.layer_types if hasattr(type(hf), "layer_types") else None
+    if layer_types is None:
+        # Either all layers have the window, or no layer has it. In families without
+        # use_sliding_window, transformers ignores the window.
+        all_have_window = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
+        layer_types = [SLIDING if all_have_window else ATTENTION] * hf.num_hidden_layers
+    for layer, layer_type in enumerate(layer_types):
+        if layer_type not in supported:
             raise InputError(
-                f"{source}: layer_types: layer {layer} is {kind!r}, and only "
+                f"{source}: layer_types: layer {layer} is {layer_type!r}, and only "
                 f"{' and '.join(supported)} are supported"
             )
-    sliding = tuple(layer for layer, kind in enumerate(types) if kind == SLIDING)
-    if not sliding:
+    sliding_layers = _layers_of_type(layer_types, SLIDING)
+    if not sliding_layers:
         return None, ()
     if hf.sliding_window is None:
         raise InputError(
-            f"{source}: layer_types: layer {sliding[0]} slides, but there is no window "
+            f"{source}: layer_types: layer {sliding_layers[0]} slides, but there is no window "
             "(use_sliding_window, sliding_window)"
         )
-    return _positive_ints(hf, source, {"window": "sliding_window"})["window"], sliding
+    window = _positive_ints(hf, source, {"window": "sliding_window"})["window"]
+    return window, sliding_layers
+
+
+def _layers_of_type(layer_types: Sequence[str], wanted_type: str) -> tuple[int, ...]:
+    return tuple(layer for layer, layer_type in enumerate(layer_types) if layer_type == wanted_type)
 
 
 def _experts(hf: Any, source: str) -> dict[str, Any]:
-    """Reads the fields `experts` and `sparse_layers` of a model with experts in some layers."""
-    step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
-    candidates = range(step - 1, hf.num_hidden_layers, step)
-    layers = tuple(layer for layer in candidates if layer not in hf.mlp_only_layers)
-    if not layers:
+    """Reads the experts of a model that may have experts in only some of its layers.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+
+    Returns:
+        The fields `experts` and `sparse_layers` of ModelConfig, by name.
+
+    Raises:
+        InputError: If no layer has experts, or if the sizes are not valid.
+    """
+    layer_step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
+    layers_of_step = range(layer_step - 1, hf.num_hidden_layers, layer_step)
+    sparse_layers = tuple(layer for layer in layers_of_step if layer not in hf.mlp_only_layers)
+    if not sparse_layers:
         raise InputError(
-            f"{source}: no layer has experts (decoder_sparse_step {step}, mlp_only_layers "
+            f"{source}: no layer has experts (decoder_sparse_step {layer_step}, mlp_only_layers "
             f"{hf.mlp_only_layers}); such a model is not supported"
         )
-    # Families whose configuration lacks the field always renormalise.
+    # Families whose configuration class lacks norm_topk_prob always renormalise.
     renormalise = not hasattr(type(hf), "norm_topk_prob") or bool(hf.norm_topk_prob)
     experts = _experts_config(hf, source, renormalise)
-    return {"experts": experts, "sparse_layers": layers}
+    return {"experts": experts, "sparse_layers": sparse_layers}
 
 
 def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
-    numbers = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
-    if hasattr(type(hf), SHARED_WIDTH):  # other families ignore the field, as transformers does
-        numbers |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
-    if numbers["per_token"] > numbers["count"]:
+    """Reads the sizes of the experts in each layer that has experts.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+        renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
+    """
+    sizes = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
+    if hasattr(type(hf), SHARED_WIDTH):
+        # In other families the field is ignored, as by transformers.
+        sizes |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
+    if sizes["per_token"] > sizes["count"]:
         raise InputError(
-            f"{source}: num_experts_per_tok {numbers['per_token']} is more than num_experts "
-            f"{numbers['count']}"
+            f"{source}: num_experts_per_tok {sizes['per_token']} is more than num_experts "
+            f"{sizes['count']}"
         )
-    return ExpertsConfig(**numbers, renormalise=renormalise)
+    return ExpertsConfig(**sizes, renormalise=renormalise)
 
 
 def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
-    numbers = _positive_ints(hf, source, DELTA_SIZES)
-    key_heads = numbers["key_heads"]
-    value_heads = numbers["values_per_key"]  # of all key heads together; divided below
+    """Reads the sizes of the delta net in some layers.
+
+    Args:
+        hf: The configuration, which transformers has completed.
+        source: The path of config.json, for messages.
+        interleaved: Whether a delta net has two input projections (see `DeltaNet`).
+    """
+    sizes = _positive_ints(hf, source, DELTA_SIZES)
+    key_heads = sizes["key_heads"]
+    # config.json contains the number of value heads of all key heads together.
+    value_heads = sizes.pop("values_per_key")
     if value_heads % key_heads:
         raise InputError(
             f"{source}: linear_num_value_heads {value_heads} is not a multiple of "
             f"linear_num_key_heads {key_heads}"
         )
-    gate = getattr(hf, "output_gate_type", None)
-    if gate not in (None, "swish", "silu"):
-        raise InputError(f"{source}: output_gate_type {gate!r} is not supported, 'swish' is")
-    linear = tuple(layer for layer, kind in enumerate(hf.layer_types) if kind == LINEAR)
-    numbers["values_per_key"] = value_heads // key_heads
-    return DeltaNet(linear, **numbers, interleaved=interleaved)
+    output_gate = getattr(hf, "output_gate_type", None)
+    if output_gate not in (None, "swish", "silu"):
+        raise InputError(f"{source}: output_gate_type {output_gate!r} is not supported, 'swish' is")
+    return DeltaNet(
+        _layers_of_type(hf.layer_types, LINEAR),
+        values_per_key=value_heads // key_heads,
+        interleaved=interleaved,
+        **sizes,
+    )

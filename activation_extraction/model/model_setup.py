@@ -1,8 +1,9 @@
 """Sets up the model of a run from the flags.
 
-`StepRequest` contains the flags. `prepare_model` reads config.json and the headers of the weights,
-chooses the hooks, the mesh and the kernels, and raises all errors that can be detected before a
-weight is read. forward.py loads and compiles its result, a `Forward`.
+`StepRequest` contains the flags. `prepare_model` reads config.json and the headers of the weight
+files, and chooses the hooks, the mesh and the kernels. It raises all errors that can be detected
+before weights are read. Its result is a `Forward`, for which forward.py loads the weights and
+compiles the step.
 """
 
 from collections.abc import Sequence
@@ -42,25 +43,27 @@ from activation_extraction.model.weights import check_tensors, orient_experts
 from qwen2_jax import Qwen2, tensor_names, weight_table
 from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
 
-# The largest size of a row at a hook whose width grows with the length of the row.
-MOST_BYTES_OF_A_ROW = 32 * 2**20
+# The largest number of bytes that a row may have at a hook whose width is the length of the row.
+MAX_ROW_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The flags that determine a step, and further facts about it that the run determines.
+    """The flags that determine a step, with facts that the run finds out for the step.
 
     Attributes:
         model: Flags that name the model.
         hooks: Flags that name the hooks.
-        computing: Flags about the mesh. Its batch_size is not used; `shape` replaces it.
-        shape: Number of rows that each host feeds in a step, and number of tokens per row.
+        computing: Flags about the mesh. `computing.batch_size` is not used, because `shape`
+            contains the number of rows.
+        shape: Tuple of the number of rows that each host feeds in a step, and the number of tokens
+            per row.
         several_hosts: Whether there are several hosts. If so, weights from the hub are not kept in
-            the cache of this host, because it may need only some of them.
-        memory: Bytes of memory of a device, the smallest number of all hosts. None for the number
-            of this host.
-        devices: Devices of a machine that --plan describes; None for the devices of this machine.
-        autoencoders: Autoencoders that `hooks.encode` names, in the same order.
+            the cache of this host, because a host may need only some of the weights.
+        device_memory: Bytes of memory of a device, the smallest number on any host. None to use the
+            number on this host.
+        devices: Devices of a machine that --plan describes. None for the devices of this machine.
+        autoencoders: Autoencoders that --encode names, in the same order.
     """
 
     model: ModelOptions
@@ -68,45 +71,45 @@ class StepRequest:
     computing: ComputingOptions
     shape: tuple[int, int]
     several_hosts: bool = False
-    memory: float | None = None
+    device_memory: float | None = None
     devices: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
 
 
-def prepare_model(request: StepRequest, before: Forward | None = None) -> Forward:
+def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forward:
     """Prepares the model on its mesh, and checks its checkpoint.
 
     Args:
         request: The flags and facts that determine the step.
-        before: The result of this function for the same request with another number of rows; None
-            if there is none. Its checkpoint is used again, and so are its kernels if the mesh is
-            the same.
+        previous: The result of an earlier call for the same request with another number of rows.
+            Its checkpoint is used again, and so are its kernels if the mesh is the same. None for
+            the first call.
 
     Returns:
-        The program with its checkpoint.
+        The program of the step, with the checkpoint from which its weights will be read.
 
     Raises:
-        InputError: The model cannot be read, or the request cannot be computed.
-        RunError: No kernel of a kind is accurate on this device.
+        InputError: If the model cannot be read, or if the requested step cannot be computed.
+        RunError: If the device computes wrong numbers with all kernels of a kind.
     """
     options = request.model
-    if before is None:
+    if previous is None:
         checkpoint = Checkpoint(
             options.model_path, options.model_revision, not request.several_hosts
         )
     else:
-        checkpoint = before.checkpoint
-    stated = read_model_config(checkpoint.file("config.json"))
+        checkpoint = previous.checkpoint
+    stated_config = read_model_config(checkpoint.file("config.json"))
     adapter = None
-    if before is None and options.lora is not None:
-        adapter = LoraAdapter(options.lora, checkpoint, stated.tie_word_embeddings)
+    if previous is None and options.lora is not None:
+        adapter = LoraAdapter(options.lora, checkpoint, stated_config.tie_word_embeddings)
         checkpoint.adapter = adapter
-    config = as_stored(stated, checkpoint.tensors)
-    model, rows = build_model(request, config)
-    if before is None:
-        _log_peculiarities(checkpoint, stated, model)
-    if before is not None and before.layout == model.layout:
-        kernels = before.kernels
+    config = as_stored(stated_config, checkpoint.tensors)
+    model, host_rows_of_mesh = build_model(request, config)
+    if previous is None:
+        _log_peculiarities(checkpoint, stated_config, model)
+    if previous is not None and previous.layout == model.layout:
+        kernels = previous.kernels
     else:
         kernels = try_kernels(config, model.layout, request.shape[1], jnp.dtype(model.dtype))
     model = _with_kernels(model, kernels)
@@ -115,32 +118,43 @@ def prepare_model(request: StepRequest, before: Forward | None = None) -> Forwar
             f"--hook_names: losses and logits need {HEAD}, which --model_path {options.model_path} "
             "lacks; its other hooks can be stored"
         )
-    table = weight_table(model, checkpoint.tensors)
-    weights = orient_experts(table, lambda name: checkpoint.locate(name)[1].shape)
+    weight_specs = weight_table(model, checkpoint.tensors)
+    weights = orient_experts(
+        weight_specs, lambda tensor_name: checkpoint.locate(tensor_name)[1].shape
+    )
     check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
     if adapter is not None:
-        whole = weight_table(Qwen2(config), checkpoint.tensors).values()
-        adapter.check_read({name for spec in whole for name in spec.hf_names} | {HEAD})
+        # Layers after the last hook are not computed, but the adapter may change them as well.
+        tensors_of_model = {HEAD}
+        for spec in weight_table(Qwen2(config), checkpoint.tensors).values():
+            tensors_of_model.update(spec.hf_names)
+        adapter.check_read(tensors_of_model)
     hooks, encoders = choose_hooks(request, config)
-    return Forward(model, weights, rows, request.shape, hooks, encoders, checkpoint, kernels)
+    return Forward(
+        model, weights, host_rows_of_mesh, request.shape, hooks, encoders, checkpoint, kernels
+    )
 
 
-def _log_peculiarities(checkpoint: Checkpoint, stated: ModelConfig, model: HookedModel) -> None:
-    """Logs where the computation differs from what a user may expect from config.json.
+def _log_peculiarities(
+    checkpoint: Checkpoint, stated_config: ModelConfig, model: HookedModel
+) -> None:
+    """Logs differences between the computation and what a user may expect from config.json.
 
     Args:
         checkpoint: The checkpoint, with its adapter.
-        stated: The configuration in config.json, which may differ from the stored tensors.
+        stated_config: The configuration in config.json, which may differ from the stored tensors.
         model: The hooked model.
     """
     where = checkpoint.where
-    if FAMILIES[stated.model_type].multimodal:
-        text = "%s: its text model alone runs; placeholders of images and sound are ordinary tokens"
-        log.info(text, where)
-    # An adapter may have added HEAD to the tensors of a tied model, as another name of the stored
-    # embedding. So the name in the file tells whether a head is stored.
+    if FAMILIES[stated_config.model_type].multimodal:
+        log.info(
+            "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
+            where,
+        )
+    # An adapter may have added HEAD to the tensors of a model with a tied embedding, as another
+    # name of the embedding. Therefore the name in the file tells whether a head is stored.
     has_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
-    if model.predicts and stated.tie_word_embeddings and has_head:
+    if model.predicts and stated_config.tie_word_embeddings and has_head:
         log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
     rope = model.config.rope
     if rope.attn_factor is not None:
@@ -160,8 +174,8 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
         model: The hooked model.
         kernels: Field of `Kernels` -> the kernel that was chosen.
     """
-    functions = {name: choice.function for name, choice in kernels.items()}
-    return model.clone(kernels=model.kernels._replace(**functions))
+    kernel_functions = {kernel_field: choice.function for kernel_field, choice in kernels.items()}
+    return model.clone(kernels=model.kernels._replace(**kernel_functions))
 
 
 def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
@@ -173,18 +187,18 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
 
     Returns:
         A tuple of:
-            The model, with the kernels that its platform prefers; in a run, `try_kernels` chooses
-                others if necessary.
+            The model, with the kernels that its platform prefers. A run replaces them if
+                `try_kernels` chooses other kernels.
             The shardings of the rows that hosts feed and of the activations that they receive.
 
     Raises:
-        InputError: The request cannot be computed.
+        InputError: If the requested step cannot be computed.
     """
     rows_of_host, length = request.shape
     computing = request.computing
-    longest, why = config.longest_row
-    if length > longest:
-        raise InputError(f"--max_seq_length {length}: {why}")
+    longest_row, reason = config.longest_row
+    if length > longest_row:
+        raise InputError(f"--max_seq_length {length}: {reason}")
     devices = usable_devices(computing.use_data_parallel, request.devices)
     platform = devices[0].platform
     dtype, activation_dtype = choose_dtypes(request, platform)
@@ -197,26 +211,30 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     def automatic() -> MeshChoice:
         """Chooses the mesh for --mesh_type auto."""
         model = create_model_with_hooks(config, hooks, dtype, activation_dtype)
-        memory = request.memory
-        if memory is None:
-            memory = memory_of((devices_of_this_host(devices) or devices)[0])
+        device_memory = request.device_memory
+        if device_memory is None:
+            device_memory = memory_of((devices_of_this_host(devices) or devices)[0])
         cost_model = CostModel(model, weight_table(model), rows, length, encoders)
-        return cheapest_mesh(cost_model, devices, memory)
+        return cheapest_mesh(cost_model, devices, device_memory)
 
-    several = computing.use_data_parallel
-    choice = choose_mesh(
+    # Without data parallelism, each host uses one device, and the flags of the shape are ignored.
+    uses_mesh_flags = computing.use_data_parallel
+    mesh_choice = choose_mesh(
         computing.mesh_type,
-        computing.mesh_shape if several else None,
-        computing.mesh_axes if several else None,
+        computing.mesh_shape if uses_mesh_flags else None,
+        computing.mesh_axes if uses_mesh_flags else None,
         len(devices),
         hosts,
         automatic,
     )
-    layout = build_layout(devices, choice.shape, config.num_key_value_heads, choice.why)
+    layout = build_layout(
+        devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason
+    )
     check_divisibility(layout, rows, length, config.sizes)
-    candidates = candidates_for(platform)
-    preferred = {kind: next(iter(functions.values())) for kind, functions in candidates.items()}
-    kernels = Kernels(**preferred)
+    preferred_kernels = {}
+    for kernel_field, candidates in candidates_for(platform).items():
+        preferred_kernels[kernel_field] = next(iter(candidates.values()))
+    kernels = Kernels(**preferred_kernels)
     model = create_model_with_hooks(config, hooks, dtype, activation_dtype, kernels, layout)
     return model, host_rows(layout)
 
@@ -224,17 +242,21 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
 def _computed_hooks(
     request: StepRequest, config: ModelConfig
 ) -> tuple[list[Hook], tuple[Encoder, ...]]:
-    """Returns the hooks that the model computes, and the encoders.
+    """Returns the hooks that the model computes, and the encoders that compute codes.
+
+    Args:
+        request: The flags and facts that determine the step.
+        config: The configuration of the model.
 
     Returns:
         A tuple of:
-            The hooks that are stored, without codes, and the hooks that the encoders read or
-                reconstruct, sorted.
+            The hooks of the model that are stored, and the hooks that the encoders read or
+                reconstruct, sorted. Hooks of codes are not among them.
             The encoders.
     """
     stored_hooks, encoders = choose_hooks(request, config)
-    codes = {encoder.hook for encoder in encoders}
-    hooks = {hook for hook in stored_hooks.values() if hook not in codes}
+    hooks_of_codes = {encoder.hook for encoder in encoders}
+    hooks = set(stored_hooks.values()) - hooks_of_codes
     for encoder in encoders:
         hooks |= {encoder.source, encoder.target}
     return sorted(hooks), encoders
@@ -243,20 +265,30 @@ def _computed_hooks(
 def _check_bytes_of_a_row(
     hook: Hook, config: ModelConfig, length: int, activation_dtype: Any
 ) -> None:
-    """Raises InputError if a row takes too much memory at a hook whose width grows with it."""
+    """Checks the size of a row at a hook whose width grows with the length of the row.
+
+    Args:
+        hook: The hook, whose width may also be fixed.
+        config: The configuration of the model.
+        length: The number of tokens of the row.
+        activation_dtype: The dtype of stored activations, or FLOAT8.
+
+    Raises:
+        InputError: If the row takes more than MAX_ROW_BYTES.
+    """
     token_bytes = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
-    if hook.kind.grows and token_bytes * length > MOST_BYTES_OF_A_ROW:
+    if hook.kind.grows and token_bytes * length > MAX_ROW_BYTES:
         raise InputError(
             f"--hook_names {hook.name}: takes {token_bytes:,} bytes per token and "
             f"{token_bytes * length:,} per row with --max_seq_length {length}; at most "
-            f"{MOST_BYTES_OF_A_ROW:,} per row are stored; choose a smaller --max_seq_length"
+            f"{MAX_ROW_BYTES:,} per row are stored; choose a smaller --max_seq_length"
         )
 
 
 def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
     """Returns the dtypes of the computation and of stored activations.
 
-    For the computation, `auto` is float32 on CPUs and bfloat16 elsewhere. For activations, it is
+    `--dtype auto` is float32 on CPUs and bfloat16 on other platforms. `--activation_dtype auto` is
     the dtype of the computation.
 
     Args:
@@ -264,11 +296,10 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
         platform: The platform of the devices.
 
     Returns:
-        The dtype of the computation.
-        The dtype of stored activations, or FLOAT8.
+        A tuple of the dtype of the computation, and the dtype of stored activations or FLOAT8.
     """
-    auto = "float32" if platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(auto if request.model.dtype == "auto" else request.model.dtype)
+    auto_dtype = "float32" if platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(auto_dtype if request.model.dtype == "auto" else request.model.dtype)
     activation_dtype = request.hooks.activation_dtype
     if activation_dtype == FLOAT8:
         return dtype, FLOAT8
@@ -280,10 +311,10 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
 def choose_hooks(
     request: StepRequest, config: ModelConfig
 ) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
-    """Returns the hooks that are stored, and the encoders.
+    """Returns the hooks that are stored, and the encoders that compute codes.
 
-    The activations from which codes are computed are only stored with --keep_activations. If there
-    are codes, layers are only stored if flags name them.
+    If there are codes, the default layers are not stored. The activations from which codes are
+    computed are stored if --keep_activations is given, and not stored otherwise.
 
     Args:
         request: The flags and facts that determine the step.
@@ -291,46 +322,61 @@ def choose_hooks(
 
     Returns:
         A tuple of:
-            Key in the shards -> hook. Hooks of codes come last.
+            A dict: key in the shards -> hook. Hooks of codes come last.
             The encoders.
 
     Raises:
-        InputError: The model has no such hook, or an autoencoder does not fit it.
+        InputError: If the model has no such hook, or if an autoencoder does not fit the model.
     """
     options = request.hooks
-    table, depth = hook_table(config, options.top_logits), config.num_hidden_layers
+    table = hook_table(config, options.top_logits)
+    depth = config.num_hidden_layers
     sizes = config.sizes_with(request.shape[1])
     encoders = make_encoders(request.autoencoders, options.encode_most, table, depth, sizes)
     hooks: dict[Key, Hook] = {}
     if not encoders or options.hook_names is not None or options.layers_to_extract is not None:
         hooks = _requested_hooks(options, config, table)
-    for source in (encoder.source for encoder in encoders):
+    for encoder in encoders:
+        source_hook = encoder.source
         if not options.keep_activations:
-            hooks = {key: hook for key, hook in hooks.items() if hook != source}
-        elif source not in hooks.values():
-            hooks[source.name] = source
-    return hooks | {encoder.hook.name: encoder.hook for encoder in encoders}, encoders
+            hooks = {key: hook for key, hook in hooks.items() if hook != source_hook}
+        elif source_hook not in hooks.values():
+            hooks[source_hook.name] = source_hook
+    hooks |= {encoder.hook.name: encoder.hook for encoder in encoders}
+    return hooks, encoders
 
 
 def _requested_hooks(
     options: HookOptions, config: ModelConfig, table: HookTable
 ) -> dict[Key, Hook]:
-    """Returns the hooks that the flags name: key in the shards -> hook, in the order of the flags.
+    """Returns the hooks that the flags name, without hooks of codes.
 
-    The default layers are clipped to the model's depth; explicit layers are not.
+    Args:
+        options: The flags that name the hooks.
+        config: The configuration of the model.
+        table: The hooks of the model.
+
+    Returns:
+        Key in the shards -> hook, in the order of the layers or of the computation.
+
+    Raises:
+        InputError: If the model lacks a layer or hook, or if --top_logits is larger than the
+            vocabulary.
     """
     depth = config.num_hidden_layers
     if options.hook_names is not None:
-        named = table.matching(options.hook_names, depth)
-        if any(hook.kind.count > config.vocab_size for hook in named.values()):
+        hook_of_name = table.matching(options.hook_names, depth)
+        if any(hook.kind.count > config.vocab_size for hook in hook_of_name.values()):
             raise InputError(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
             )
-        return dict(named.items())
+        return dict(hook_of_name.items())
     layers: Sequence[int]
     if options.layers_to_extract is None:
+        # The default must work for any model, so missing layers become the last layer.
         layers = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
-    elif isinstance(options.layers_to_extract, str):  # "all"
+    elif isinstance(options.layers_to_extract, str):
+        # The only text that the flag accepts is "all".
         layers = range(depth)
     else:
         layers = options.layers_to_extract
@@ -339,36 +385,48 @@ def _requested_hooks(
 
 
 def log_hooks(options: HookOptions, forward: Forward) -> None:
-    """Logs which activations and codes are stored of a token, and how many bytes they take.
+    """Logs the hooks that are stored, and the bytes that the values of a token take.
 
     Args:
         options: The flags that name the hooks.
         forward: The program with its hooks.
     """
-    depth, size = forward.model.config.num_hidden_layers, forward.token_bytes
+    depth = forward.model.config.num_hidden_layers
+    bytes_of_hook = forward.token_bytes
     for encoder in forward.encoders:
-        name = plain_url(encoder.autoencoder.name)
+        autoencoder_name = plain_url(encoder.autoencoder.name)
         hook_in_files = encoder.autoencoder.hook_in_files or ""
-        log.info("codes of %s: %s", name, encoder.in_words(forward.model.activation_dtype))
-        size.pop(encoder.hook.name)
+        codes_in_words = encoder.in_words(forward.model.activation_dtype)
+        log.info("codes of %s: %s", autoencoder_name, codes_in_words)
+        bytes_of_hook.pop(encoder.hook.name)
         if layer_in_name(hook_in_files) not in ("", str(encoder.source.layer)):
-            text = "--encode %s: its files name %s, and it is used at %s"
-            log.warning(text, name, hook_in_files, encoder.source.name)
-    if not size:
+            log.warning(
+                "--encode %s: its files name %s, and it is used at %s",
+                autoencoder_name,
+                hook_in_files,
+                encoder.source.name,
+            )
+    if not bytes_of_hook:
         return
-    default = options.layers_to_extract is None and options.hook_names is None
-    if default and not forward.encoders and depth <= DEFAULT_LAYERS[-1]:
-        text = "the default layers, %d to %d, are clipped: the model has layers 0 to %d"
-        log.info(text, DEFAULT_LAYERS[0], DEFAULT_LAYERS[-1], depth - 1)
-    kinds = [hook.kind for hook in forward.hooks.values() if hook.name in size]
-    dtype = forward.model.activation_dtype
-    vector_types = [kind.vector_type(forward.sizes, dtype) for kind in kinds]
-    widths = [vector_type.width for vector_type in vector_types]
-    dtypes = " and ".join(dict.fromkeys(vector_type.dtype for vector_type in vector_types))
+    uses_default_layers = options.layers_to_extract is None and options.hook_names is None
+    if uses_default_layers and not forward.encoders and depth <= DEFAULT_LAYERS[-1]:
+        log.info(
+            "the default layers, %d to %d, are clipped: the model has layers 0 to %d",
+            DEFAULT_LAYERS[0],
+            DEFAULT_LAYERS[-1],
+            depth - 1,
+        )
+    widths = []
+    dtypes = []
+    for hook in forward.hooks.values():
+        if hook.name in bytes_of_hook:
+            vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
+            widths.append(vector_type.width)
+            dtypes.append(vector_type.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
-        ", ".join(size),
+        ", ".join(bytes_of_hook),
         f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}",
-        dtypes,
-        f"{sum(size.values()):,}",
+        " and ".join(dict.fromkeys(dtypes)),
+        f"{sum(bytes_of_hook.values()):,}",
     )

@@ -1,11 +1,11 @@
-"""What the model predicts: the loss and the entropy of tokens, and the most likely next ones.
+"""Computes the model's predictions: logits, the most likely next tokens, losses and entropies.
 
-Logits are computed for a block of tokens at a time, and only the values at hooks are kept of them,
-so memory does not grow with the vocabulary unless the logits themselves are a hook. Where devices
-share the vocabulary, blocks of logits do not move between them. encode.py uses the same blocks and
-the same search for the largest values.
+Logits are computed for one block of tokens after the other, and a block of logits is dropped once
+the requested predictions are computed from it. Therefore memory does not grow with the vocabulary
+unless the logits themselves are requested. If the vocabulary is split over devices, blocks of
+logits stay split. encode.py also uses `in_blocks` and `largest`.
 
-Letters: B rows, T tokens per row, D hidden, V vocabulary.
+Letters: B rows, T tokens per row, D hidden size, V tokens in the vocabulary.
 """
 
 from collections.abc import Callable, Set
@@ -18,8 +18,11 @@ from jax import Array, lax
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
-TOKENS_OF_A_BLOCK = 512  # of each device: 311 MB of logits with 151,936 tokens in the vocabulary
-OF_LOGITS = "batch", "sequence", "head_vocab"  # logical axes of the logits of a block
+# The number of tokens of a block on each device. With 151,936 tokens in the vocabulary, the logits
+# of a block take 311 MB in float32.
+TOKENS_OF_A_BLOCK = 512
+# The logical axes of the logits of a block.
+LOGIT_AXES = "batch", "sequence", "head_vocab"
 
 
 def predictions(
@@ -27,154 +30,165 @@ def predictions(
     head: Array,
     token_ids: Array,
     positions: Array,
-    wanted: Set[str],
+    requested: Set[str],
     top: int,
     dtype: Any,
     layout: Layout,
 ) -> dict[str, Array]:
-    """Returns predictions by name.
+    """Returns the requested predictions.
 
     Args:
         hidden: The residual stream after the final norm, (B, T, D).
         head: The weight of the head, (V, D).
-        token_ids: (B, T) int32.
-        positions: The position of a token in its sample, (B, T) int32.
-        wanted: The names of the predictions to return.
-        top: The number of most likely tokens.
-        dtype: The dtype of the logits in the result.
-        layout: The mesh.
+        token_ids: The ids of the tokens, (B, T) int32.
+        positions: The position of each token in its sample, (B, T) int32.
+        requested: The names of the predictions to return, which are the keys of the result.
+        top: The number of most likely tokens to return.
+        dtype: The dtype of the returned logits.
+        layout: The layout of the mesh.
 
     Returns:
-        Those of the following that are wanted:
+        A dict with the requested entries of the following. Logits, most likely tokens and entropies
+        at a position belong to the prediction of the next token.
 
-        logits: The logits of the token after each one, (B, T, V) in `dtype`.
-        top_ids: The most likely tokens after each one, (B, T, top) int32, the most likely first; of
-            two that are equally likely, the one with the smaller number first.
-        top_logprobs: The logarithms of their probabilities, (B, T, top) float32.
-        entropy: The entropy of the prediction of the token after each one, (B, T, 1) float32, in
-            nats.
-        loss: The negative logarithm of the probability of each token given those before it,
-            (B, T, 1) float32; NaN for the first token of a sample.
+        logits: The logits, (B, T, V) in `dtype`.
+        top_ids: The ids of the most likely tokens, (B, T, top) int32, ordered by descending
+            probability. If two tokens are equally likely, the smaller id comes first.
+        top_logprobs: The natural logarithms of the probabilities of `top_ids`, (B, T, top) float32.
+        entropy: The entropy of the prediction in nats, (B, T, 1) float32.
+        loss: The negative natural logarithm of the probability of the token at the position, given
+            the earlier tokens of its sample, (B, T, 1) float32. NaN for the first token of a
+            sample.
     """
-    following = jnp.roll(token_ids, -1, axis=1)
-    head = layout.constrain(head, "head_vocab", "embed", without="fsdp")
+    next_ids = jnp.roll(token_ids, -1, axis=1)
+    head = layout.constrain(head, "head_vocab", "embed", unsplit_axis="fsdp")
 
-    def of_block(block: tuple[Array, Array]) -> dict[str, Array]:
-        x, following = block
-        x = layout.constrain(x, "batch", "sequence", "hidden")
-        logits = layout.constrain(einsum("BTD,VD->BTV", x, head), *OF_LOGITS)
-        return _of_logits(logits, following, wanted, top, dtype, layout)
+    def predictions_of_block(block: tuple[Array, Array]) -> dict[str, Array]:
+        block_hidden, block_next_ids = block
+        block_hidden = layout.constrain(block_hidden, "batch", "sequence", "hidden")
+        logits = layout.constrain(einsum("BTD,VD->BTV", block_hidden, head), *LOGIT_AXES)
+        return _from_logits(logits, block_next_ids, requested, top, dtype, layout)
 
-    bits = in_blocks(of_block, (hidden, following), TOKENS_OF_A_BLOCK, layout)
-    result = {name: from_bits(values, dtype) for name, values in bits.items()}
-    if "loss" in wanted:
-        # The loss was computed at the token before the one that it is of.
-        loss = jnp.roll(result["loss"], 1, axis=1)
-        result["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss)
-    return result
+    bits = in_blocks(predictions_of_block, (hidden, next_ids), TOKENS_OF_A_BLOCK, layout)
+    outputs = {prediction: from_bits(values, dtype) for prediction, values in bits.items()}
+    if "loss" in requested:
+        # The loss of a token was computed at the previous position, so it moves to the next one.
+        loss = jnp.roll(outputs["loss"], 1, axis=1)
+        outputs["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss)
+    return outputs
 
 
-def _of_logits(
-    logits: Array, following: Array, wanted: Set[str], top: int, dtype: Any, layout: Layout
+def _from_logits(
+    logits: Array, next_ids: Array, requested: Set[str], top: int, dtype: Any, layout: Layout
 ) -> dict[str, Array]:
-    """Returns the predictions that follow from logits, as `predictions` describes them.
+    """Returns the requested predictions that follow from logits (see `predictions`).
 
-    With m the largest logit z and s the sum of exp(z - m), the logarithm of a probability is
-    z - m - log(s), and the entropy is log(s) less the mean of z - m.
+    Let m be the largest logit of a position, and s the sum of exp(z - m) over all logits z. Then
+    the logarithm of a token's probability is z - m - log(s), and the entropy is log(s) minus the
+    expected value of z - m.
 
     Args:
-        logits: (B, T, V) float32.
-        following: The token after each one, (B, T) int32, whose loss is returned here.
-        wanted: See `predictions` for this and the other arguments.
-        top: The number of most likely tokens.
-        dtype: The dtype of the logits, which are returned as bits.
-        layout: The mesh.
+        logits: The logits, (B, T, V) float32.
+        next_ids: The id of the token after each position, (B, T) int32.
+        requested: The names of the predictions to return.
+        top: The number of most likely tokens to return.
+        dtype: The dtype of the returned logits.
+        layout: The layout of the mesh.
+
+    Returns:
+        The predictions by name, with two differences to `predictions`: the logits are returned as
+        bits (see `to_bits`), and a loss is returned at the position before its token.
     """
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    weights = jnp.exp(shifted)
-    total = weights.sum(axis=-1, keepdims=True)
-    result = {}
-    if "logits" in wanted:
-        result["logits"] = to_bits(logits.astype(dtype))
-    if "loss" in wanted:
-        is_next = jnp.arange(logits.shape[-1]) == following[..., None]
-        chosen = jnp.where(is_next, shifted, 0).sum(axis=-1, keepdims=True)
-        result["loss"] = jnp.log(total) - chosen
-    if "entropy" in wanted:
-        mean = (weights * shifted).sum(axis=-1, keepdims=True) / total
-        result["entropy"] = jnp.log(total) - mean
-    if wanted & {"top_ids", "top_logprobs"}:
-        top_shifted, top_ids = largest(shifted, top, layout)
-        if "top_ids" in wanted:
-            result["top_ids"] = top_ids
-        if "top_logprobs" in wanted:
-            result["top_logprobs"] = top_shifted - jnp.log(total)
-    return result
+    shifted_logits = logits - logits.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(shifted_logits)
+    exponential_sum = exponentials.sum(axis=-1, keepdims=True)
+    outputs = {}
+    if "logits" in requested:
+        outputs["logits"] = to_bits(logits.astype(dtype))
+    if "loss" in requested:
+        is_next = jnp.arange(logits.shape[-1]) == next_ids[..., None]
+        next_logit = jnp.where(is_next, shifted_logits, 0).sum(axis=-1, keepdims=True)
+        outputs["loss"] = jnp.log(exponential_sum) - next_logit
+    if "entropy" in requested:
+        weighted_sum = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
+        outputs["entropy"] = jnp.log(exponential_sum) - weighted_sum / exponential_sum
+    if requested & {"top_ids", "top_logprobs"}:
+        top_logits, top_ids = largest(shifted_logits, top, layout)
+        if "top_ids" in requested:
+            outputs["top_ids"] = top_ids
+        if "top_logprobs" in requested:
+            outputs["top_logprobs"] = top_logits - jnp.log(exponential_sum)
+    return outputs
 
 
 def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
-    """Returns the largest values of the last axis, in descending order, and their indices.
+    """Returns the largest values along the last axis of an array, and their indices.
 
-    Each device that has a part of the axis searches its own part, and only the largest values of
-    all parts are compared.
+    If the last axis is split over devices, each device searches its own part, and only the largest
+    values of all parts are compared.
 
     Args:
-        values: (B, T, size).
+        values: The array, (B, T, size).
         count: The number of values to return.
-        layout: The mesh, along whose `head_vocab` the last axis is split.
+        layout: The layout of the mesh. The last axis is split as the logical axis `head_vocab`.
 
     Returns:
-        The values, (B, T, count) in their dtype, and their indices, (B, T, count) int32. Of equal
-        values, the one with the smaller index comes first.
+        A tuple of:
+            The values, (B, T, count) in their dtype, in descending order. If two values are equal,
+                the value with the smaller index comes first.
+            The indices of the values in the last axis, (B, T, count) int32.
     """
     size = values.shape[-1]
     parts = layout.size(*RULES["head_vocab"])
     if size % parts or size // parts < count:
         return lax.top_k(values, count)
-    rows = values.shape[:2]
-    split = values.reshape(*rows, parts, -1)
-    split = layout.constrain(split, "batch", "sequence", "head_vocab", "one")
-    of_parts, indices = lax.top_k(split, count)
-    indices += jnp.arange(parts)[:, None] * (size // parts)
-    candidates = of_parts.reshape(*rows, -1)
-    indices = indices.reshape(*rows, -1)
-    result, order = lax.top_k(candidates, count)
-    return result, jnp.take_along_axis(indices, order, axis=-1)
+    batch_shape = values.shape[:2]
+    split_values = values.reshape(*batch_shape, parts, -1)
+    split_values = layout.constrain(split_values, "batch", "sequence", "head_vocab", "one")
+    part_maxima, part_indices = lax.top_k(split_values, count)
+    part_indices += jnp.arange(parts)[:, None] * (size // parts)
+    candidates = part_maxima.reshape(*batch_shape, -1)
+    candidate_indices = part_indices.reshape(*batch_shape, -1)
+    top_values, top_candidates = lax.top_k(candidates, count)
+    return top_values, jnp.take_along_axis(candidate_indices, top_candidates, axis=-1)
 
 
 def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: Layout) -> Any:
-    """Runs a function on blocks of tokens, one after the other, and joins its results.
+    """Runs a function on one block of tokens after the other, and joins its results.
 
-    The last block is filled up with zeros.
+    The last block is filled up with zeros, whose results are dropped.
 
     Args:
-        function: Maps a pytree like `arrays`, of one block, to a pytree of arrays (B, tokens of a
-            block, ...), whose dtypes should not be bfloat16 (see `to_bits`).
+        function: A function that maps a block to its results. A block is a pytree like `arrays`,
+            of arrays (B, tokens of a block, ...). The results are a pytree of arrays (B, tokens of
+            a block, ...). Their dtypes should not be bfloat16 (see `to_bits`).
         arrays: A pytree of arrays (B, T, ...).
-        tokens: The number of tokens of a block on each device.
-        layout: The mesh.
+        tokens: The largest number of tokens of a block on each device. However, a block has at
+            least one token of each row.
+        layout: The layout of the mesh.
 
     Returns:
         The results of all blocks, a pytree of arrays (B, T, ...).
     """
-    batch, length = jax.tree.leaves(arrays)[0].shape[:2]
-    rows = max(batch // layout.size(*RULES["batch"]), 1)
-    count = -(-length // max(tokens // rows, 1))
-    size = -(-length // count)
+    rows, length = jax.tree.leaves(arrays)[0].shape[:2]
+    rows_on_device = max(rows // layout.size(*RULES["batch"]), 1)
+    num_blocks = -(-length // max(tokens // rows_on_device, 1))
+    block_length = -(-length // num_blocks)
     dtypes = jax.tree.map(lambda x: x.dtype, arrays)
 
-    def of_block(bits: Any) -> Any:
+    def run_on_bits(bits: Any) -> Any:
         return function(jax.tree.map(from_bits, bits, dtypes))
 
-    def cut(x: Array) -> Array:
+    def split_into_blocks(x: Array) -> Array:
         """Maps (B, T, ...) to bits (blocks, B, tokens of a block, ...)."""
-        filling = count * size - length
-        x = jnp.pad(to_bits(x), [(0, 0), (0, filling), *[(0, 0)] * (x.ndim - 2)])
-        return x.reshape(batch, count, size, *x.shape[2:]).swapaxes(0, 1)
+        padding = num_blocks * block_length - length
+        x = jnp.pad(to_bits(x), [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
 
-    def join(x: Array) -> Array:
+    def join_blocks(x: Array) -> Array:
         """Maps (blocks, B, tokens of a block, ...) to (B, T, ...)."""
         x = x.swapaxes(0, 1)
-        return x.reshape(batch, count * size, *x.shape[3:])[:, :length]
+        return x.reshape(rows, num_blocks * block_length, *x.shape[3:])[:, :length]
 
-    return jax.tree.map(join, lax.map(of_block, jax.tree.map(cut, arrays)))
+    blocks = jax.tree.map(split_into_blocks, arrays)
+    return jax.tree.map(join_blocks, lax.map(run_on_bits, blocks))

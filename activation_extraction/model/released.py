@@ -1,17 +1,19 @@
-"""The sizes of the models that Qwen has released, for plans where the hub cannot be reached.
+"""Lists the sizes of models that Qwen has released, for plans without access to the hub.
 
-They are the fields of config.json that a plan needs. The sizes of Qwen2.5 are from the technical
-report (https://arxiv.org/abs/2412.15115), those of Qwen3 and Qwen3.5 from the tables of models in
-maxtext and torchtitan, and those of Qwen3-Next from transformers.
+For each model, the table contains the fields of config.json that `--plan` needs. The sizes of
+Qwen2.5 models are from the technical report (https://arxiv.org/abs/2412.15115). The sizes of Qwen3
+and Qwen3.5 models are from the tables of models in maxtext and torchtitan, and the sizes of
+Qwen3-Next models are from transformers. run/estimate.py makes the plan.
 """
 
 import re
 from typing import Any
 
-# max_position_embeddings, the limit of tokens per row. It is the same for all models here, although
-# some of them have fewer positions.
-MOST_POSITIONS = 262144
-FAMILY = {"vocab_size": 151936, "max_position_embeddings": MOST_POSITIONS}
+# The limit of tokens per row. The table has the same limit for all models, although some of the
+# models have fewer positions.
+MAX_POSITIONS = 262144
+# The following dictionaries contain fields of config.json that several models share.
+FAMILY = {"vocab_size": 151936, "max_position_embeddings": MAX_POSITIONS}
 QWEN2 = FAMILY | {"model_type": "qwen2"}
 UNTIED = QWEN2 | {"vocab_size": 152064}
 QWEN3 = FAMILY | {"model_type": "qwen3", "head_dim": 128}
@@ -21,8 +23,9 @@ QWEN3_NEXT = FAMILY | {"model_type": "qwen3_next", "head_dim": 256, "num_experts
 QWEN3_NEXT |= {"norm_topk_prob": True}
 QWEN3_5 = FAMILY | {"model_type": "qwen3_5_text", "head_dim": 256, "vocab_size": 248320}
 QWEN3_5_MOE = QWEN3_5 | {"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 8}
-# Name of a model -> the fields that it shares with others, and its own numbers, in the order of
-# NUMBERS. Models without a delta net or without experts have no numbers for these.
+# Name of a model -> tuple of the fields that it shares with other models, and the values of the
+# fields in SIZE_FIELDS, in the same order. Models without a delta net lack the last two values, and
+# models with a delta net but without experts lack the last value.
 RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "Qwen2.5-0.5B": (QWEN2, (896, 4864, 24, 14, 2)),
     "Qwen2.5-1.5B": (QWEN2, (1536, 8960, 28, 12, 2)),
@@ -53,16 +56,20 @@ RELEASED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (4096, 1024, 60, 32, 2, 64, 512),
     ),
 }
-NUMBERS = (
+# The fields of config.json whose values RELEASED lists. For models with experts, the value of
+# intermediate_size is the width of an expert. linear_num_value_heads is a field of the delta net.
+SIZE_FIELDS = (
     "hidden_size",
-    "intermediate_size",  # of the MLP, or of each expert
+    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "linear_num_value_heads",  # of the delta net
+    "linear_num_value_heads",
     "num_experts",
 )
+# The names of the models whose embedding is also their head.
 TIED = re.compile(r"Qwen(2\.5-(0\.5|1\.5|3)B|3-(0\.6|1\.7|4)B|3\.5-(0\.8|2|4)B)")
+# The end of a model's name that names its training. It does not change the sizes.
 VARIANT = re.compile(r"-(Base|Instruct|Thinking|Chat)(-\d+)?$")
 
 
@@ -73,15 +80,17 @@ def released_config(name: str) -> dict[str, Any] | None:
         name: The name of the model on the hub, such as Qwen/Qwen2.5-7B-Instruct.
 
     Returns:
-        The fields; None if the model is not in the table.
+        The fields by name. None if the model is not in the table.
     """
-    model = VARIANT.sub("", name.removeprefix("Qwen/"))
-    if model not in RELEASED:
+    model_name = VARIANT.sub("", name.removeprefix("Qwen/"))
+    if model_name not in RELEASED:
         return None
-    family, numbers = RELEASED[model]
-    config = family | dict(zip(NUMBERS, numbers, strict=False))
+    shared_fields, sizes = RELEASED[model_name]
+    config = shared_fields | dict(zip(SIZE_FIELDS, sizes, strict=False))
     if "num_experts" in config:
         config["moe_intermediate_size"] = config["intermediate_size"]
-    if "linear_num_value_heads" in config:  # dense models do not read this
+    if "linear_num_value_heads" in config:
+        # Models with a delta net have a shared expert if they have experts. Other models with a
+        # delta net ignore this field.
         config["shared_expert_intermediate_size"] = config["intermediate_size"]
-    return config | {"tie_word_embeddings": TIED.fullmatch(model) is not None}
+    return config | {"tie_word_embeddings": TIED.fullmatch(model_name) is not None}

@@ -1,23 +1,26 @@
-"""Estimates the cost of a step on a mesh by formula: memory, and time at the chips' peak speeds.
+"""Estimates the memory and the duration of a step on a mesh, by formula.
 
-`CostModel` describes a step of a model, and estimates its cost on any mesh without `pipeline`. Its
-users are mesh_choice.py, for `--mesh_type auto`, and `--plan`. On each device, a step takes
+`CostModel` describes a step of a model, and estimates its cost on any mesh without `pipeline`.
+mesh_choice.py uses the estimates for `--mesh_type auto`, and run/estimate.py for `--plan`. A device
+needs this time for a step:
 
-    seconds = max(products, hbm, gathers) + exchanges
+    seconds = max(product_seconds, hbm_seconds, gather_seconds) + exchange_seconds
 
-`products` is the number of floating-point operations divided by the chip's peak. `hbm` is the
-number of bytes that they read and write, divided by the bandwidth of the chip's memory; it is the
-largest term if a device has few tokens for each of many experts. `gathers` is the number of bytes
-of weights that a device receives along `fsdp`, divided by the speed of its links; gathers overlap
-with products. The `exchanges` along `model` and `expert` count in full, although some of those
-along `expert` overlap with the experts' products.
+`product_seconds` is the number of floating-point operations of the matrix products, divided by the
+chip's peak speed. `hbm_seconds` is the number of bytes that the products read and write, divided by
+the bandwidth of the chip's memory (HBM). It is the largest term if a device has few tokens for each
+of many experts. `gather_seconds` is the number of bytes of weights that a device receives along
+`fsdp`, divided by the speed of its links. Weights are gathered while other products are computed.
+`exchange_seconds` is the time of sending activations along `model` and `expert`. It is added,
+although some exchanges along `expert` overlap with the products of the experts.
 
-With t tokens on a device, b bytes per weight, and a chip with F operations and L bytes per second,
-the gathers of a dense layer over f devices hide behind its products if
+Gathers of weights take no extra time if a device has enough tokens. With t tokens on a device, b
+bytes per weight, and a chip with F operations and L received bytes per second, the weights of a
+dense layer that are split over f devices arrive during the products of a layer if
 
-    2 t / F >= b (f - 1) / (f L),
+    2 t / F >= b (f - 1) / (f L).
 
-that is, from 1,640 tokens on for a v5e with fsdp 4 and bfloat16 (two links of 45 GB/s).
+For a v5e (two links of 45 GB/s) with fsdp 4 and bfloat16, this holds from 1,640 tokens on.
 """
 
 import math
@@ -29,40 +32,43 @@ from typing import Any, NamedTuple
 
 from activation_extraction.model.devices import CHIPS, Chip, at_dtype, chip_of
 from activation_extraction.model.encode import Encoder
-from activation_extraction.model.mesh import BOTH, RULES, Layout
+from activation_extraction.model.mesh import MODEL_AXES, RULES, Layout
 from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.predictions import TOKENS_OF_A_BLOCK
 from activation_extraction.model.weights import WeightSpec, WeightTable
 from qwen2_jax_with_hooks import HookedModel
 
-AXES = ("data", "fsdp", "expert", "model")  # the last axis varies fastest over the devices
-# The figures that are used for CPUs and unknown chips, where only their ratios matter.
-UNKNOWN = CHIPS["TPU v5e"]
+# The axes of meshes whose cost can be estimated. The last axis varies fastest over the devices.
+AXES = ("data", "fsdp", "expert", "model")
+# The chip whose figures are used for CPUs and unknown chips. The choice of a mesh only needs the
+# ratios of the figures.
+STAND_IN_CHIP = CHIPS["TPU v5e"]
 
 
 class StepCost(NamedTuple):
     """The cost of a step on a mesh, for each device.
 
     Attributes:
-        layout: Mesh.
-        memory: Bytes of memory.
-        products: Seconds of the matrix products.
-        hbm: Seconds of reading and writing the device's memory.
-        gathers: Seconds of receiving weights along `fsdp`.
-        exchanges: Seconds of exchanging activations along `model` and `expert`.
+        layout: Layout of the mesh.
+        memory_bytes: Bytes of memory that a device needs.
+        product_seconds: Seconds of the matrix products.
+        hbm_seconds: Seconds of reading and writing the device's memory.
+        gather_seconds: Seconds of receiving weights along `fsdp`.
+        exchange_seconds: Seconds of exchanging activations along `model` and `expert`.
     """
 
     layout: Layout
-    memory: float
-    products: float
-    hbm: float
-    gathers: float
-    exchanges: float
+    memory_bytes: float
+    product_seconds: float
+    hbm_seconds: float
+    gather_seconds: float
+    exchange_seconds: float
 
     @property
     def seconds(self) -> float:
-        """The duration of the step by the formula of this module."""
-        return max(self.products, self.hbm, self.gathers) + self.exchanges
+        """The duration of the step in seconds, by the formula in this module's docstring."""
+        overlapping_seconds = max(self.product_seconds, self.hbm_seconds, self.gather_seconds)
+        return overlapping_seconds + self.exchange_seconds
 
 
 @dataclass(frozen=True)
@@ -70,215 +76,260 @@ class CostModel:
     """A step of a model, whose cost can be estimated on any mesh.
 
     Attributes:
-        model: Hooked model; its mesh is ignored.
-        weights: All parameters of the model.
-        rows: Number of rows, of all hosts together.
-        length: Number of tokens per row.
-        encoders: Autoencoders whose codes the step computes.
+        model: Hooked model. Its mesh is ignored.
+        weights: Path of each parameter of the model -> its shape, axes and tensors.
+        rows: Number of rows in a step, of all hosts together.
+        row_length: Number of tokens per row.
+        encoders: Encoders of the autoencoders whose codes the step computes.
     """
 
     model: HookedModel
     weights: WeightTable
     rows: int
-    length: int
+    row_length: int
     encoders: Sequence[Encoder] = ()
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:
         """Estimates the cost of the step.
 
         Args:
-            layout: A mesh without `pipeline`, which may be abstract.
+            layout: The layout of a mesh without `pipeline`, which may be abstract.
             devices: The devices of the mesh, ordered by host.
         """
-        chip = chip_of(devices[0]) or UNKNOWN
-        linked = linked_devices(devices)
-        seconds = 0.0
-        for flops, dtype in self._flops:
-            seconds += flops / at_dtype(chip, dtype, devices[0].platform).flops
-        speed = {axis: link_speed(layout, axis, chip, linked) for axis in AXES}
-        products = seconds / layout.size(*AXES, "query")
-        exchanges = self._sent_by_model(layout) / speed["model"]
-        exchanges += self._exchanged(layout) / speed["expert"]
-        gathers = self._gathered(layout) / speed["fsdp"]
-        hbm, memory = self._moved(layout) / chip.bandwidth, self.memory(layout)
-        return StepCost(layout, memory, products, hbm, gathers, exchanges)
+        chip = chip_of(devices[0]) or STAND_IN_CHIP
+        num_linked = linked_devices(devices)
+        one_device_seconds = 0.0
+        for operations, dtype in self._operations:
+            chip_at_dtype = at_dtype(chip, dtype, devices[0].platform)
+            one_device_seconds += operations / chip_at_dtype.flops_per_second
+        speed_along = {axis: link_speed(layout, axis, chip, num_linked) for axis in AXES}
+        exchange_seconds = self._bytes_along_model(layout) / speed_along["model"]
+        exchange_seconds += self._bytes_along_expert(layout) / speed_along["expert"]
+        return StepCost(
+            layout,
+            memory_bytes=self.memory_bytes(layout),
+            product_seconds=one_device_seconds / layout.size(*AXES, "query"),
+            hbm_seconds=self._moved_bytes(layout) / chip.memory_bandwidth,
+            gather_seconds=self._gathered_bytes(layout) / speed_along["fsdp"],
+            exchange_seconds=exchange_seconds,
+        )
 
     @cached_property
-    def _flops(self) -> list[tuple[float, Any]]:
-        """The operations and the dtype of the products, for the model and each autoencoder."""
-        tokens = self.rows * self.length
-        encoding = [
-            (tokens * encoder.flops, encoder.autoencoder.dtype) for encoder in self.encoders
-        ]
-        return [(self.rows * self.model.flops([self.length]), self.model.dtype), *encoding]
+    def _operations(self) -> list[tuple[float, Any]]:
+        """The floating-point operations of a step on all devices.
 
-    def memory(self, layout: Layout) -> float:
+        There is a tuple for the model and for each autoencoder. It contains the number of
+        operations and the dtype of the products.
+        """
+        num_tokens = self.rows * self.row_length
+        operations = [(self.rows * self.model.flops([self.row_length]), self.model.dtype)]
+        for encoder in self.encoders:
+            operations.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
+        return operations
+
+    def memory_bytes(self, layout: Layout) -> float:
         """Returns the bytes of memory that a device needs.
 
-        They include weights, gathered layers, activations of a layer, the activations at the hooks
-        and the weights and codes of autoencoders.
+        They include weights, gathered layers, the intermediate activations of a layer, the
+        activations at the hooks, and the weights and codes of autoencoders.
 
         Args:
-            layout: The mesh.
+            layout: The layout of the mesh.
         """
         config = self.model.config
-        value_bytes = self.model.dtype.itemsize
-        held = float(sum(_numbers(layout, spec) for spec in self.weights.values()))
-        if layout.size("fsdp") > 1:  # the next layer is gathered while a layer is computed
-            held += 2 * self._largest_layer(layout)
-        parts = layout.size(*BOTH)
-        widths = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // parts
-        if config.experts is not None:  # a token takes a row for each of its experts
-            rows = config.experts.per_token * layout.size("expert")
-            widths += rows * (2 * config.hidden_size + config.experts.width // parts)
-        if self.model.predicts:  # the head is gathered, for the logits of a block
-            names = ("embed_tokens", "weight"), ("lm_head", "weight")
-            *_, head = (self.weights[name] for name in names if name in self.weights)
-            whole = _numbers(layout, head, without="fsdp")
-            held += whole - _numbers(layout, head) + 6 * TOKENS_OF_A_BLOCK * head.shape[0] / parts
-        sizes = config.sizes_with(self.length)
+        model_devices = layout.size(*MODEL_AXES)
+        # weight_values and token_values count numbers in the model's dtype: all numbers in weights,
+        # and the numbers in activations per token.
+        weight_values = float(
+            sum(_values_on_device(layout, spec) for spec in self.weights.values())
+        )
+        if layout.size("fsdp") > 1:
+            # The next layer is gathered while a layer is computed, so there are two whole layers.
+            weight_values += 2 * self._largest_layer(layout)
+        token_values = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // model_devices
+        if config.experts is not None:
+            # A token takes a row for each of its experts.
+            expert_rows = config.experts.per_token * layout.size("expert")
+            expert_row_values = 2 * config.hidden_size + config.experts.width // model_devices
+            token_values += expert_rows * expert_row_values
+        if self.model.predicts:
+            # The head is gathered for each block of logits.
+            head = self.weights.get(("lm_head", "weight")) or self.weights["embed_tokens", "weight"]
+            gathered_head = _values_on_device(layout, head, unsplit_axis="fsdp")
+            weight_values += gathered_head - _values_on_device(layout, head)
+            weight_values += 6 * TOKENS_OF_A_BLOCK * head.shape[0] / model_devices
+        sizes = config.sizes_with(self.row_length)
         hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
-        vector_types = [hook.kind.vector_type(sizes, self.model.captured_dtype) for hook in hooks]
-        captured = self.rows * self.length * sum(vector_type.bytes for vector_type in vector_types)
-        # The activations of two steps are in memory at a time, because the host copies those of one
-        # step while the next one computes. A step needs half as much while it computes.
-        outputs = 2.5 * captured / layout.size(*AXES, "query")
-        encoding = sum(encoder.memory(layout) for encoder in self.encoders)
-        return value_bytes * (held + self._tokens(layout) * widths) + outputs + encoding
+        captured_bytes = 0
+        for hook in hooks:
+            token_bytes = hook.kind.vector_type(sizes, self.model.captured_dtype).bytes
+            captured_bytes += self.rows * self.row_length * token_bytes
+        # The captured activations of two steps are in memory, because the host copies the
+        # activations of one step while the next step is computed. A step needs another half of
+        # their size for copies while it is computed.
+        output_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
+        encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
+        model_values = weight_values + self._tokens_on_device(layout) * token_values
+        return self.model.dtype.itemsize * model_values + output_bytes + encoder_bytes
 
     def moved_by_layer(self, layout: Layout) -> float:
-        """Returns the bytes of memory that a device reads and writes per layer, on average.
+        """Returns the bytes of its memory that a device reads and writes per layer, on average.
 
-        Each weight counts once, and so do the input and the output of each product for each token;
-        gate and up are one product. With `expert`, a device also receives the tokens of other
-        devices and sends their sums. With `fsdp`, it also reads its part of the weights and writes
-        the gathered weights. A program can only need less by keeping tokens in fast memory between
+        Each weight counts once, and so do the input and the output of each product for each token.
+        The projections gate and up count as one product, because they have the same input. With
+        `expert`, a device also receives the tokens of other devices and sends sums for these
+        tokens. With `fsdp`, a device also reads its part of the weights and writes the gathered
+        weights. A program can only need fewer bytes if it keeps tokens in faster memory between
         products.
 
         Args:
-            layout: The mesh.
+            layout: The layout of the mesh.
         """
-        moved = sum(
-            self._moved_by(layout, path, spec)
+        moved_bytes = sum(
+            self._weight_traffic(layout, path, spec)
             for path, spec in self.weights.items()
             if path[0] == "layers"
         )
-        return (moved + self._exchanged(layout)) / self.model.num_layers
+        return (moved_bytes + self._bytes_along_expert(layout)) / self.model.num_layers
 
-    def _moved(self, layout: Layout) -> float:
-        """Returns the bytes of memory that one device reads and writes in a step."""
-        moved = sum(self._moved_by(layout, path, spec) for path, spec in self.weights.items())
-        return moved + self._exchanged(layout)
+    def _moved_bytes(self, layout: Layout) -> float:
+        """Returns the bytes of its memory that a device reads and writes in a step."""
+        moved_bytes = self._bytes_along_expert(layout)
+        for path, spec in self.weights.items():
+            moved_bytes += self._weight_traffic(layout, path, spec)
+        return moved_bytes
 
-    def _moved_by(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
-        """Returns the bytes that the products with a weight read and write, in all layers.
+    def _weight_traffic(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
+        """Returns the bytes that a device reads and writes for the products with a parameter.
 
         Args:
-            layout: The mesh.
-            path: The path of the parameter.
-            spec: The parameter.
+            layout: The layout of the mesh.
+            path: The path of the parameter in the model.
+            spec: The parameter. It contains the weights of all layers.
         """
-        experts, parts = self.model.config.experts, layout.size(*BOTH)
-        whole = _numbers(layout, spec, without="fsdp")
-        held = _numbers(layout, spec)
-        numbers = whole + (whole + held if held < whole else 0.0)
-        (layers, *sizes), hidden = spec.shape, self.model.config.hidden_size
-        if path[0] == "layers" and len(sizes) > 1 and hidden in sizes:
-            rows = layers * self._tokens(layout)
+        experts = self.model.config.experts
+        hidden_size = self.model.config.hidden_size
+        gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
+        own_values = _values_on_device(layout, spec)
+        moved_values = float(gathered_values)
+        if own_values < gathered_values:
+            moved_values += own_values + gathered_values
+        num_layers, *weight_sizes = spec.shape
+        if path[0] == "layers" and len(weight_sizes) > 1 and hidden_size in weight_sizes:
+            token_rows = num_layers * self._tokens_on_device(layout)
             if experts is not None and "experts" in path:
-                rows, sizes = rows * experts.per_token, sizes[1:]
-            width = math.prod(sizes) / hidden  # the other width of the product
-            numbers += rows * (width if "up_proj" in path else width + hidden) / parts
-        return self.model.dtype.itemsize * numbers
+                token_rows *= experts.per_token
+                weight_sizes = weight_sizes[1:]
+            # A product maps the hidden size to another width, or the other way round.
+            row_values = math.prod(weight_sizes) / hidden_size
+            if "up_proj" not in path:
+                row_values += hidden_size
+            moved_values += token_rows * row_values / layout.size(*MODEL_AXES)
+        return self.model.dtype.itemsize * moved_values
 
-    def _exchanged(self, layout: Layout) -> float:
-        """Returns the bytes that a device receives along `expert`.
+    def _bytes_along_expert(self, layout: Layout) -> float:
+        """Returns the bytes that a device receives along `expert` in a step.
 
-        They are the tokens of other devices, and sums for its own tokens, in the model's dtype.
+        In each layer with experts, a device receives the tokens of the other devices, and from each
+        of them a sum for its own tokens.
         """
-        others, config = layout.size("expert") - 1, self.model.config
-        sparse = sum(layer < self.model.num_layers for layer in config.sparse_layers)
-        width = 2 * self.model.dtype.itemsize * config.hidden_size
-        return sparse * others * self._tokens(layout) * width
+        other_devices = layout.size("expert") - 1
+        config = self.model.config
+        sparse_layers = sum(layer < self.model.num_layers for layer in config.sparse_layers)
+        token_bytes = 2 * self.model.dtype.itemsize * config.hidden_size
+        return sparse_layers * other_devices * self._tokens_on_device(layout) * token_bytes
 
     def _largest_layer(self, layout: Layout) -> float:
-        """Returns how many weights a device has of its largest layer, once they are gathered."""
-        layers = Counter[str]()
-        mixed = len({*self.model.config.layer_types}) > 1
+        """Returns the number of weights that a device has of the largest layer after a gather."""
+        values_of_type = Counter[str]()
+        # If layers are of different types, the second part of a parameter's path is the type.
+        layers_differ = len({*self.model.config.layer_types}) > 1
         for path, spec in self.weights.items():
             if path[0] == "layers":
-                of_layer = _numbers(layout, spec, without="fsdp") // spec.shape[0]
-                layers[path[1] if mixed else ""] += of_layer
-        return max(layers.values(), default=0)
+                layer_type = path[1] if layers_differ else ""
+                stack_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
+                values_of_type[layer_type] += stack_values // spec.shape[0]
+        return max(values_of_type.values(), default=0)
 
-    def _gathered(self, layout: Layout) -> float:
-        """Returns the bytes of weights that a device receives along `fsdp`.
+    def _gathered_bytes(self, layout: Layout) -> float:
+        """Returns the bytes of weights that a device receives along `fsdp` in a step.
 
-        The embedding does not count, because only the vectors of tokens are sent, unless it is also
-        used as the head.
+        The embedding only counts if it is also used as the head. Otherwise it is not gathered,
+        because devices only send the vectors of tokens.
         """
         embedding_is_head = self.model.predicts and self.model.config.tie_word_embeddings
-        received = 0
+        received_values = 0
         for path, spec in self.weights.items():
             if path[0] != "embed_tokens" or embedding_is_head:
-                received += _numbers(layout, spec, without="fsdp") - _numbers(layout, spec)
-        return self.model.dtype.itemsize * received
+                received_values += _values_on_device(layout, spec, unsplit_axis="fsdp")
+                received_values -= _values_on_device(layout, spec)
+        return self.model.dtype.itemsize * received_values
 
-    def _sent_by_model(self, layout: Layout) -> float:
-        """Returns the bytes that a device sends along `model`.
+    def _bytes_along_model(self, layout: Layout) -> float:
+        """Returns the bytes that a device sends along `model` in a step.
 
         There are two sums and two gathers of the residual stream per layer.
         """
-        parts = layout.size(*BOTH)
-        stream = self.model.dtype.itemsize * self._tokens(layout) * self.model.config.hidden_size
-        return 4 * self.model.num_layers * stream * (parts - 1) / parts
+        model_devices = layout.size(*MODEL_AXES)
+        stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
+        stream_bytes = self.model.dtype.itemsize * stream_values
+        sent_share = (model_devices - 1) / model_devices
+        return 4 * self.model.num_layers * stream_bytes * sent_share
 
-    def _tokens(self, layout: Layout) -> float:
-        """Returns the number of tokens of a step that a device computes, shared along `model`."""
-        return self.rows * self.length / layout.size(*RULES["batch"])
+    def _tokens_on_device(self, layout: Layout) -> float:
+        """Returns the number of tokens that a device computes in a step.
+
+        The devices along `model` compute the same tokens together.
+        """
+        return self.rows * self.row_length / layout.size(*RULES["batch"])
 
 
-def _numbers(layout: Layout, spec: WeightSpec, without: str | None = None) -> int:
-    """Returns how many values of a weight a device has.
+def _values_on_device(layout: Layout, spec: WeightSpec, unsplit_axis: str | None = None) -> int:
+    """Returns the number of values of a parameter that a device stores.
 
     Args:
-        layout: The mesh.
+        layout: The layout of the mesh.
         spec: The parameter.
-        without: A mesh axis along which the weight is not split; None for no such axis.
+        unsplit_axis: A mesh axis along which the weight is not split. None if it is split along all
+            axes of RULES.
     """
-    return math.prod(layout.shard_shape(spec.axes, spec.shape, without))
+    return math.prod(layout.shard_shape(spec.axes, spec.shape, unsplit_axis))
 
 
 def linked_devices(devices: Sequence[Any]) -> int:
-    """Returns how many consecutive devices are joined by fast links.
+    """Returns the number of consecutive devices that fast links connect.
 
-    They are the devices of a TPU slice, or the GPUs of a host.
+    Fast links connect the devices of a TPU slice, or the GPUs of a host.
 
     Args:
         devices: The devices, ordered by host.
     """
-    name = "slice_index" if devices[0].platform == "tpu" else "process_index"
-    groups = [getattr(device, name, 0) for device in devices]
-    return groups.count(groups[0])
+    is_tpu = devices[0].platform == "tpu"
+    group_attribute = "slice_index" if is_tpu else "process_index"
+    group_of_device = [getattr(device, group_attribute, 0) for device in devices]
+    return group_of_device.count(group_of_device[0])
 
 
 def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     """Returns the bytes per second that a device can receive along a mesh axis.
 
-    This is the speed of its fast links if they join all devices along the axis, otherwise the speed
-    of the network.
+    The result is the speed of the device's fast links if they connect all devices along the axis.
+    Otherwise it is the speed of the network.
 
     Args:
-        layout: The mesh.
+        layout: The layout of the mesh.
         axis: The name of the mesh axis, as in --mesh_axes: `model` includes the axis `query` of
             JAX's mesh.
-        chip: The kind of the devices.
-        linked: The number of consecutive devices that are joined by fast links (see
-            `linked_devices`).
+        chip: The figures of the devices.
+        linked: The number of consecutive devices that fast links connect (see `linked_devices`).
     """
     assert layout.mesh is not None
-    names = layout.mesh.axis_names
-    links = min(layout.shape.get(axis, 1) - 1, chip.links) or 1
-    # The devices along the axis lie within this number of consecutive devices.
-    span = layout.size(*names[names.index(axis) :]) if axis in names else 1
-    return chip.link * links if linked % span == 0 else chip.network
+    axis_names = layout.mesh.axis_names
+    links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
+    # The devices along the axis are among this number of consecutive devices.
+    consecutive_devices = 1
+    if axis in axis_names:
+        consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])
+    if linked % consecutive_devices == 0:
+        return chip.link_bandwidth * links_used
+    return chip.network_bandwidth

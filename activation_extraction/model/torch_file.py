@@ -75,7 +75,7 @@ def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
 class _Unpickler(AllowListUnpickler):
     """Unpickles plain containers, plain values and tensors, and rejects everything else."""
 
-    allowed = {
+    allowed_objects = {
         "collections.OrderedDict": dict,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_parameter": _parameter,
@@ -86,8 +86,8 @@ class _Unpickler(AllowListUnpickler):
         "torch.LongStorage": "int64",
         "torch.IntStorage": "int32",
     }
-    error = InputError
-    why = "only tensors are read"
+    error_type = InputError
+    error_reason = "only tensors are read"
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):

@@ -1,7 +1,11 @@
-"""Chooses the kernels of a run: of each kind, the first candidate that is accurate.
+"""Chooses the kernels of a run, after a trial of the candidates on the device.
 
-Before a run loads its weights, each candidate of the platform (kernels.py) computes small inputs,
-with the sizes of one device in the run, and is compared with a function that defines the result.
+There is a kernel of each kind, such as attention. kernels.py lists the candidates of each platform
+in the order of preference. Before a run loads its weights, a candidate computes its result for
+small random arrays, with the sizes of one device in the run. The result is compared with the result
+of a slow function that defines it. The first candidate that is accurate is chosen.
+
+Letters: T tokens per row.
 """
 
 import math
@@ -24,32 +28,40 @@ from activation_extraction.model.experts import Stacks, one_expert_after_the_oth
 from activation_extraction.model.kernels import candidates_for
 from activation_extraction.model.mesh import Layout
 
-# Dtype -> the largest value of `largest_error` that is allowed. A row is the output of a head for a
-# token, or the sum of a token's experts. bfloat16 rounds two factors by at most 2**-9 each, which
-# adds up to less than 2**-7. float32 sums of some hundred products are accurate to 2**-18; products
-# of TF32 or bfloat16 are not accurate to 2**-14. A kernel that sees one key too many or too few of
-# n keys changes a row by about 0.4 * n**-0.5, which is 2**-5 for the segments of a trial.
+# Dtype of the computation -> the largest allowed result of `largest_error`.
+#
+# bfloat16 rounds the two factors of a product by at most 2**-9 each, so that their errors add up to
+# less than 2**-7. float32 sums of some hundred products are accurate to 2**-18. If a kernel uses
+# products of TF32 or bfloat16 for float32, its errors are larger than 2**-14. A kernel of attention
+# that sees one key too many or too few among n keys changes a token's output by about
+# 0.4 * n**-0.5, which is 2**-5 for the samples of a trial.
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
-ALIKE_MODULO = 128  # kernels treat rows alike if their lengths are equal modulo this number
-MOST_EXPERTS, MOST_KEY_HEADS = 4, 2  # the largest numbers in a trial
-DELTA_TOKENS = (
-    300  # the tokens per row in a trial of the delta rule: several chunks and a part of one
-)
+# Kernels compute rows in the same way if the lengths of the rows are equal modulo this number.
+LENGTH_MODULUS = 128
+# The largest number of experts in a trial of a kernel for experts.
+MAX_EXPERTS = 4
+# The largest number of key heads in a trial of the delta rule.
+MAX_KEY_HEADS = 2
+# The tokens per row in a trial of the delta rule, which are several chunks and a part of one.
+DELTA_TOKENS = 300
 
 
 class Trial(NamedTuple):
-    """A computation in which a candidate is compared with its definition.
+    """Arguments for which the result of a candidate is compared with its definition.
+
+    A vector of the result is the output of a head for a token, or the output of a token's experts.
 
     Attributes:
         definition: Function that defines the result.
         arguments: Arguments of the candidate and of the definition. The definition gets
-            floating-point arrays in float32. Integers are fixed when the candidate is compiled.
-        counts: Mask of the rows of the result to compare, bool, with all axes but the last one.
+            floating-point arrays in float32. Integers are constants in the compiled candidate.
+        is_compared: Mask of the vectors to compare, bool, in the shape of the result without its
+            last axis. Vectors of padding are not compared.
     """
 
     definition: Callable[..., Any]
     arguments: tuple[Any, ...]
-    counts: Array
+    is_compared: Array
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,8 @@ class Choice:
 
     Attributes:
         name: Name of the kernel.
-        function: Kernel.
-        passed_over: Name of an earlier candidate -> reason why it is not used.
+        function: Function of the kernel.
+        passed_over: Name of a preferred candidate -> reason why it is not used.
     """
 
     name: str
@@ -67,7 +79,7 @@ class Choice:
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the choice as it is stored in metadata.json."""
+        """Returns the fields of the choice that metadata.json contains."""
         return {"name": self.name, "passed_over": self.passed_over}
 
 
@@ -78,26 +90,26 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
 
     Args:
         config: The configuration of the model.
-        layout: The mesh.
+        layout: The layout of the mesh.
         length: The number of tokens per row.
         dtype: The dtype of the computation.
 
     Returns:
-        The choice for each field of `Kernels` that the model needs.
+        Field of `Kernels` -> choice, for the fields that the model needs.
 
     Raises:
-        RunError: All candidates of a kind compute wrong numbers on this device.
+        RunError: If all candidates of a kind fail or compute wrong numbers on this device.
     """
-    trials = {"attention": partial(attention_trials, config, layout, length, dtype)}
+    trials_of_kind = {"attention": partial(attention_trials, config, layout, length, dtype)}
     if config.experts is not None:
-        trials["experts"] = partial(expert_trials, config, layout, dtype)
+        trials_of_kind["experts"] = partial(expert_trials, config, layout, dtype)
     if config.delta is not None:
-        trials["delta_rule"] = partial(delta_trials, config, layout, dtype)
-    candidates = candidates_for(jax.default_backend())
+        trials_of_kind["delta_rule"] = partial(delta_trials, config, layout, dtype)
+    candidates_of_kind = candidates_for(jax.default_backend())
     tolerance = TOLERANCE[dtype.name]
     return {
-        kind: choose_kernel(kind, candidates[kind], make_trials, tolerance)
-        for kind, make_trials in trials.items()
+        kind: choose_kernel(kind, candidates_of_kind[kind], make_trials, tolerance)
+        for kind, make_trials in trials_of_kind.items()
     }
 
 
@@ -107,70 +119,86 @@ def choose_kernel(
     trials: Callable[[], Iterable[Trial]],
     tolerance: float,
 ) -> Choice:
-    """Returns the first candidate that is accurate on the first device of this process.
+    """Returns the first candidate that is accurate on the first device of this host.
 
     If there is only one candidate, as on the CPU, it is chosen without a trial.
 
     Args:
         kind: The field of `Kernels`, for messages.
-        candidates: Name -> function, in the order of preference.
-        trials: A function that returns the trials.
-        tolerance: The largest value of `largest_error` that is allowed.
+        candidates: Name of a kernel -> its function, in the order of preference.
+        trials: A function without arguments that returns the trials.
+        tolerance: The largest allowed result of `largest_error`.
 
     Raises:
-        RunError: None of several candidates is accurate, so the device computes wrong numbers.
+        RunError: If there are several candidates and none of them is accurate. This means that the
+            device computes wrong numbers.
     """
     passed_over: dict[str, str] = {}
-    for name, candidate in candidates.items():
+    for kernel_name, candidate in candidates.items():
         if len(candidates) == 1:
-            return Choice(name, candidate)
+            return Choice(kernel_name, candidate)
         try:
             with jax.default_device(jax.local_devices()[0]):
                 error = largest_error(candidate, trials())
             if error <= tolerance:
-                log.info("%s: %s, which agrees with its definition on this device", kind, name)
-                return Choice(name, candidate, passed_over)
-            why = f"it differs from the definition by {error:.2g} (allowed: {tolerance:.2g})"
-        except Exception as failure:  # a kernel or its compiler may raise anything
-            why = f"it fails: {one_line(failure):.300}"
-        passed_over[name] = why
-        log.warning("%s: %s is not used: %s", kind, name, why)
-    reasons = "; ".join(f"{name}: {why}" for name, why in passed_over.items())
+                log.info(
+                    "%s: %s, which agrees with its definition on this device", kind, kernel_name
+                )
+                return Choice(kernel_name, candidate, passed_over)
+            reason = f"it differs from the definition by {error:.2g} (allowed: {tolerance:.2g})"
+        except Exception as failure:
+            # A kernel or its compiler may raise any exception, and the next candidate may work.
+            reason = f"it fails: {one_line(failure):.300}"
+        passed_over[kernel_name] = reason
+        log.warning("%s: %s is not used: %s", kind, kernel_name, reason)
+    reasons = "; ".join(f"{kernel_name}: {reason}" for kernel_name, reason in passed_over.items())
     raise RunError(f"no kernel for {kind} is right on this device: {reasons}")
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
-    """Returns the largest relative error of a row in several trials.
+    """Returns the largest relative error of a vector in several trials.
 
-    The relative error of a row is the norm of the difference between the candidate's row and the
-    row that the definition computes in float32, divided by the norm of the latter. The definition
-    is computed on the CPU if JAX has it, because a GPU's compiler would try many programs for each
-    of its products.
+    The definition computes the exact vectors in float32. The relative error of a vector is the norm
+    of its difference from the exact vector, divided by the norm of the exact vector. The definition
+    runs on the CPU if JAX can use the CPU, because the compiler of a GPU would try many programs
+    for each product of the definition.
 
     Args:
-        candidate: The kernel.
+        candidate: The function of the kernel.
         trials: The trials.
     """
-    errors = []
-    device = jax.local_devices()[0]
-    with suppress(RuntimeError):  # if JAX_PLATFORMS excludes the CPU
-        device = jax.local_devices(backend="cpu")[0]
-    for definition, arguments, counts in trials:
-        fixed = [number for number, argument in enumerate(arguments) if isinstance(argument, int)]
-        computed = jax.jit(candidate, static_argnums=fixed)(*arguments)
-        with jax.default_device(device):
-            exact = definition(*jax.tree.map(partial(_as_float32, device), arguments))
-        compared = np.asarray(counts)
-        rows = np.asarray(computed)[compared].astype(float)
-        exact_rows = np.asarray(exact)[compared].astype(float)
-        norms = np.linalg.norm(exact_rows, axis=-1)
-        norms[norms == 0] = 1  # the row of a token without experts is zeros
-        errors.append(np.max(np.linalg.norm(rows - exact_rows, axis=-1) / norms))
-    return float(np.max(errors))
+    largest_errors = []
+    exact_device = jax.local_devices()[0]
+    # JAX raises RuntimeError if JAX_PLATFORMS excludes the CPU.
+    with suppress(RuntimeError):
+        exact_device = jax.local_devices(backend="cpu")[0]
+    for trial in trials:
+        constant_arguments = []
+        for index, argument in enumerate(trial.arguments):
+            if isinstance(argument, int):
+                constant_arguments.append(index)
+        computed_result = jax.jit(candidate, static_argnums=constant_arguments)(*trial.arguments)
+        exact_arguments = jax.tree.map(partial(_as_float32, exact_device), trial.arguments)
+        with jax.default_device(exact_device):
+            exact_result = trial.definition(*exact_arguments)
+        is_compared = np.asarray(trial.is_compared)
+        computed_vectors = np.asarray(computed_result)[is_compared].astype(float)
+        exact_vectors = np.asarray(exact_result)[is_compared].astype(float)
+        exact_norms = np.linalg.norm(exact_vectors, axis=-1)
+        # The output of a token without experts is a vector of zeros.
+        exact_norms[exact_norms == 0] = 1
+        error_norms = np.linalg.norm(computed_vectors - exact_vectors, axis=-1)
+        largest_errors.append(np.max(error_norms / exact_norms))
+    return float(np.max(largest_errors))
 
 
 def _as_float32(device: jax.Device, argument: Any) -> Any:
-    """Puts an argument on a device, floating-point arrays in float32; leaves integers as such."""
+    """Returns an argument on a device, with floating-point arrays in float32.
+
+    Args:
+        device: The device.
+        argument: An array, or an object of another type, which is returned as it is.
+    """
     if not isinstance(argument, Array):
         return argument
     is_float = jnp.issubdtype(argument.dtype, jnp.floating)
@@ -178,70 +206,91 @@ def _as_float32(device: jax.Device, argument: Any) -> Any:
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields trials of attention, with and without the window if the model has one.
+    """Yields trials of attention.
 
-    If devices share the queries of a row, there is a trial for the queries of each device. Long
-    rows are replaced by shorter ones that kernels treat alike, and the window is made so short that
-    it hides some keys. See `try_kernels` for the arguments.
+    If devices share the queries of a row, there is a trial for the queries of each device. If the
+    model has a sliding window, there are trials with and without a window. Long rows are replaced
+    by shorter rows that kernels compute in the same way, and the window is so short that it hides
+    some keys of the shorter rows. See `try_kernels` for the arguments.
     """
-    parts, model = layout.size("query"), layout.size("model")
-    queries = length // parts
-    if queries > 2 * ALIKE_MODULO:
-        queries = 2 * ALIKE_MODULO + queries % ALIKE_MODULO
-    keys, size = queries * parts, config.head_dim
-    normal, segments = partial(_normal, np.random.default_rng(0), dtype, 2, keys), _segments(keys)
+    query_devices = layout.size("query")
+    head_devices = layout.size("model")
+    num_queries = length // query_devices
+    if num_queries > 2 * LENGTH_MODULUS:
+        num_queries = 2 * LENGTH_MODULUS + num_queries % LENGTH_MODULUS
+    num_keys = num_queries * query_devices
+    head_dim = config.head_dim
+    rng = np.random.default_rng(0)
+    normal = partial(_normal, rng, dtype, 2, num_keys)
+    segments = _segments(num_keys)
     # The scores are scaled to a narrow range, so that all keys contribute to the result.
-    q = normal(config.num_attention_heads // model, size, scale=size**-0.5)
-    k, v = (normal(config.num_key_value_heads // model, size) for _ in range(2))
-    windows: list[tuple[int, ...]] = [()]
+    q = normal(config.num_attention_heads // head_devices, head_dim, scale=head_dim**-0.5)
+    k = normal(config.num_key_value_heads // head_devices, head_dim)
+    v = normal(config.num_key_value_heads // head_devices, head_dim)
+    window_arguments: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
-        windows.append((min(config.sliding_window, max(keys // 6, 1)),))
-    for window in windows:
-        for first in range(0, keys, queries):
-            of_device = slice(first, first + queries)
-            first_query = first if parts == 1 else jnp.int32(first)
-            arrays = q[:, of_device], k, v, Segments(segments[:, of_device], segments)
-            arguments = (*arrays, first_query, *window)
-            yield Trial(dense_attention, arguments, segments[:, of_device] > 0)
+        window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
+    for window_argument in window_arguments:
+        for start in range(0, num_keys, num_queries):
+            device_queries = slice(start, start + num_queries)
+            first_query = start if query_devices == 1 else jnp.int32(start)
+            query_segments = segments[:, device_queries]
+            arrays = q[:, device_queries], k, v, Segments(query_segments, segments)
+            arguments = (*arrays, first_query, *window_argument)
+            yield Trial(dense_attention, arguments, query_segments > 0)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial of the experts of a layer, the second of two layers.
+    """Yields a trial of the experts of a layer, which is the second of two layers.
 
-    One expert has no rows, the rows of some experts fill several tiles, and some tokens have no
-    expert. See `try_kernels` for the arguments.
+    Each token chooses two experts. Of four experts, one has no tokens, and some have more tokens
+    than a tile of a kernel. Some choices of tokens are experts of other devices or no expert. See
+    `try_kernels` for the arguments.
     """
     sizes = config.experts.count, config.hidden_size, config.experts.width
-    experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
-    rng, experts = np.random.default_rng(0), min(experts, MOST_EXPERTS)
-    counts = [0 if expert == 2 else (expert + 1) * 67 % 300 for expert in range(experts)]
-    numbers = np.repeat([*range(experts), experts, -1], [*counts, 70, 70 + sum(counts) % 2])
-    chosen = rng.permutation(numbers).reshape(-1, 2).astype(np.int32)
-    weights = rng.uniform(0.2, 1, chosen.shape).astype(np.float32)
+    num_experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
+    num_experts = min(num_experts, MAX_EXPERTS)
+    rng = np.random.default_rng(0)
+    tokens_of_experts = [(expert + 1) * 67 % 300 for expert in range(num_experts)]
+    if num_experts > 2:
+        tokens_of_experts[2] = 0
+    # The number after the last expert, and -1, stand for experts that this device does not have.
+    expert_numbers = [*range(num_experts), num_experts, -1]
+    # The last count makes the number of all choices even, because each token makes two choices.
+    choice_counts = [*tokens_of_experts, 70, 70 + sum(tokens_of_experts) % 2]
+    choices = np.repeat(expert_numbers, choice_counts)
+    chosen_experts = rng.permutation(choices).reshape(-1, 2).astype(np.int32)
+    expert_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
     normal = partial(_normal, rng, dtype)
-    x = normal(len(chosen), hidden)
-    gate, up = (normal(2, experts, hidden, width, scale=hidden**-0.5) for _ in range(2))
-    down = normal(2, experts, width, hidden, scale=width**-0.5)
+    x = normal(len(chosen_experts), hidden)
+    gate = normal(2, num_experts, hidden, width, scale=hidden**-0.5)
+    up = normal(2, num_experts, hidden, width, scale=hidden**-0.5)
+    down = normal(2, num_experts, width, hidden, scale=width**-0.5)
     stacks = Stacks(jnp.int32(1), gate, up, down)
-    arrays = x, jnp.asarray(weights), jnp.asarray(chosen), stacks
-    yield Trial(one_expert_after_the_other, arrays, jnp.ones(len(x), bool))
+    arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), stacks
+    yield Trial(one_expert_after_the_other, arguments, jnp.ones(len(x), bool))
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields a trial of the gated delta rule.
 
-    Samples end within chunks, and heads forget at different rates. See `try_kernels` for the
-    arguments.
+    Samples end within the chunks of tokens that kernels compute together, and the states of heads
+    decay at different rates. See `try_kernels` for the arguments.
     """
-    delta, segments = config.delta, _segments(DELTA_TOKENS)
-    (key_heads,) = layout.shard_shape(("key_heads",), (delta.key_heads,))
-    heads, rng = (min(key_heads, MOST_KEY_HEADS), delta.values_per_key), np.random.default_rng(0)
+    delta = config.delta
+    segments = _segments(DELTA_TOKENS)
+    (num_key_heads,) = layout.shard_shape(("key_heads",), (delta.key_heads,))
+    num_key_heads = min(num_key_heads, MAX_KEY_HEADS)
+    value_heads = num_key_heads, delta.values_per_key
+    rng = np.random.default_rng(0)
     normal = partial(_normal, rng, dtype, *segments.shape)
-    exact = partial(_normal, rng, jnp.float32, *segments.shape)
-    q, k = (normal(heads[0], delta.key_size) for _ in range(2))
-    v = normal(*heads, delta.value_size)
-    slopes = np.geomspace(0.01, 1, math.prod(heads), dtype=np.float32).reshape(heads)
-    log_decay, beta = -slopes * jax.nn.softplus(exact(*heads)), jax.nn.sigmoid(exact(*heads))
+    float32_normal = partial(_normal, rng, jnp.float32, *segments.shape)
+    q = normal(num_key_heads, delta.key_size)
+    k = normal(num_key_heads, delta.key_size)
+    v = normal(*value_heads, delta.value_size)
+    decay_rates = np.geomspace(0.01, 1, math.prod(value_heads), dtype=np.float32)
+    log_decay = -decay_rates.reshape(value_heads) * jax.nn.softplus(float32_normal(*value_heads))
+    beta = jax.nn.sigmoid(float32_normal(*value_heads))
     yield Trial(token_by_token, (q, k, v, log_decay, beta, segments), segments > 0)
 
 
@@ -250,8 +299,16 @@ def _normal(rng: np.random.Generator, dtype: Any, *shape: int, scale: float = 1)
 
 
 def _segments(length: int) -> Array:
-    """Returns segments (2, T) of two rows with three samples each, the second one padded."""
+    """Returns the segments of two rows with three samples each, (2, T) int32.
+
+    A segment is the number of a token's sample in its row, from 1. It is 0 for padding, which is at
+    the end of the second row.
+
+    Args:
+        length: T, the number of tokens per row.
+    """
     segments = np.ones((2, length), np.int32)
-    segments[:, length // 3 :], segments[:, length // 2 :] = 2, 3
+    segments[:, length // 3 :] = 2
+    segments[:, length // 2 :] = 3
     segments[1, length - length // 5 :] = 0
     return jnp.asarray(segments)

@@ -143,7 +143,7 @@ def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
         pool: The threads that read the blocks.
     """
     with naming_unreadable(file.where):
-        header = (0, file.header.end)
+        header = (0, file.header.end_offset)
         starts, stops = zip(header, *sampled_blocks(file.size), strict=True)
         return _digest_of(file.size, pool.map(file.read_bytes, starts, stops))
 

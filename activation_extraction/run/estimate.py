@@ -217,7 +217,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     step_cost = cost_model.estimate(layout, devices)
     usable_bytes = USABLE * (memory_of(devices[0]) or 0)
     planned_bytes = None
-    does_fit = step_cost.memory <= usable_bytes
+    does_fit = step_cost.memory_bytes <= usable_bytes
     if run.topology.is_tpu:
         try:
             planned_bytes = compiled_bytes(run, request)
@@ -230,7 +230,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     return {
         "shape": layout.shape,
         "fits": does_fit,
-        "memory_gb": step_cost.memory / 1e9,
+        "memory_gb": step_cost.memory_bytes / 1e9,
         "compiled_gb": None if planned_bytes is None else planned_bytes / 1e9,
         "step_ms": 1e3 * step_cost.seconds,
         "tokens_per_second": [fraction * peak_tokens_per_second for fraction in GUESSED_FRACTIONS],

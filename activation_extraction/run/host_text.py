@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from activation_extraction.cli.flags import Config, TextOptions
 from activation_extraction.common.errors import InputError, RunError, near_miss
-from activation_extraction.common.tokenizer_files import WHOLE
+from activation_extraction.common.tokenizer_files import TOKENIZER_JSON
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.run.hosts import Watchdog
@@ -290,10 +290,10 @@ def known_special_tokens(config: Config) -> SpecialTokens:
         with suppress(InputError):  # an unreadable tokenizer is reported when a run is started
             tokenizer_path = None
             if model_options.lora:
-                tokenizer_path = Repository(model_options.lora, kind=ADAPTER).find(WHOLE)
+                tokenizer_path = Repository(model_options.lora, kind=ADAPTER).find(TOKENIZER_JSON)
             if tokenizer_path is None:
                 model = Repository(model_options.model_path, model_options.model_revision)
-                tokenizer_path = model.find(WHOLE)
+                tokenizer_path = model.find(TOKENIZER_JSON)
             if tokenizer_path is not None:
                 tokenizer = read_tokenizer(tokenizer_path)
     return special_tokens(config.text, tokenizer)

@@ -398,7 +398,7 @@ def step_request(
         computing,
         (batch_size, row_tokens),
         several_hosts=config.hosts.multihost,
-        memory=device_memory,
+        device_memory=device_memory,
         devices=planned,
         autoencoders=autoencoders,
     )

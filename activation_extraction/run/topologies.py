@@ -80,7 +80,7 @@ class Device:
         """
         if self.platform != "gpu":
             return {}
-        return {"bytes_limit": 0.75 * CHIPS[self.device_kind].memory}
+        return {"bytes_limit": 0.75 * CHIPS[self.device_kind].memory_bytes}
 
 
 @dataclass(frozen=True)

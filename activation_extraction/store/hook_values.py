@@ -32,8 +32,8 @@ import numpy as np
 from activation_extraction.common.codes import ARRAYS, Codes, code_bytes, record_width
 from activation_extraction.common.encodings import (
     FLOAT8,
-    SCALES,
-    VALUES,
+    SCALE_DTYPE,
+    VALUE_DTYPE,
     Float8Array,
     relative_errors,
     token_bytes,
@@ -473,7 +473,7 @@ class Float8Values(HookValues):
     NAME is the full name of the hook.
     """
 
-    stored_dtype: str = VALUES.name
+    stored_dtype: str = VALUE_DTYPE.name
     dtype = FLOATS
     are_activations = True
     is_array = True
@@ -489,7 +489,7 @@ class Float8Values(HookValues):
         return [self.name, self.name + SCALE]
 
     def stored_as(self, dtype: str) -> str:
-        return VALUES.name
+        return VALUE_DTYPE.name
 
     def bytes_of(self, values: np.ndarray) -> int:
         return max(len(values), 1) * token_bytes(values.shape[1], FLOAT8)
@@ -556,8 +556,8 @@ class Float8Values(HookValues):
 
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {
-            self.name: (VALUES, (tokens, self.width)),
-            self.name + SCALE: (SCALES, (tokens, 1)),
+            self.name: (VALUE_DTYPE, (tokens, self.width)),
+            self.name + SCALE: (SCALE_DTYPE, (tokens, 1)),
         }
 
     def begin_rows(

@@ -238,6 +238,6 @@ ALLOWED: dict[str, Any] = {
 class _Unpickler(AllowListUnpickler):
     """Unpickles plain containers and NumPy arrays of numbers, and nothing else."""
 
-    allowed = ALLOWED
-    error = UnsafeError
-    why = "no shard of ours does"
+    allowed_objects = ALLOWED
+    error_type = UnsafeError
+    error_reason = "no shard of ours does"

@@ -17,7 +17,12 @@ from tokenizers import Tokenizer, pre_tokenizers
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.late_imports import transformers
 from activation_extraction.common.log import log
-from activation_extraction.common.tokenizer_files import MERGES, WHOLE, WORDS, vocabulary_file
+from activation_extraction.common.tokenizer_files import (
+    MERGES_TXT,
+    TOKENIZER_JSON,
+    VOCAB_JSON,
+    vocabulary_file,
+)
 
 # Keys of tokenizer.json that are not compared: they change no token id of a text, or `_id_settings`
 # compares their effect instead.
@@ -43,10 +48,10 @@ def load_tokenizer(files: Iterable[Path], origin: str, vocab_size: int) -> Any:
     files = list(files)
     path = vocabulary_file(files)
     if path is None:
-        missing_file = MERGES if WORDS in {file.name for file in files} else WORDS
+        missing_file = MERGES_TXT if VOCAB_JSON in {file.name for file in files} else VOCAB_JSON
         raise InputError(
-            f"{origin}: has no {missing_file}; a tokenizer is read from {WHOLE}, or from {WORDS} "
-            f"with {MERGES}"
+            f"{origin}: has no {missing_file}; a tokenizer is read from {TOKENIZER_JSON}, or from "
+            f"{VOCAB_JSON} with {MERGES_TXT}"
         )
     tokenizer = read_pretrained(path)
     backend: Tokenizer = tokenizer.backend_tokenizer
@@ -80,7 +85,7 @@ def read_pretrained(path: Path) -> Any:
     library = transformers()
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        if path.name != WHOLE:
+        if path.name != TOKENIZER_JSON:
             return library.AutoTokenizer.from_pretrained(path.parent, **options)
         file_tokenizer = read_tokenizer(path)
         try:
