@@ -47,9 +47,10 @@ class Segments(NamedTuple):
 # The outputs of padding are meaningless.
 Attention = Callable[..., Array]
 
-QUERY_BLOCK = 64  # queries that `blocked_attention` computes together
-KEY_BLOCK = 128  # the lengths of spans of keys are multiples of it, except the longest
-MOST_LENGTHS = 32  # different lengths of spans of keys; compiling takes longer with more of them
+QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes together
+# All lengths of spans of keys, except the longest one, are multiples of this number.
+KEY_BLOCK = 128
+MOST_LENGTHS = 32  # the largest number of different span lengths; compiling takes longer with more
 
 
 def visible_keys(
@@ -65,7 +66,7 @@ def visible_keys(
     Args:
         segments: The segments of the queries (..., T) and of the keys (..., S).
         first_query: The index of the first query in its row.
-        window: The number of tokens that a token sees; None for all of its segment.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
         first_key: The index of the first key in its row.
 
     Returns:
@@ -89,8 +90,8 @@ def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
     Returns:
         The padded array, in which `block` divides T.
     """
-    padding = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, padding, constant_values=value)
+    padding_widths = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding_widths, constant_values=value)
 
 
 def dense_attention(
@@ -103,8 +104,20 @@ def dense_attention(
 ) -> Array:
     """Computes attention with all (T, S) scores in memory at once.
 
-    This is the reference implementation of `Attention`, with which tests compare the others. The
-    comment on `Attention` defines the arguments and the result.
+    This is the reference implementation of `Attention`, with which tests compare the others.
+
+    Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+
+    Args:
+        q: The queries, (B, T, N, H).
+        k: The keys, (B, S, K, H).
+        v: The values, (B, S, K, H).
+        segments: The segment number of every query and key.
+        first_query: The index of the first query in its row.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
+
+    Returns:
+        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
     """
     mask = visible_keys(segments, first_query, window)
     output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, mask).astype(v.dtype), v)
@@ -121,9 +134,17 @@ def attention_pattern(
 ) -> Array:
     """Returns the attention weights of each head of a token for the tokens of its segment.
 
-    The function has the signature of `Attention`, but ignores v.
+    The function has the signature of `Attention`.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+
+    Args:
+        q: The queries, (B, T, N, H).
+        k: The keys, (B, S, K, H).
+        v: The values, which are not used.
+        segments: The segment number of every query and key.
+        first_query: The index of the first query in its row.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
         The weights, (B, T, N, S) in the dtype of q. Column j belongs to the token at position j of
@@ -135,10 +156,9 @@ def attention_pattern(
     pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     same_segment = segments.q[..., :, None] == segments.k[..., None, :]
     segment_starts = jnp.argmax(same_segment, axis=-1)
-    # Columns after the end of the segment wrap around or get another segment's keys. All of these
-    # have the weight 0.
-    columns = segment_starts[..., None] + jnp.arange(k.shape[1])
-    return jnp.take_along_axis(pattern, columns[:, :, None] % k.shape[1], axis=-1)
+    # Columns after the end of the segment contain weights of keys in other segments, which are 0.
+    pattern_columns = segment_starts[..., None] + jnp.arange(k.shape[1])
+    return jnp.take_along_axis(pattern, pattern_columns[:, :, None] % k.shape[1], axis=-1)
 
 
 def _probabilities(q: Array, k: Array, mask: Array) -> Array:
@@ -176,7 +196,18 @@ def blocked_attention(
     compiled for each of these lengths, and each block runs the branch that it needs. Blocks of
     nothing but padding are not computed. Memory grows with T, not with T * S.
 
-    The comment on `Attention` defines the arguments and the result.
+    Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+
+    Args:
+        q: The queries, (B, T, N, H).
+        k: The keys, (B, S, K, H).
+        v: The values, (B, S, K, H).
+        segments: The segment number of every query and key.
+        first_query: The index of the first query in its row.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
+
+    Returns:
+        The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
     """
     row_count, query_count, heads, head_dim = q.shape
     key_count, kv_heads = k.shape[1:3]
@@ -188,8 +219,8 @@ def blocked_attention(
     branch_numbers = _branch_numbers(segments, first_query, span_lengths, window)
     block_segments = segments.q.reshape(-1, QUERY_BLOCK)
     block_count = len(block_segments)
-    # For each key/value head, the queries of a block, of all heads that read it, become the rows of
-    # one matrix product.
+    # All query heads that read a key/value head are computed in one matrix product. Its rows are
+    # the queries of a block for all of these heads.
     grouped_queries = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
     grouped_queries = grouped_queries.swapaxes(1, 2).reshape(block_count, kv_heads, -1, head_dim)
     k_bits = to_bits(k).swapaxes(1, 2)  # shape BKSH
@@ -235,11 +266,12 @@ def _branch_numbers(
             (B, S).
         first_query: The index of the first query in its row.
         span_lengths: The lengths of spans that have a branch, in ascending order.
-        window: The number of tokens that a token sees; None for all of its segment.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
-        For each block of queries, row by row, (B * T / QUERY_BLOCK,) int32: 0 if the block is
-        nothing but padding, otherwise 1 + the index in `span_lengths` of the length that it needs.
+        The number of each block's branch, row by row, (B * T / QUERY_BLOCK,) int32. It is 0 if the
+        block is nothing but padding, otherwise 1 + the index in `span_lengths` of the length that
+        the block needs.
     """
     # The segment of the first query of every block.
     first_segments = segments.q[:, ::QUERY_BLOCK, None]
@@ -256,10 +288,11 @@ def _branch_numbers(
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     """Computes attention of one block of queries to one span of keys.
 
-    Letters: G query heads read each of K key/value heads, S keys, H head size.
+    Letters: Q queries of the block, K key/value heads, G query heads that read each of them, S keys
+    of the span, H head size.
 
     Args:
-        q: Q queries of G heads for each of K key/value heads, (K, Q * G, H).
+        q: The queries of the block, grouped by key/value head, (K, Q * G, H).
         k: The keys of the span, (K, S, H).
         v: The values of the span, (K, S, H).
         mask: The mask of the keys that each query sees, (Q, S) bool.

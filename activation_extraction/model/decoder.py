@@ -4,8 +4,9 @@ A model has layers of one type or of a few types. The parameters of all layers o
 stacked, with an axis of layers first, and each iteration of the loop uses the parameters of one
 layer. qwen2_jax.py defines the modules of the layers.
 
-In this module, `rotary` is the result of `layers.rotary_table`, and a path is the names of the
-modules around a parameter with the parameter's own name.
+In this module, `rotary` is the result of `layers.rotary_table`. The path of a parameter is a tuple:
+the names of the modules that contain it, outermost first, then its own name. A stack is the array
+of a parameter for all layers of a type.
 
 Letters: B rows, T tokens per row, D hidden.
 """
@@ -30,12 +31,13 @@ from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import from_bits, to_bits
 from activation_extraction.model.parameters import STACKS, ParamPath
 
-# Tokens that go through a layer together on a CPU. This number is the fastest, because the caches
-# can hold the values of so many tokens.
+# The number of tokens that go through a layer together on a CPU. This number is the fastest,
+# because the caches can hold the values of so many tokens.
 TOKENS_AT_ONCE = 2048
 
-# Some layers, as a tuple: their stacked parameters, and whether each layer has a window, (layers,)
-# bool. The second element is None in a model without windows.
+# Some layers of a model, as a tuple of two elements. The first one is the stacked parameters of the
+# layers. The second one tells whether each layer has a window, (layers,) bool; it is None in a
+# model without windows.
 Layers = tuple[Any, Any]
 # A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
 Keep = Callable[[dict[str, Any]], Any]
@@ -45,9 +47,9 @@ Keep = Callable[[dict[str, Any]], Any]
 class Decoder:
     """The layers of a model, as functions of parameters that the caller passes in.
 
-    Stacked parameters have the structure of one layer's parameters, with an axis "layers" before
-    the other axes of each. In a model with several types of layers, they are a dict: type -> the
-    stacked parameters of the layers of this type.
+    Stacked parameters have the same nested dict as the parameters of one layer, but each array has
+    an axis "layers" before its other axes. In a model with several types of layers, they are a
+    dict: type -> the stacked parameters of the layers of this type.
 
     Attributes:
         config: The configuration of the model.
@@ -65,26 +67,37 @@ class Decoder:
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
-        """Returns zeros as the stacked parameters of layers, in Flax's boxes with logical axes.
+        """Returns zeros as the stacked parameters of layers, with the logical axes of each array.
 
         Args:
             _: A random key, which Flax passes to every initialiser, and which zeros do not need.
             length: The number of layers in a pipeline stage. All stages have the same types of
                 layers.
             stages: The number of pipeline stages.
+
+        Returns:
+            The stacked parameters. Each array is in a box of Flax, which adds its logical axes.
         """
         types = self.config.layer_types[:length]
         stacks = {}
         for layer_type in set(types):
-            count = stages * types.count(layer_type)
+            layer_count = stages * types.count(layer_type)
             boxes = {}
             for path, box in self.parameters(layer_type).items():
-                boxes[path] = _stacked_zeros(box, count)
+                boxes[path] = _stacked_zeros(box, layer_count)
             stacks[layer_type] = unflatten_dict(boxes)
         return stacks if self.has_several_types else stacks[types[0]]
 
     def _example_inputs(self) -> tuple[Any, ...]:
-        """Returns inputs of a layer's module for one token, of the right shapes and dtypes."""
+        """Returns inputs of a layer's module for a single token, of the right shapes and dtypes.
+
+        Returns:
+            A tuple of:
+                The residual stream, (1, 1, D).
+                The result of `rotary_table` for this token.
+                The segment ids, (1, 1) int32.
+                Whether the first layer has a window, () bool; None in a model without windows.
+        """
         zero_ids = jnp.zeros((1, 1), jnp.int32)
         dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
@@ -93,17 +106,21 @@ class Decoder:
         return x, rotary_table(zero_ids, self.config), zero_ids, has_window
 
     def stacked(self, params: Any) -> Layers:
-        """Returns the first layers of the model, for `scan`.
+        """Returns the first layers of the model in the form that `scan` takes.
 
         Args:
             params: The stacked parameters of these layers.
+
+        Returns:
+            The stacked parameters.
+            Whether each layer has a window, (layers,) bool; None in a model without windows.
         """
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
         """Returns the number of layers to which stacked parameters belong."""
-        stacks = params.values() if self.has_several_types else [params]
-        return sum(len(jax.tree.leaves(stack)[0]) for stack in stacks)
+        params_by_type = params.values() if self.has_several_types else [params]
+        return sum(len(jax.tree.leaves(type_params)[0]) for type_params in params_by_type)
 
     def parameters(self, layer_type: str) -> dict[ParamPath, Any]:
         """Returns the shape and the logical axes of each parameter of one layer.
@@ -127,18 +144,19 @@ class Decoder:
         per_layer: Any = None,
         keep: Keep = lambda _: None,
     ) -> Any:
-        """Runs one loop of XLA over layers.
+        """Runs layers one after the other, in a single loop of XLA.
 
         Args:
             layers: The layers, from `stacked`.
-            body: The body of the loop. It maps (layer, carry, element) to the next carry. `layer`
-                is a function with the layer's parameters, which maps (x, rotary, segment_ids) to
-                the residual stream after the layer and the result of `keep`. `element` is the
-                layer's element of `per_layer`.
-            carry: The carry before the first layer.
+            body: The body of the loop, a function that maps (layer, carry, element) to the next
+                carry. `layer` is a function that maps (x, rotary, segment_ids) to the residual
+                stream after the layer and the result of `keep`. `element` is the layer's element of
+                `per_layer`.
+            carry: The carry of the loop before the first layer, a pytree of arrays.
             per_layer: A pytree of arrays, each with the layers as its first axis. None if `body`
                 needs none.
-            keep: A function that picks the intermediates of a layer that `layer` returns.
+            keep: A function that maps the intermediates of a layer to the arrays that `layer`
+                returns.
 
         Returns:
             The carry after the last layer.
@@ -151,13 +169,15 @@ class Decoder:
             layer_type: self._separate(layer_type, stacked_params)
             for layer_type, stacked_params in params_by_type.items()
         }
-        # For each layer, the number of its type in `type_names`, and its row in the type's stacks.
+        # For each layer, the index of its type in `type_names`, and its row in the stacks of the
+        # type.
         type_numbers = np.array([type_names.index(layer_type) for layer_type in types], np.int32)
         stack_rows = np.array(
             [types[:layer].count(layer_type) for layer, layer_type in enumerate(types)], np.int32
         )
-        # With a single type, the loop itself takes a layer's parameters out of the stacks.
-        scanned_params = None if self.has_several_types else stacks_by_type[types[0]][1]
+        # If all layers have one type, the loop itself slices each layer's parameters from the
+        # stacks. Otherwise `run_layer` does.
+        single_type_params = None if self.has_several_types else stacks_by_type[types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
             type_number, row, layer_params, has_window, per_layer = loop_element
@@ -176,12 +196,12 @@ class Decoder:
             layer = partial(jax.lax.switch, type_number, branches)
             return body(layer, carry, per_layer), None
 
-        loop_arrays = type_numbers, stack_rows, scanned_params, has_window, per_layer
+        loop_arrays = type_numbers, stack_rows, single_type_params, has_window, per_layer
         carry, _ = jax.lax.scan(step, carry, loop_arrays)
         return carry
 
     def _separate(self, layer_type: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
-        """Separates the stacks that layers read in place from the stacks of which they get copies.
+        """Separates the stacks that layers read in place from the stacks that a loop copies from.
 
         A loop copies the parameters of a layer out of their stacks. The weights of experts are too
         large for that, so they are read in place. No stack is read in place if weights are gathered
@@ -195,13 +215,13 @@ class Decoder:
             Path of a parameter -> its stack, for the stacks that are read in place.
             The other stacks, as a nested dict.
         """
-        stacks = flatten_dict(params)
-        in_place = {}
+        stack_by_path = flatten_dict(params)
+        stacks_in_place = {}
         if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
             for path, box in self.parameters(layer_type).items():
                 if "experts" in box.names:
-                    in_place[path] = stacks.pop(path)
-        return in_place, unflatten_dict(stacks)
+                    stacks_in_place[path] = stack_by_path.pop(path)
+        return stacks_in_place, unflatten_dict(stack_by_path)
 
     def _apply(
         self,
@@ -211,15 +231,15 @@ class Decoder:
         keep: Keep,
         in_place: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
-        """Returns a layer as a function of its inputs.
+        """Binds the parameters of a layer, and returns the layer as a function of its inputs.
 
         Args:
             layer_type: The type of the layer.
             params: The parameters of the layer, except the ones that are read in place.
             has_window: Whether the layer has a window, () bool; None in a model without windows.
-            keep: A function that picks the intermediates of the layer to return.
-            in_place: Path of a parameter that is read in place -> the stack of all layers, and the
-                layer's row in it.
+            keep: A function that maps the intermediates of the layer to the arrays to return.
+            in_place: Path of a parameter that is read in place -> (its stack for all layers of the
+                type, the row of the layer in this stack).
 
         Returns:
             A function that maps (x, rotary, segment_ids) to the residual stream after the layer and
@@ -241,7 +261,7 @@ class Decoder:
 
 
 def _stacked_zeros(box: Any, count: int) -> Any:
-    """Returns zeros as a parameter of several layers, stacked.
+    """Returns zeros as the stack of one parameter for several layers.
 
     Args:
         box: Flax's box with the shape, the dtype and the logical axes of one layer's parameter.
@@ -262,31 +282,31 @@ def _init(module: nn.Module, key: Array, *inputs: Any) -> Any:
 def stage_length(types: Sequence[str], stages: int) -> int:
     """Returns the number of layers in each pipeline stage.
 
-    All stages have the same sequence of types of layers. If the layers do not fill the last stages,
-    layers of zeros are appended.
+    The types of the layers must come in the same sequence in all stages. If the layers do not fill
+    the last stages, layers of zeros are appended.
 
     Args:
         types: The type of each layer that runs.
         stages: The number of stages.
 
     Raises:
-        InputError: If stages have equal sequences only with so many layers per stage that fewer
-            stages would contain all layers.
+        InputError: If the sequence of types repeats only after so many layers that stages of this
+            length would leave more stages without layers than necessary.
     """
     layer_count = len(types)
-    shortest = -(-layer_count // stages)
-    for length in range(shortest, layer_count + 1):
+    min_length = -(-layer_count // stages)
+    for length in range(min_length, layer_count + 1):
         types_repeat = all(
             layer_type == types[layer % length] for layer, layer_type in enumerate(types)
         )
-        if types_repeat and -(-layer_count // length) == -(-layer_count // shortest):
+        if types_repeat and -(-layer_count // length) == -(-layer_count // min_length):
             return length
-    runs = [f"{len([*run])} {layer_type}" for layer_type, run in groupby(types)]
-    sequence = ", ".join(runs[:6]) + (", ..." if len(runs) > 6 else "")
+    type_runs = [f"{len([*layer_run])} {layer_type}" for layer_type, layer_run in groupby(types)]
+    shown_types = ", ".join(type_runs[:6]) + (", ..." if len(type_runs) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
-        f"to {layer_count - 1} are {sequence}; choose another number of stages, or a mesh without "
-        "the axis pipeline"
+        f"to {layer_count - 1} are {shown_types}; choose another number of stages, or a mesh "
+        "without the axis pipeline"
     )
 
 
@@ -299,7 +319,8 @@ def intermediate(intermediates: dict[str, Any], name: str) -> Array | None:
             contain it, then its own name.
 
     Returns:
-        The array; None if the layer has no such intermediate.
+        The array; None if the layer has no such intermediate. If the intermediate is a function,
+        the function is called to compute the array.
     """
     array_or_function = flatten_dict(intermediates, sep=".").get(name)
     return array_or_function() if callable(array_or_function) else array_or_function
@@ -320,19 +341,20 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return rows
     max_rows = min(max(TOKENS_AT_ONCE // length, 1), rows)
-    return max(size for size in range(1, max_rows + 1) if rows % size == 0)
+    return max(row_count for row_count in range(1, max_rows + 1) if rows % row_count == 0)
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
-    """Returns a layer that takes a few rows at a time, if that is faster.
+    """Wraps a layer so that it computes a few rows of a batch at a time where this is faster.
 
-    `rows_at_once` gives the number of rows. If these rows are nothing but padding, as at the end of
-    the data, the layer is not computed: it returns x unchanged, and zeros as the other arrays.
+    `rows_at_once` determines the number of rows. For rows of nothing but padding, as at the end of
+    the data, the layer is not computed. Then the result is x unchanged, and zeros for the other
+    arrays.
 
     Args:
         layer: A function that maps (x, rotary, segment_ids) to the residual stream after the layer
             and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16.
-        module: The module of the layer, which has the mesh and the dtype.
+        module: The module of the layer, whose mesh and dtype are used.
 
     Returns:
         A function with the inputs and results of `layer`.
@@ -343,8 +365,8 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         return to_bits(x), arrays
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
-        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), shapes)
+        _, array_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), array_shapes)
 
     def run_rows(inputs: Any) -> Any:
         _, _, segment_ids = inputs

@@ -1,4 +1,4 @@
-"""The gated delta rule as one Pallas kernel for TPUs, which writes only its result to HBM.
+"""Computes the gated delta rule with one Pallas kernel for TPUs, which writes only outputs to HBM.
 
 The kernel computes the same as `gated_delta_rule` of delta_net.py, in the same chunks of tokens.
 The triangular system of equations between the tokens of a chunk, its inverse and the state S stay
@@ -14,10 +14,10 @@ holds the two chunks one above the other instead, (2C, ...).
 Products of float32 have the precision HIGHEST: each operand is the sum of three arrays in bfloat16,
 and the six largest of their nine products are added up. With only the three largest, the errors of
 a chunk's solution would be 15 to 50 times as large. The six products are computed as one product
-whose summed axis is six times as long. One of them alone would fill half or a quarter of the depth
-of a matrix unit, which has 128 rows, and 256 in v6e. Queries and keys in bfloat16 are multiplied
-before they are normalised, while they are exact. They take one product with each other, and three
-with a float32 array.
+whose summed axis is six times as long. One of the six alone would fill half of the depth of a
+matrix unit, which has 128 rows, or a quarter in v6e, which has 256 rows. Queries and keys in
+bfloat16 are multiplied before they are normalised, while they are exact. They take one product with
+each other, and three with a float32 array.
 
 Letters, as in delta_net.py: B rows, T tokens, K key heads, G value heads of each key head, D key
 size, U value size, C tokens of a chunk (also I and J, where token I reads token J).
@@ -34,9 +34,10 @@ from jax.experimental.pallas import tpu as pltpu
 from activation_extraction.model.delta_net import CHUNK, inverse_length
 from activation_extraction.model.numerics import einsum
 
-TWO_CHUNKS = 2 * CHUNK  # tokens of a block, as many as a TPU's register has lanes
-SUBLANES = 8  # rows of a float32 register; cutting an array at a multiple of them moves no values
-FORGETS = -1e30  # log decay that erases the state: its exp is 0, and sums of it are finite
+TWO_CHUNKS = 2 * CHUNK  # the number of tokens of a block, which is the number of a register's lanes
+# The number of rows of a float32 register. Slicing an array at a multiple of it moves no values.
+SUBLANES = 8
+FORGETS = -1e30  # log decay that erases the state: its exp is 0, and sums of such decays are finite
 
 
 def pallas_delta_rule(
@@ -102,7 +103,7 @@ def pallas_delta_rule(
 
 
 def _whole_blocks(x: Array) -> Array:
-    """Returns an array (B, T, ...), padded with zeros so that TWO_CHUNKS divides T."""
+    """Pads an array (B, T, ...) with zeros at the end of T to a multiple of TWO_CHUNKS tokens."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % TWO_CHUNKS), *[(0, 0)] * (x.ndim - 2)])
 
 
@@ -116,8 +117,10 @@ def _compute_block(
         added = inverse (beta (v - since k S))
         o     = since q S + within added
 
-    `since` is the decay of S since the beginning of the chunk, `inverse` the inverse of the chunk's
-    system, and `within` the factor of each token's vector in the output of another token.
+    `added` are the vectors that the tokens of the chunk add to S, `o` the outputs. `since` is the
+    decay of S since the beginning of the chunk, `inverse` the inverse of the matrix of the chunk's
+    system of equations, and `within` the factor of each token's vector in the output of another
+    token.
     `_prepare` and `_step` of delta_net.py compute the same, but solve the system before S is known.
 
     Letters: C tokens of a chunk, G value heads, D key size, U value size.
@@ -128,7 +131,7 @@ def _compute_block(
         v_ref: The values, (G, 2C, U).
         gates_ref: The log decays of all value heads, then their rates, (2G, 2C).
         out_ref: The outputs, (G, 2C, U).
-        state: The state S of all value heads side by side, (D, G * U).
+        state: The state S of all value heads side by side, (D, G * U), which is updated.
     """
 
     @pl.when(pl.program_id(2) == 0)
@@ -140,27 +143,27 @@ def _compute_block(
     q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # shape (2C, 1)
     k_scale = inverse_length(k)  # shape (2C, 1)
     k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # shape (1, 2C)
-    # Products of the keys, then of the queries, with the keys, side by side, (C, 2C).
+    # Products of every two keys of the same chunk, (C, 2C), then of every query and key.
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # shape (2C, G) each
     heads, _, value_size = v_ref.shape
-    # The following lists have an array, or a list of the arrays of two chunks, per value head.
+    # The following lists have one element for each value head.
     inverses = []
     output_factors = []
-    decays_since_begin = []
+    decays_since_begin = []  # each element is a list of two arrays, one for each chunk
     decays_until_end = []
     for head in range(heads):
-        decay_between, since_begin = _decays(log_decays[:, head, None])
+        decay_between, decay_since_begin = _decays(log_decays[:, head, None])
         key_factors = _side_by_side(betas[:, head, None] * k_scale)
         inverses.append(_inverse(key_factors * key_products * decay_between))
         output_factors.append(query_products * decay_between)
-        decays_since_begin.append(since_begin)
+        decays_since_begin.append(decay_since_begin)
         decays_until_end.append(k_scale * decay_between[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
     for chunk in (0, 1):
         tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        since_begins = [decays[chunk] for decays in decays_since_begin]
+        chunk_decays = [decays[chunk] for decays in decays_since_begin]
         keys_and_queries = jnp.concatenate([k[tokens], q[tokens]])
         state_values = _product("CD,DU->CU", keys_and_queries, state[...])
         key_reads, query_reads = jnp.split(state_values, 2)
@@ -169,14 +172,14 @@ def _compute_block(
         added_vectors = []
         for head in range(heads):
             differences = v_ref[head, tokens].astype(jnp.float32)
-            differences -= since_begins[head] * key_reads_by_head[head]
+            differences -= chunk_decays[head] * key_reads_by_head[head]
             differences *= betas[tokens, head, None]
-            added = _product("IJ,JU->IU", inverses[head][:, tokens], differences)
-            added_vectors.append(added)
-            output = since_begins[head] * query_reads_by_head[head]
-            output += _product("IJ,JU->IU", output_factors[head][:, tokens], added)
+            added_vector = _product("IJ,JU->IU", inverses[head][:, tokens], differences)
+            added_vectors.append(added_vector)
+            output = chunk_decays[head] * query_reads_by_head[head]
+            output += _product("IJ,JU->IU", output_factors[head][:, tokens], added_vector)
             out_ref[head, tokens] = output.astype(out_ref.dtype)
-        state_decays = [jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in since_begins]
+        state_decays = [jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays]
         decayed_vectors = [
             decays_until_end[head][tokens] * added_vectors[head] for head in range(heads)
         ]
@@ -187,19 +190,23 @@ def _compute_block(
 def _product(equation: str, x: Array, y: Array) -> Array:
     """Computes `einsum` with the precision HIGHEST, as one product of bfloat16 arrays.
 
-    The bfloat16 arrays of x, and those of y, are concatenated along the summed axis. The smallest
-    products come first, because a sum of small numbers is rounded little.
+    x and y are split into the bfloat16 arrays of which they are the sums. The arrays of x are
+    concatenated along the summed axis, and so are the arrays of y. The smallest products come
+    first, because a sum of small numbers is rounded little.
 
     Args:
         equation: The equation, such as "CD,DU->CU"; the summed axis is the first one of y.
         x: The left operand, float32 or bfloat16.
         y: The right operand, float32.
+
+    Returns:
+        The product, float32.
     """
     x_arrays = _bfloat16_arrays(x)
     y_arrays = _bfloat16_arrays(y)
     left_operands = []
     right_operands = []
-    # The product of x_arrays[i] and y_arrays[j] is the smaller, the larger i + j is.
+    # The larger i + j is, the smaller is the product of x_arrays[i] and y_arrays[j].
     for index_sum in (2, 1, 0):
         for x_index, x_array in enumerate(x_arrays[: index_sum + 1]):
             left_operands.append(x_array)
@@ -210,29 +217,36 @@ def _product(equation: str, x: Array, y: Array) -> Array:
 
 
 def _bfloat16_arrays(x: Array) -> list[Array]:
-    """Splits an array into one or three bfloat16 arrays of which it is the sum, largest first."""
+    """Splits an array into bfloat16 arrays of which it is the sum, the largest values first.
+
+    Args:
+        x: The array, bfloat16 or float32.
+
+    Returns:
+        The array itself if it is bfloat16, otherwise three arrays.
+    """
     if x.dtype == jnp.bfloat16:
         return [x]
-    arrays = []
+    bfloat16_arrays = []
     for _ in range(3):
-        arrays.append(x.astype(jnp.bfloat16))
-        x -= arrays[-1].astype(jnp.float32)
-    return arrays
+        bfloat16_arrays.append(x.astype(jnp.bfloat16))
+        x -= bfloat16_arrays[-1].astype(jnp.float32)
+    return bfloat16_arrays
 
 
 def _indices() -> tuple[Array, Array, Array]:
-    """Returns the indices of every value of two matrices side by side, (C, 2C) int32 each.
+    """Returns the indices of every value in an array of two matrices side by side.
 
     Letters: C tokens of a chunk.
 
     Returns:
-        The row of the value in its matrix.
-        The column of the value in its matrix.
-        The matrix: 0 for the first one, CHUNK for the second.
+        The row of each value in its matrix, (C, 2C) int32.
+        The column of each value in its matrix, (C, 2C) int32.
+        The matrix of each value, (C, 2C) int32: 0 for the first matrix, CHUNK for the second.
     """
     row = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
-    lane = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
-    return row, lane & (CHUNK - 1), lane & CHUNK
+    array_column = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
+    return row, array_column & (CHUNK - 1), array_column & CHUNK
 
 
 def _side_by_side(x: Array) -> Array:
@@ -244,8 +258,8 @@ def _side_by_side(x: Array) -> Array:
         x: A value for each pair of the block's tokens, (2C, 2C), or for each token, (2C, 1).
 
     Returns:
-        The values of the pairs of tokens of the same chunk, (C, 2C). If each token has one value,
-        it is repeated in its row for all columns of its chunk.
+        The values side by side, (C, 2C). Of the pairs of tokens, only those of the same chunk are
+        in the result. The value of a single token is repeated in all columns of its chunk.
     """
     _, _, chunk = _indices()
     return jnp.where(chunk == 0, x[:CHUNK], x[CHUNK:])
@@ -262,29 +276,36 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
         log_decay: The log decays, (2C, 1).
 
     Returns:
-        The share of a token's change of S that is left at another token of its chunk, (C, 2C).
-        For each of the two chunks, the share of S before it that is left at each token, (C, 1).
+        The share of a token's change of S that is left at another token of its chunk, with the two
+        chunks side by side, (C, 2C).
+        A list of two arrays (C, 1), one for each chunk: the share of S before the chunk that is
+        left at each token.
     """
     row, column, _ = _indices()
     log_decay = _side_by_side(log_decay)
-    log_between = jnp.where(row > column, log_decay, 0)
+    log_decay_between = jnp.where(row > column, log_decay, 0)
     distance = 1
-    # Each row becomes the sum of itself and all rows above it.
+    # This loop adds to each row all rows above it. It adds 1, 2, 4 and so on rows at a time.
     while distance < CHUNK:
-        log_between += jnp.where(row >= distance, pltpu.roll(log_between, distance, 0), 0)
+        log_decay_between += jnp.where(
+            row >= distance, pltpu.roll(log_decay_between, distance, 0), 0
+        )
         distance *= 2
-    # The decays since the beginning of a chunk are in the first of its columns.
-    since_first_token = log_between + log_decay[:1]
-    since_begin = [jnp.exp(since_first_token[:, lane, None]) for lane in (0, CHUNK)]
-    return jnp.where(row >= column, jnp.exp(log_between), 0), since_begin
+    # The first column of each chunk sums the log decays after the chunk's first token. With the log
+    # decay of this token, it has the log decays since the beginning of the chunk.
+    log_decay_since_begin = log_decay_between + log_decay[:1]
+    decay_since_begin = [
+        jnp.exp(log_decay_since_begin[:, first_column, None]) for first_column in (0, CHUNK)
+    ]
+    return jnp.where(row >= column, jnp.exp(log_decay_between), 0), decay_since_begin
 
 
 def _inverse(matrices: Array) -> Array:
     """Inverts two lower triangular matrices side by side, whose diagonals are 1.
 
     First, blocks of SUBLANES rows and columns along the diagonals are inverted token by token. Then
-    each two neighbouring blocks become one, as in `_inverse` of delta_net.py, until one block is
-    left. Each time, only the rows of the second block of two change.
+    every two neighbouring blocks are joined to one, as in `_inverse` of delta_net.py, until one
+    block is left. When two blocks are joined, only the rows of the second one change.
 
     Letters: C tokens of a chunk.
 
@@ -299,49 +320,60 @@ def _inverse(matrices: Array) -> Array:
     block_start = row & -SUBLANES
     for offset in range(SUBLANES - 1):
         in_column = (column == block_start + offset) & (row > column)
-        factors = jnp.where(in_column, matrices, 0)
-        first_factor = jnp.sum(jnp.where(chunk == 0, factors, 0), axis=1, keepdims=True)
-        second_factor = jnp.sum(jnp.where(chunk == 0, 0, factors), axis=1, keepdims=True)
+        column_factors = jnp.where(in_column, matrices, 0)
+        first_factor = jnp.sum(jnp.where(chunk == 0, column_factors, 0), axis=1, keepdims=True)
+        second_factor = jnp.sum(jnp.where(chunk == 0, 0, column_factors), axis=1, keepdims=True)
         row_factors = jnp.where(chunk == 0, first_factor, second_factor)
         inverse -= row_factors * _repeat_row(inverse, offset)
-    size = SUBLANES
-    while size < CHUNK:
-        in_same_pair = row & -2 * size == column & -2 * size
-        in_lower_left = in_same_pair & (row & size > column & size)
-        first_blocks, second_blocks = _alternate_blocks(inverse, size)
+    block_size = SUBLANES
+    while block_size < CHUNK:
+        in_same_pair = row & -2 * block_size == column & -2 * block_size
+        in_lower_left = in_same_pair & (row & block_size > column & block_size)
+        first_blocks, second_blocks = _alternate_blocks(inverse, block_size)
         lower_left = jnp.where(in_lower_left, matrices, 0)
-        product = _product("IC,CJ->IJ", second_blocks, _block_diagonal(lower_left))
-        second_blocks -= _product("IC,CJ->IJ", product, _block_diagonal(inverse))
-        blocks = [x.reshape(-1, 1, size, TWO_CHUNKS) for x in (first_blocks, second_blocks)]
-        inverse = jnp.concatenate(blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)
-        size *= 2
+        second_times_lower = _product("IC,CJ->IJ", second_blocks, _block_diagonal(lower_left))
+        second_blocks -= _product("IC,CJ->IJ", second_times_lower, _block_diagonal(inverse))
+        block_rows = [
+            x.reshape(-1, 1, block_size, TWO_CHUNKS) for x in (first_blocks, second_blocks)
+        ]
+        inverse = jnp.concatenate(block_rows, axis=1).reshape(CHUNK, TWO_CHUNKS)
+        block_size *= 2
     return inverse
 
 
 def _repeat_row(x: Array, offset: int) -> Array:
-    """Returns x (C, 2C) with each block of SUBLANES rows filled with its row number `offset`."""
-    blocks = x.reshape(-1, SUBLANES, x.shape[1])
-    return jnp.broadcast_to(blocks[:, offset, None], blocks.shape).reshape(x.shape)
+    """Replaces all rows of each block of SUBLANES rows by the row with the index `offset` in it."""
+    row_blocks = x.reshape(-1, SUBLANES, x.shape[1])
+    return jnp.broadcast_to(row_blocks[:, offset, None], row_blocks.shape).reshape(x.shape)
 
 
-def _alternate_blocks(x: Array, size: int) -> tuple[Array, Array]:
-    """Separates the blocks of `size` rows with even numbers from those with odd numbers.
+def _alternate_blocks(x: Array, block_size: int) -> tuple[Array, Array]:
+    """Separates the blocks of rows with even numbers from the blocks with odd numbers.
 
     Letters: C tokens of a chunk.
 
     Args:
         x: The array, (C, 2C).
-        size: The number of rows of a block.
+        block_size: The number of rows of a block.
 
     Returns:
         The rows of blocks 0, 2, 4 and so on, (C / 2, 2C).
         The rows of blocks 1, 3, 5 and so on, (C / 2, 2C).
     """
-    pairs = x.reshape(-1, 2, size, x.shape[1])
-    return pairs[:, 0].reshape(-1, x.shape[1]), pairs[:, 1].reshape(-1, x.shape[1])
+    block_pairs = x.reshape(-1, 2, block_size, x.shape[1])
+    return block_pairs[:, 0].reshape(-1, x.shape[1]), block_pairs[:, 1].reshape(-1, x.shape[1])
 
 
 def _block_diagonal(x: Array) -> Array:
-    """Moves two matrices side by side (C, 2C) onto the diagonal of an array of zeros (2C, 2C)."""
+    """Moves two matrices that lie side by side onto the diagonal of an array of zeros.
+
+    Letters: C tokens of a chunk.
+
+    Args:
+        x: The matrices, (C, 2C).
+
+    Returns:
+        The array, (2C, 2C).
+    """
     _, _, chunk = _indices()
     return jnp.concatenate([jnp.where(chunk == 0, x, 0), jnp.where(chunk == 0, 0, x)])

@@ -1,4 +1,4 @@
-"""Experts on TPUs, as three Pallas kernels that fetch each row from its place in HBM.
+"""Computes experts on TPUs with three Pallas kernels, which fetch each row from its place in HBM.
 
 A row is one expert of one token, and a tile is ROWS rows of the same expert. The rows take this
 path:
@@ -36,39 +36,40 @@ from jax.experimental.pallas import tpu as pltpu
 from activation_extraction.model.experts import LANES, Stacks, ragged_experts
 from activation_extraction.model.numerics import einsum
 
-SUBLANES = 8  # rows of a float32 register
-ROWS = 128  # rows of a tile
-TOKENS = 16  # tokens of a group, whose sums one program computes together
-AT_ONCE = 8  # rows that one iteration of a loop fetches
+SUBLANES = 8  # the number of rows of a float32 register
+ROWS = 128  # the number of rows of a tile
+TOKENS = 16  # the number of tokens of a group, whose sums one program computes together
+AT_ONCE = 8  # the number of rows that one iteration of a loop fetches
 # The names of the three kernels in profiles.
 GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"
-MOST_OF_WEIGHTS = 40 * 2**20  # bytes of fast memory that blocks of weights may take
-# Bytes of fast memory that a kernel may take. v5p has 64 MiB; v5e and v6e have more.
+MOST_OF_WEIGHTS = 40 * 2**20  # the bytes of fast memory that two blocks of weights may take
+# The bytes of fast memory that a kernel may take. v5p has 64 MiB; v5e and v6e have more.
 FAST_MEMORY = 56 * 2**20
 
 
 class Table(NamedTuple):
     """The table of the rows of each tile, and of the rows of each group of tokens.
 
-    A group here is TOKENS consecutive tokens.
+    A row is one expert of one token, a tile is ROWS rows of the same expert, and a group is TOKENS
+    consecutive tokens.
 
     Letters: X experts of a token.
 
     Attributes:
         used_tiles: The number of tiles that have rows, () int32. These tiles come first.
         experts: The expert of each tile, (tiles,) int32.
-        counts: The number of rows of each tile, without padding, (tiles,) int32.
+        row_counts: The number of rows of each tile, without padding, (tiles,) int32.
         tokens: The token of each row of a tile, (tiles, 1, ROWS) int32.
         weights: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
-        fetches: For each group, its rows among the rows of all tiles, and the place of each row in
-            the group's buffer of X * TOKENS rows, (groups, 2, X * TOKENS) int32. Rows that are
-            fetched come first.
+        fetches: The rows of each group, (groups, 2, X * TOKENS) int32. Index 0 of the second axis
+            holds the number of each row among the rows of all tiles. Index 1 holds the place of the
+            row in the group's buffer of X * TOKENS rows. Rows that are fetched come first.
         fetch_counts: The number of rows that are fetched for each group, (groups,) int32.
     """
 
     used_tiles: Array
     experts: Array
-    counts: Array
+    row_counts: Array
     tokens: Array
     weights: Array
     fetches: Array
@@ -80,15 +81,27 @@ def pallas_experts(
 ) -> Array:
     """Computes the weighted sum of each token's experts with three kernels, except in float32.
 
-    float32, and a D or M that is no multiple of LANES, are left to `ragged_experts`. The comment on
-    `ExpertSum` defines the arguments and the result.
+    float32, and sizes D or M that are not multiples of LANES, are left to `ragged_experts`.
+
+    Letters: M width of an expert, X experts of a token.
+
+    Args:
+        x: The tokens, (T, D).
+        weights: The routing weights of each token's experts, (T, X) float32.
+        chosen: The numbers of each token's experts, (T, X) int32. Numbers that are no experts of
+            `stacks` add nothing.
+        stacks: The weights of the experts.
+        parts: The number of equal parts of the tokens whose sums are computed one after the other.
+
+    Returns:
+        The sums, (T, D) float32. See `ExpertSum`.
     """
     expert_count, hidden, width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden % LANES or width % LANES:
         return ragged_experts(x, weights, chosen, stacks, parts=parts)
-    padding = [(0, -len(x) % TOKENS), (0, 0)]
-    chosen = jnp.pad(chosen, padding, constant_values=-1)
-    table = make_table(jnp.pad(weights, padding), chosen, expert_count)
+    padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
+    chosen = jnp.pad(chosen, padding_widths, constant_values=-1)
+    table = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
     rows = _run_weighted(table, stacks, _run_gated(table, stacks, x))
     parts = parts if len(table.fetches) % parts == 0 else 1
     fetches_by_part = jnp.split(table.fetches, parts)
@@ -101,42 +114,43 @@ def pallas_experts(
 
 
 def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
-    """Makes the table of rows with two sorts.
+    """Makes the table of the rows of tiles and of groups by sorting the rows twice.
 
-    Rows of padding are sorted together with the rows of tokens. So the sort gives every row its
-    place, without lookups. TPUs sort fast, but look numbers up one by one.
+    The first sort orders the rows by expert, together with the rows of padding that fill the tiles.
+    So it puts every row into its place without lookups. TPUs sort fast, but look numbers up one by
+    one. The second sort orders the rows by group.
 
     Letters: T tokens, E experts, X experts of a token.
 
     Args:
         weights: The routing weights of each token's experts, (T, X) float32, where TOKENS divides
             T.
-        chosen: The numbers of each token's experts, (T, X) int32. Numbers outside 0..E-1 make no
-            row that is fetched.
+        chosen: The numbers of each token's experts, (T, X) int32. Rows with numbers outside 0..E-1
+            are not fetched.
         expert_count: E, the number of experts.
     """
     row_count = chosen.size
-    per_token = chosen.shape[1]
-    rows_per_group = TOKENS * per_token
+    experts_per_token = chosen.shape[1]
+    rows_per_group = TOKENS * experts_per_token
     # The expert of each row; E for rows that are not computed.
     row_experts = chosen.reshape(-1)
     has_expert = (row_experts >= 0) & (row_experts < expert_count)
     row_experts = jnp.where(has_expert, row_experts, expert_count)
     experts = jnp.arange(expert_count)
     tile_places = jnp.arange(ROWS)
-    # The number of rows that each expert's last tile lacks.
+    # For each expert, the number of rows of padding that its last tile needs.
     missing_rows = -(row_experts[:, None] == experts).sum(axis=0) % ROWS
     is_padding = tile_places < missing_rows[:, None]
     # The expert of each row of padding; E for rows that are not needed.
     padding_experts = jnp.where(is_padding, experts[:, None], expert_count).reshape(-1)
-    final_padding = 0, -row_count % ROWS
-    padding_experts = jnp.pad(padding_experts, final_padding, constant_values=expert_count)
+    final_padding_widths = 0, -row_count % ROWS
+    padding_experts = jnp.pad(padding_experts, final_padding_widths, constant_values=expert_count)
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
     expert_keys = jnp.concatenate([2 * row_experts, 2 * padding_experts + 1])
     row_numbers = jnp.arange(expert_keys.size)
     weights = jnp.pad(weights.reshape(-1), (0, padding_experts.size))
-    arrays = expert_keys, row_numbers, weights
-    expert_keys, rows, weights = lax.sort(arrays, num_keys=1, is_stable=False)
+    sort_operands = expert_keys, row_numbers, weights
+    expert_keys, rows, weights = lax.sort(sort_operands, num_keys=1, is_stable=False)
     is_fetched = (rows < row_count) & (expert_keys < 2 * expert_count)
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
@@ -144,19 +158,19 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     tile_experts = expert_keys[::ROWS] // 2
     group_keys = 2 * rows - group_places + jnp.where(is_fetched, 0, rows_per_group)
     group_keys = jnp.where(rows < row_count, group_keys, 2 * row_count)
-    group_keys, places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
-    # A group's buffer has first the first row of each of its tokens, then their second rows.
+    group_keys, row_places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
+    # In a group's buffer, the first row of every token comes before the second row of any token.
     group_places = group_keys[:row_count] % rows_per_group
-    group_places = group_places % per_token * TOKENS + group_places // per_token
-    sources = places[:row_count].reshape(-1, 1, rows_per_group)
-    targets = group_places.reshape(-1, 1, rows_per_group)
+    group_places = group_places % experts_per_token * TOKENS + group_places // experts_per_token
+    fetched_rows = row_places[:row_count].reshape(-1, 1, rows_per_group)
+    buffer_places = group_places.reshape(-1, 1, rows_per_group)
     return Table(
         used_tiles=(tile_experts < expert_count).sum(),
         experts=jnp.minimum(tile_experts, expert_count - 1),
-        counts=is_fetched.reshape(-1, ROWS).sum(axis=1),
-        tokens=jnp.where(is_fetched, rows // per_token, 0).reshape(-1, 1, ROWS),
+        row_counts=is_fetched.reshape(-1, ROWS).sum(axis=1),
+        tokens=jnp.where(is_fetched, rows // experts_per_token, 0).reshape(-1, 1, ROWS),
         weights=weights.reshape(-1, 1, ROWS),
-        fetches=jnp.concatenate([sources, targets], axis=1),
+        fetches=jnp.concatenate([fetched_rows, buffer_places], axis=1),
         fetch_counts=(row_experts < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
 
@@ -164,24 +178,24 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
 def columns_per_block(columns: int, bytes_per_column: int) -> int:
     """Returns the number of columns in the largest block of weights that fits in fast memory.
 
-    The limit is MOST_OF_WEIGHTS for two blocks, because the next block is read while one is used.
-    The number is a multiple of LANES that divides `columns`, and at least LANES.
+    Two blocks may take MOST_OF_WEIGHTS bytes, because the next block is read while a block is used.
+    The number is a multiple of LANES that divides `columns`. It is LANES if no such number fits.
 
     Args:
         columns: The number of all columns, a multiple of LANES.
         bytes_per_column: The bytes of the weights of a column.
     """
     block_columns = LANES
-    for size in range(LANES, columns + 1, LANES):
-        if columns % size == 0 and 2 * size * bytes_per_column <= MOST_OF_WEIGHTS:
-            block_columns = size
+    for column_count in range(LANES, columns + 1, LANES):
+        if columns % column_count == 0 and 2 * column_count * bytes_per_column <= MOST_OF_WEIGHTS:
+            block_columns = column_count
     return block_columns
 
 
 def _call(
     kernel: Callable[..., None], scalars: list[Array], out: Any, name: str, **options: Any
 ) -> Callable[..., Array]:
-    """Returns a function that calls a kernel with its first inputs.
+    """Returns a function that calls a kernel, with its first inputs already bound.
 
     Args:
         kernel: The kernel.
@@ -189,15 +203,17 @@ def _call(
             kernel runs.
         out: The shape and dtype of the result.
         name: The name of the kernel in profiles.
-        options: The other fields of `pltpu.PrefetchScalarGridSpec`.
+        options: The other fields of `pltpu.PrefetchScalarGridSpec`, such as the grid.
 
     Returns:
-        A function that maps the other inputs to the result.
+        A function that maps the remaining inputs of the kernel to its result.
     """
     grid_spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=len(scalars), **options)
-    parameters = pltpu.CompilerParams(vmem_limit_bytes=FAST_MEMORY)
-    call = pl.pallas_call(kernel, out, grid_spec=grid_spec, compiler_params=parameters, name=name)
-    return partial(call, *scalars)
+    compiler_params = pltpu.CompilerParams(vmem_limit_bytes=FAST_MEMORY)
+    run_kernel = pl.pallas_call(
+        kernel, out, grid_spec=grid_spec, compiler_params=compiler_params, name=name
+    )
+    return partial(run_kernel, *scalars)
 
 
 def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
@@ -217,7 +233,8 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     tile_count = len(table.experts)
     block_columns = columns_per_block(width, 2 * hidden * x.dtype.itemsize)
 
-    # Each step fetches its own tile, and computes the previous step's tile.
+    # A step of the grid fetches its own tile, but multiplies the tile of the step before, so it
+    # reads the weights and writes the result for the step before.
     def weight_index(
         column: Any, step: Any, layer: Any, experts: Any, _counts: Any
     ) -> tuple[Any, ...]:
@@ -228,7 +245,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
 
     return _call(
         _multiply_fetched,
-        [stacks.layer.reshape(1), table.experts, table.counts],
+        [stacks.layer.reshape(1), table.experts, table.row_counts],
         jax.ShapeDtypeStruct((tile_count * ROWS, width), x.dtype),
         GATED,
         grid=(width // block_columns, table.used_tiles + 1),
@@ -277,22 +294,22 @@ def _multiply_fetched(
     """
     step = pl.program_id(1)
     previous_step = jnp.maximum(step - 1, 0)
-    turns = pl.cdiv(counts[step], AT_ONCE)
-    previous_turns = pl.cdiv(counts[previous_step], AT_ONCE)
+    copy_turns = pl.cdiv(counts[step], AT_ONCE)
+    previous_copy_turns = pl.cdiv(counts[previous_step], AT_ONCE)
 
     def start_copies(turn: Any, _: None) -> None:
         for row in range(AT_ONCE):
             row += turn * AT_ONCE
-            source = x_ref.at[pl.ds(tokens[0, row], 1)]
-            target = buffers.at[step % 2, pl.ds(row, 1)]
-            pltpu.make_async_copy(source, target, semaphores.at[step % 2]).start()
+            token_row = x_ref.at[pl.ds(tokens[0, row], 1)]
+            buffer_row = buffers.at[step % 2, pl.ds(row, 1)]
+            pltpu.make_async_copy(token_row, buffer_row, semaphores.at[step % 2]).start()
 
-    lax.fori_loop(0, turns, start_copies, None)
+    lax.fori_loop(0, copy_turns, start_copies, None)
 
     @pl.when(step > 0)
     def multiply() -> None:
         buffer = (step - 1) % 2
-        _wait(buffers, semaphores, buffer, previous_turns * AT_ONCE)
+        _wait(buffers, semaphores, buffer, previous_copy_turns * AT_ONCE)
         x = buffers[buffer].reshape(buffers.shape[1], -1)
         gate = einsum("nD,DM->nM", x, gate_ref[...])
         up = einsum("nD,DM->nM", x, up_ref[...])
@@ -311,10 +328,10 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 
     @pl.when(count > 0)
     def wait() -> None:
-        # A wait subtracts the size of a copy from the semaphore. This copy is never started, and
-        # only its size matters.
-        rows = buffers.at[buffer, pl.ds(0, count)]
-        pltpu.make_async_copy(rows, rows, semaphores.at[buffer]).wait()
+        # Waiting for a copy subtracts its size from the semaphore. The copy below is never started;
+        # it only has the size of all copies into the buffer.
+        copied_rows = buffers.at[buffer, pl.ds(0, count)]
+        pltpu.make_async_copy(copied_rows, copied_rows, semaphores.at[buffer]).wait()
 
 
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
@@ -376,12 +393,14 @@ def _multiply_down(
 def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     """Computes the sum of the rows of each token of some groups.
 
+    A group is TOKENS consecutive tokens, and a row is one expert of one token.
+
     Letters: n' rows of all tiles, X experts of a token.
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
-        fetches: The groups' part of `Table.fetches`, (groups, 2, X * TOKENS) int32.
-        counts: The groups' part of `Table.fetch_counts`, (groups,) int32.
+        fetches: The part of `Table.fetches` for these groups, (groups, 2, X * TOKENS) int32.
+        counts: The part of `Table.fetch_counts` for these groups, (groups,) int32.
 
     Returns:
         The sums, (groups * TOKENS, D) float32.
@@ -389,7 +408,8 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     group_count, _, rows_per_group = fetches.shape
     hidden = math.prod(rows.shape[1:])
 
-    # Each step fetches its own group, and adds up the previous step's group.
+    # A step of the grid fetches its own group. The last step only adds up the group before, so its
+    # index is limited.
     def fetch_index(step: Any, _: Any) -> tuple[Any, ...]:
         return jnp.minimum(step, group_count - 1), 0, 0
 
@@ -416,13 +436,15 @@ def _add_fetched(
 ) -> None:
     """Begins to fetch the rows of this step's group, and adds up the previous step's group.
 
+    A group is TOKENS consecutive tokens, and a row is one expert of one token.
+
     Letters: n' rows of all tiles, X experts of a token.
 
     Args:
         counts: The number of rows that are fetched for each group, and a 0 at the end,
             (groups + 1,) int32.
-        fetches: For this step's group, its rows among the rows of all tiles, and the place of each
-            row in the buffer, (2, X * TOKENS) int32.
+        fetches: For each row of this step's group, its number among the rows of all tiles (index 0)
+            and its place in the buffer (index 1), (2, X * TOKENS) int32.
         rows_ref: The rows of all tiles in HBM, (n', D / LANES, LANES).
         out_ref: The sum of the rows of each token of the previous group, (TOKENS, D) float32.
         buffers: Two buffers for the rows of a group, (2, X * TOKENS, D / LANES, LANES).
@@ -431,15 +453,15 @@ def _add_fetched(
     step = pl.program_id(0)
     rows_per_group = buffers.shape[1]
 
-    # Rows that are not fetched count as 0.
+    # Rows that are not fetched must count as 0, so the buffer is cleared if there are any.
     @pl.when(counts[step] < rows_per_group)
     def clear() -> None:
         buffers[step % 2] = jnp.zeros_like(buffers[step % 2])
 
     def start_copy(number: Any, _: None) -> None:
-        source = rows_ref.at[pl.ds(fetches[0, number], 1)]
-        target = buffers.at[step % 2, pl.ds(fetches[1, number], 1)]
-        pltpu.make_async_copy(source, target, semaphores.at[step % 2]).start()
+        source_row = rows_ref.at[pl.ds(fetches[0, number], 1)]
+        buffer_row = buffers.at[step % 2, pl.ds(fetches[1, number], 1)]
+        pltpu.make_async_copy(source_row, buffer_row, semaphores.at[step % 2]).start()
 
     lax.fori_loop(0, counts[step], start_copy, None)
 
@@ -447,7 +469,7 @@ def _add_fetched(
     def add() -> None:
         buffer = (step - 1) % 2
         _wait(buffers, semaphores, buffer, counts[step - 1])
-        total = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
+        token_sums = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
         for first_row in range(0, rows_per_group, TOKENS):
-            total += buffers[buffer, pl.ds(first_row, TOKENS)].astype(jnp.float32)
-        out_ref[...] = total.reshape(out_ref.shape)
+            token_sums += buffers[buffer, pl.ds(first_row, TOKENS)].astype(jnp.float32)
+        out_ref[...] = token_sums.reshape(out_ref.shape)

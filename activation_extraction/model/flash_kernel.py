@@ -1,9 +1,10 @@
-"""Attention on NVIDIA GPUs, as a Pallas kernel that skips keys that no query of a block sees.
+"""Computes attention on NVIDIA GPUs with a Pallas kernel.
 
-The kernel computes FlashAttention-2 (https://arxiv.org/abs/2307.08691, section 3.1) over packed
-rows. For each block of queries it reads a span of keys. The span ends at the block's last query. It
-begins where the segment of the block's first query begins, or where this query's window begins if
-that is later. No scores reach the GPU's memory.
+The kernel skips the keys that no query of a block sees. It computes FlashAttention-2
+(https://arxiv.org/abs/2307.08691, section 3.1) over packed rows. For each block of queries it reads
+a span of keys. The span ends at the block's last query. It begins where the segment of the block's
+first query begins, or where this query's window begins if that is later. No scores reach the GPU's
+memory.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -24,8 +25,8 @@ from activation_extraction.model.attention import Segments, blocked_attention, w
 # heads of 128 and 16,384 tokens of packed documents, and 0.46 ms with blocks of 128 queries. The
 # attention of cuDNN with a mask took 1.5 to 2.1 ms.
 QUERIES, KEYS = 64, 64
-PADDING = -1  # segment number of the tokens that are appended to fill the last block
-UNSEEN = -1e30  # score of a key that a query does not see
+PADDING = -1  # the segment number of the tokens that are appended to fill the last block
+UNSEEN = -1e30  # the score of a key that a query does not see
 
 
 def flash_attention(
@@ -47,9 +48,9 @@ def flash_attention(
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
-        segments: The segments of queries and keys.
+        segments: The segment number of every query and key.
         first_query: The index of the first query in its row.
-        window: The number of tokens that a token sees; None for all of its segment.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
 
     Returns:
@@ -115,12 +116,12 @@ def _spans(
         query_segments: The segment of every query, (B, T) int32, where QUERIES divides T.
         key_segments: The segment of every key, (B, S) int32, where KEYS divides S.
         first_query: The index of the first query in its row.
-        window: The number of tokens that a token sees; None for all of its segment.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
         The number of the first key block of each span, (B, T / QUERIES) int32.
-        The number after its last key block, (B, T / QUERIES) int32. It is 0, and so the span is
-        empty, for blocks of queries that are all padding.
+        The number after the last key block of each span, (B, T / QUERIES) int32. It is 0 for blocks
+        of queries that are all padding, so their spans are empty.
     """
     # The segment of the first query of every block of queries.
     first_segments = query_segments[:, ::QUERIES]
@@ -159,7 +160,7 @@ def _attend(
         query_segments_ref: The segments of the queries, (QUERIES,) int32.
         key_segments_ref: The segments of the keys, (S,) int32.
         out_ref: The outputs, (QUERIES, H).
-        window: The number of tokens that a token sees; None for all of its segment.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
     """
     q = q_ref[...]
     query_segments = query_segments_ref[...]
@@ -170,28 +171,31 @@ def _attend(
 
         Args:
             number: The number of the block of keys.
-            state: Of the blocks of keys before it, for each query: the weighted sum of the values
-                (QUERIES, H), the largest score, and the sum of the weights, (QUERIES,) each.
+            state: The softmax over the blocks of keys before this one, as a tuple: the weighted sum
+                of the values for each query, (QUERIES, H); the largest score of each query,
+                (QUERIES,); the sum of the weights of each query, (QUERIES,).
 
         Returns:
-            The state with this block of keys.
+            The state after this block of keys, as the same tuple.
         """
-        output, max_score, total = state
-        block = pl.ds(number * KEYS, KEYS)
+        output, max_score, weight_sums = state
+        key_slice = pl.ds(number * KEYS, KEYS)
         distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
-        mask = (query_segments[:, None] == key_segments_ref[block][None]) & (distances >= 0)
+        mask = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (distances >= 0)
         if window is not None:
             mask &= distances < window
-        scores = plgpu.dot(q, k_ref[block, :].T) * math.log2(math.e)
+        scores = plgpu.dot(q, k_ref[key_slice, :].T) * math.log2(math.e)
         scores = jnp.where(mask, scores, UNSEEN)
         new_max_score = jnp.maximum(max_score, scores.max(axis=1))
         weights = jnp.exp2(scores - new_max_score[:, None])
-        rescaling = jnp.exp2(max_score - new_max_score)
-        output = output * rescaling[:, None]
-        output += plgpu.dot(weights.astype(v_ref.dtype), v_ref[block, :])
-        return output, new_max_score, total * rescaling + weights.sum(axis=1)
+        rescale_factors = jnp.exp2(max_score - new_max_score)
+        output = output * rescale_factors[:, None]
+        output += plgpu.dot(weights.astype(v_ref.dtype), v_ref[key_slice, :])
+        return output, new_max_score, weight_sums * rescale_factors + weights.sum(axis=1)
 
     state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
-    output, _, total = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, state)
-    # A block of nothing but padding has an empty span, so its totals are 0.
-    out_ref[...] = (output / jnp.where(total == 0, 1, total)[:, None]).astype(out_ref.dtype)
+    output, _, weight_sums = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, state)
+    # A block of nothing but padding has an empty span, so the sums of its weights are 0.
+    out_ref[...] = (output / jnp.where(weight_sums == 0, 1, weight_sums)[:, None]).astype(
+        out_ref.dtype
+    )

@@ -1,4 +1,4 @@
-"""Experts on NVIDIA GPUs, as a Pallas kernel that multiplies rows with their experts' weights.
+"""Computes experts on NVIDIA GPUs with a Pallas kernel that multiplies rows with experts' weights.
 
 A row is one expert of one token, and the rows are sorted by expert. Every program of the kernel
 multiplies a tile of rows of one expert with a block of columns of the expert's weights. It looks up
@@ -21,7 +21,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from activation_extraction.model.experts import Stacks, in_sorted_rows, tiled_experts
 
-# The number of rows of a tile, of columns of a block, and of inputs that are multiplied at a time.
+# The number of rows of a tile, the number of columns of a block, and the largest number of inputs
+# that are multiplied at a time.
 # For 16,384 tokens of Qwen3-30B-A3B, an H100 took 3.5 ms with a kernel for each of three products.
 # `tiled_experts` took 45 ms.
 ROWS, COLUMNS, INNER = 128, 128, 64
@@ -54,14 +55,24 @@ def grouped_experts(
     """
     if x.dtype == jnp.float32:
         return tiled_experts(x, weights, chosen, stacks, parts=parts)
-    compute = partial(_run_in_kernels, interpret=interpret)
-    return in_sorted_rows(compute, x, weights, chosen, stacks, parts=parts)
+    run_experts = partial(_run_in_kernels, interpret=interpret)
+    return in_sorted_rows(run_experts, x, weights, chosen, stacks, parts=parts)
 
 
 def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
     """Runs experts on sorted rows, with one kernel for gate and up, and one kernel for down.
 
-    See `SortedRows` for the first three arguments and the result.
+    Letters: n rows, E experts.
+
+    Args:
+        x: The rows, sorted by expert, (n, D).
+        sizes: The number of rows of each expert, (E,) int32.
+        stacks: The weights of the experts.
+        interpret: Whether Pallas interprets the kernels, for tests without a GPU.
+
+    Returns:
+        The result of each row's expert, (n, D) in the dtype of x. Rows after the last expert's rows
+        are meaningless.
     """
     layer, *layer_stacks = stacks
     gate, up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in layer_stacks)
@@ -91,16 +102,16 @@ def _product(
     """
     row_count, input_count = x.shape
     output_count = stacks[0].shape[-1]
-    # Each expert's last tile may be partly empty.
+    # The last tile of each expert may be partly empty, which takes up to one more tile per expert.
     tile_count = -(-row_count // ROWS) + len(sizes)
     block_width = math.gcd(output_count, COLUMNS)
     # The grid has a program for each block of columns and each tile of rows.
     tile_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
     stack_shape = len(stacks[0]), input_count, block_width
     stack_spec = pl.BlockSpec(stack_shape, lambda block, tile: (0, 0, block))
-    experts, starts, ends = _tile_table(sizes, tile_count)
+    experts, first_rows, end_rows = _tile_table(sizes, tile_count)
     return pl.pallas_call(
-        partial(_multiply, step=math.gcd(input_count, INNER)),
+        partial(_multiply, inputs_at_once=math.gcd(input_count, INNER)),
         grid=(output_count // block_width, tile_count),
         in_specs=[
             *([tile_spec] * 3),
@@ -113,7 +124,7 @@ def _product(
         # each stage takes more of a core's memory.
         compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
-    )(first_expert + experts, starts, ends, x, *stacks)
+    )(first_expert + experts, first_rows, end_rows, x, *stacks)
 
 
 def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
@@ -125,22 +136,29 @@ def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
 
     Returns:
         The expert of each tile, (tile_count,) int32.
-        The first row of each tile, (tile_count,) int32. Tiles that are not needed have a first row
-        at or after the following end.
-        The number after the last row of the tile's expert, (tile_count,) int32.
+        The first row of each tile, (tile_count,) int32. For tiles that are not needed, it is not
+        below the third element.
+        The number after the last row of each tile's expert, (tile_count,) int32.
     """
     tiles_per_expert = -(-sizes // ROWS)
-    row_ends = jnp.cumsum(sizes)
-    tiles = jnp.arange(tile_count, dtype=jnp.int32)
-    tile_ends = jnp.cumsum(tiles_per_expert)
-    experts = jnp.searchsorted(tile_ends, tiles, side="right").clip(max=len(sizes) - 1)
-    tile_of_expert = tiles - (tile_ends - tiles_per_expert)[experts]
-    first_rows = (row_ends - sizes)[experts] + tile_of_expert * ROWS
-    return experts.astype(jnp.int32), first_rows, row_ends[experts]
+    expert_row_ends = jnp.cumsum(sizes)
+    tile_numbers = jnp.arange(tile_count, dtype=jnp.int32)
+    expert_tile_ends = jnp.cumsum(tiles_per_expert)
+    tile_experts = jnp.searchsorted(expert_tile_ends, tile_numbers, side="right").clip(
+        max=len(sizes) - 1
+    )
+    tile_of_expert = tile_numbers - (expert_tile_ends - tiles_per_expert)[tile_experts]
+    first_rows = (expert_row_ends - sizes)[tile_experts] + tile_of_expert * ROWS
+    return tile_experts.astype(jnp.int32), first_rows, expert_row_ends[tile_experts]
 
 
 def _multiply(
-    expert_ref: Any, start_ref: Any, end_ref: Any, x_ref: Any, *stacks_and_out: Any, step: int
+    expert_ref: Any,
+    start_ref: Any,
+    end_ref: Any,
+    x_ref: Any,
+    *stacks_and_out: Any,
+    inputs_at_once: int,
 ) -> None:
     """Multiplies one tile of rows with one block of columns of one or two stacks.
 
@@ -153,7 +171,7 @@ def _multiply(
         x_ref: All rows, (n, D).
         stacks_and_out: The block of columns of each stack, (L * E, D, columns), then the same
             columns of the result, (n, columns).
-        step: The number of inputs that are multiplied at a time.
+        inputs_at_once: The number of inputs that are multiplied at a time.
     """
     *stacks, out_ref = stacks_and_out
     first_row = start_ref[0]
@@ -163,19 +181,19 @@ def _multiply(
     # The rows after the expert's last one belong to other experts.
     in_expert = (first_row + jnp.arange(ROWS) < end_row)[:, None]
 
-    def add_inputs(number: Array, totals: list[Array]) -> list[Array]:
-        inputs = pl.ds(number * step, step)
-        x = plgpu.load(x_ref.at[row_slice, inputs], mask=in_expert, other=0.0)
-        new_totals = []
-        for total, stack in zip(totals, stacks, strict=True):
-            new_totals.append(total + plgpu.dot(x, stack[expert, inputs, :]))
-        return new_totals
+    def add_inputs(number: Array, products: list[Array]) -> list[Array]:
+        input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
+        x = plgpu.load(x_ref.at[row_slice, input_slice], mask=in_expert, other=0.0)
+        new_products = []
+        for product_so_far, stack in zip(products, stacks, strict=True):
+            new_products.append(product_so_far + plgpu.dot(x, stack[expert, input_slice, :]))
+        return new_products
 
     @pl.when(first_row < end_row)
     def _() -> None:
-        zero_totals = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
-        totals = lax.fori_loop(0, x_ref.shape[1] // step, add_inputs, zero_totals)
-        product = totals[-1]
-        if len(totals) == 2:
-            product *= jax.nn.silu(totals[0])
-        plgpu.store(out_ref.at[row_slice, :], product.astype(out_ref.dtype), mask=in_expert)
+        zero_products = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
+        products = lax.fori_loop(0, x_ref.shape[1] // inputs_at_once, add_inputs, zero_products)
+        result = products[-1]
+        if len(products) == 2:
+            result *= jax.nn.silu(products[0])
+        plgpu.store(out_ref.at[row_slice, :], result.astype(out_ref.dtype), mask=in_expert)

@@ -1,9 +1,9 @@
 """Lists the kernels of each platform for attention, experts and the gated delta rule.
 
-A kernel here is a function that computes one of the three in a way that suits a platform. Splash
-attention on TPUs and flash attention on GPUs keep blocks of scores on the chip, so that no scores
-are written to memory. No kernel rounds float32 to a narrower dtype. trial.py chooses the kernels of
-a run.
+A kernel is a function that computes attention, experts or the gated delta rule in a way that suits
+a platform. Splash attention on TPUs and flash attention on GPUs keep blocks of scores on the chip,
+so that no scores are written to memory. No kernel rounds float32 to a narrower dtype. trial.py
+chooses the kernels of a run.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 """
@@ -31,9 +31,9 @@ from activation_extraction.model.experts import ExpertSum, ragged_experts, tiled
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
-# Tokens. A TPU's registers have 128 lanes, and splash attention needs blocks of a multiple of them.
+# A TPU's register has 128 lanes. Splash attention needs blocks of a multiple of 128 tokens.
 LANES = 128
-# Upper limit of the tokens of a block times the bytes of a value: 512 tokens in bfloat16.
+# The largest product of a block's tokens and a value's bytes: 512 tokens of 2 bytes in bfloat16.
 MOST_IN_BLOCK = 1024
 
 
@@ -66,8 +66,8 @@ def splash_attention(
 ) -> Array:
     """Computes attention on TPUs, with Pallas's splash attention.
 
-    The kernel is compiled for a fixed index of the first query. If the index is traced, the program
-    has a branch with a kernel for each index that it can have: each multiple of T below S.
+    A kernel is compiled for a fixed index of the first query. If this index is traced, it may be
+    any multiple of T below S, and the program contains a branch with a kernel for each of them.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 
@@ -75,10 +75,10 @@ def splash_attention(
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
-        segments: The segments of queries and keys.
+        segments: The segment number of every query and key.
         first_query: The index of the first query in its row. A traced index must be a multiple of
             T.
-        window: The number of tokens that a token sees; None for all of its segment.
+        window: The largest number of tokens that a token sees, itself included; None for no limit.
         interpret: Whether Pallas interprets the kernel, for tests on CPUs.
 
     Returns:
@@ -121,21 +121,25 @@ def splash_attention(
 def _largest_block(length: int, dtype: Any) -> int:
     """Returns the size of the largest block that splash attention can use, in tokens.
 
-    The size is a multiple of LANES that divides the length, within the limit MOST_IN_BLOCK.
+    The size is a multiple of LANES, divides the length, and is at most MOST_IN_BLOCK divided by the
+    bytes of a value.
 
     Args:
         length: The number of queries or keys, a multiple of LANES.
         dtype: The dtype of the queries and keys.
     """
     max_tokens = min(length, MOST_IN_BLOCK // dtype.itemsize)
-    return max(size for size in range(LANES, max_tokens + 1, LANES) if length % size == 0)
+    return max(
+        block_size for block_size in range(LANES, max_tokens + 1, LANES) if length % block_size == 0
+    )
 
 
-# For each field of `Kernels`, the functions that it may have, by name, the preferred ones first.
+# Field of `Kernels` -> a dict of the functions that the field may have: name -> function, with the
+# preferred functions first.
 Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
-# For each field of `Kernels`, the name of its default, which works on every platform.
+# Field of `Kernels` -> the name of its default function, which works on every platform.
 DEFAULT_NAMES = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
-# For each platform, the kernels that are preferred to the defaults.
+# Platform -> the kernels that are preferred to the defaults.
 PREFERRED: Mapping[str, Candidates] = {
     "cpu": {},
     "tpu": {
@@ -154,8 +158,8 @@ def candidates_for(platform: str) -> Candidates:
         platform: The platform, as JAX names it.
 
     Returns:
-        For each field of `Kernels`, its candidates by name, the preferred ones first and the
-        default last.
+        Field of `Kernels` -> its candidates as a dict: name -> function, with the preferred ones
+        first and the default last.
 
     Raises:
         InputError: If the platform is not supported.
@@ -165,6 +169,6 @@ def candidates_for(platform: str) -> Candidates:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
     candidates = {}
     for field, default_name in DEFAULT_NAMES.items():
-        default = {default_name: getattr(Kernels(), field)}
-        candidates[field] = {**preferred_kernels.get(field, {}), **default}
+        default_candidate = {default_name: getattr(Kernels(), field)}
+        candidates[field] = {**preferred_kernels.get(field, {}), **default_candidate}
     return candidates
