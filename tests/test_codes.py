@@ -23,7 +23,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.codes import ARRAYS, Codes
 from activation_extraction.common.errors import StorageError
-from activation_extraction.inspect.trainer_files import EXPORT_FORMATS
+from activation_extraction.inspect.latent_files import DelphiFormat
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.run_log import unseal
 from activation_extraction.store.statistics import CodeSums, Statistics
@@ -417,8 +417,7 @@ def test_codes_are_taken_as_arrays_are(runs):
 def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     """The files are read as delphi's LatentDataset reads them; contexts have 5 tokens here,
     so that one more would be a whole one in a sample of 64."""
-    monkeypatch.setattr("activation_extraction.inspect.latent_files.ROW_TOKENS", 5)
-    monkeypatch.setitem(EXPORT_FORMATS, "delphi", EXPORT_FORMATS["delphi"]._replace(row=5))
+    monkeypatch.setattr(DelphiFormat, "row_tokens", 5)
     monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 4096)
     run = ActivationDataset(runs["safetensors"])
     every, left_out = dense(whole(run, CODES)), 0
@@ -455,7 +454,7 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     assert f"left out: {rest} tokens, too few for a row of 5, at the ends of their samples\n" in out
     told = f"left out: {left_out:,} codes of at most {least:g} at {CODES}, as by delphi itself\n"
     assert rest and left_out and told in out
-    monkeypatch.setattr("activation_extraction.inspect.latent_files.ROW_TOKENS", 65)
+    monkeypatch.setattr(DelphiFormat, "row_tokens", 65)
     assert main(*given, "--export_dir", tmp_path / "new") == 2
     assert f"no sample of {run.url} has 65 tokens" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -6,13 +6,19 @@ import re
 import resource
 import subprocess
 
+import numpy as np
+import pytest
 import torch
 from chat_templates import QWEN3, chat_model, talk
 from command_line import main
 from datasets import Dataset
+from hs_connectors.transfer import FP8Transfer
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+
+from activation_extraction import ActivationDataset
+from activation_extraction.inspect.draft_files import quantize_tokens
 
 LENGTH = 48  # tokens of a sample; longer rows are split
 LAYERS = (1, 4)
@@ -102,7 +108,11 @@ def test_rows_have_their_own_mask_of_which_each_piece_has_its_part(
     for form in READ:
         check(exported(tmp_path, form), form, model, expected)
     told = capsys.readouterr().out
-    assert "--target-layer-ids 2 5 --on" in told and "left out: ln_final.hook_out; " in told
+    assert (
+        "fp8" not in told
+        and "--target-layer-ids 2 5 --on" in told
+        and "left out: ln_final.hook_out; " in told
+    )
     check_specforge_config(told, tmp_path, model)
 
 
@@ -116,6 +126,61 @@ def check_specforge_config(told, folder, model):
         "model": {"target_model_path": str(model), "aux_hidden_state_layer_ids": [*LAYERS, 11]},
         "data": {"hidden_states_path": str(folder / "specforge"), "max_length": LENGTH},
     }
+
+
+def float8_states(folder):
+    """Yields token ids and hidden states of each row, as speculators' own reader restores them."""
+    files = [*(folder / "hidden_states").iterdir()]
+    for number in range(len(files)):
+        row = FP8Transfer(folder / "hidden_states", torch.float32).get_cached(number)
+        assert row.keys() == {"hidden_states", "token_ids"}
+        yield row["token_ids"], row["hidden_states"]
+
+
+@pytest.mark.parametrize(
+    "run_flags,export_flags",
+    [
+        ("--dtype bfloat16", "--export_dtype float8"),
+        ("--activation_dtype float8 --shard_format safetensors", ""),
+    ],
+)
+def test_float8_hidden_states_differ_by_the_error_of_e4m3_alone(
+    run_flags, export_flags, demo_inputs, tmp_path, capsys
+):
+    flags = ["--ids_column", "ids", "--keep_columns", "loss_mask", *run_flags.split()]
+    run(tmp_path, demo_inputs / "model", ROWS[:1] + ROWS[3:5], *flags)
+    target = tmp_path / "float8"
+    command = ["--output_dir", tmp_path / "run", "--export", "speculators", "--export_dir", target]
+    assert main(*command, *export_flags.split()) == 0
+    assert "--hidden-states-backend fp8 " in capsys.readouterr().out
+    samples = {tuple(s.token_ids.tolist()): s for s in ActivationDataset(tmp_path / "run")}
+    rows = list(float8_states(target))
+    assert len(rows) == len(samples) == 3
+    for token_ids, restored in rows:
+        sample = samples[tuple(token_ids.tolist())]
+        layers = [torch.tensor(sample[hook].astype(np.float32)) for hook in STREAM]
+        stored = torch.stack(layers, dim=1)
+        largest = stored.abs().amax(dim=(1, 2), keepdim=True)
+        # e4m3 has 3 bits after the point, so values are rounded by 1/16 of themselves at most, and
+        # those below 2**-6 by 2**-10; the largest value of a token is 448.
+        allowed = torch.maximum(stored.abs() / 16, largest / 448 * 2**-10) * (1 + 1e-5)
+        assert ((restored - stored).abs() <= allowed).all()
+        assert (restored - stored).abs().max() > 0
+
+
+def test_tokens_of_zeros_and_of_huge_values_are_quantized():
+    states = np.zeros((3, 2, 4), np.float32)
+    states[1], states[2, 0, 0] = 3e38, -7.0
+    values, scales = quantize_tokens(states)
+    restored = values.astype(np.float32) * scales
+    np.testing.assert_allclose(restored, states, rtol=1e-6)
+
+
+def test_only_speculators_takes_float8(demo_inputs, tmp_path, capsys):
+    run(tmp_path, demo_inputs / "model", ROWS[:1], "--ids_column", "ids")
+    command = ["--output_dir", tmp_path / "run", "--export_dir", tmp_path / "new"]
+    assert main(*command, "--export", "specforge", "--export_dtype", "float8") == 2
+    assert "--export_dtype float8: needs --export speculators" in capsys.readouterr().err
 
 
 def test_conversations_teach_what_the_assistant_says_and_texts_every_token(demo_inputs, tmp_path):

@@ -19,8 +19,8 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import EXPORTS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export as exporting
-from activation_extraction.inspect.export import export
-from activation_extraction.inspect.trainer_files import EXPORT_FORMATS
+from activation_extraction.inspect.export import export, format_of
+from activation_extraction.inspect.sae_lens_files import SaeLensFormat
 from activation_extraction.store.folder import Folder
 
 FIRST, SECOND = HOOKS.values()
@@ -31,7 +31,7 @@ ROW = 3  # tokens of a row for SAELens, so that its chunks have 6
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(exporting, "CHUNK_BYTES", PER_CHUNK * 128)
-    monkeypatch.setitem(EXPORT_FORMATS, "sae_lens", EXPORT_FORMATS["sae_lens"]._replace(row=ROW))
+    monkeypatch.setattr(SaeLensFormat, "row_tokens", ROW)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -49,12 +49,12 @@ def run(request, tmp_path_factory):
 one_run = pytest.mark.parametrize("run", ["float32"], indirect=True)
 
 
-def test_every_choice_of_the_flag_has_a_form():
-    assert sorted(EXPORTS) == sorted(EXPORT_FORMATS)
+def test_every_choice_of_the_flag_has_a_format():
+    assert [format_of(name).name for name in EXPORTS] == list(EXPORTS)
 
 
 def save(run, target, *patterns):
-    export(Folder(str(run)), "sae_lens", str(target), patterns or None)
+    export(Folder(str(run)), SaeLensFormat(), str(target), patterns or None)
     return target
 
 

@@ -15,7 +15,7 @@ from row_files import write_rows
 from transformers import AutoTokenizer
 
 from activation_extraction import ActivationDataset
-from activation_extraction.inspect import export as exporting
+from activation_extraction.inspect.nla_files import NlaFormat
 
 HOOK = "blocks.1.hook_resid_post"
 LENGTH = 24  # the most tokens of a sample
@@ -96,7 +96,7 @@ def expected_rows(dataset, tokenizer):
 def test_a_row_has_the_text_up_to_a_token_and_its_stream(
     case, run_of, model, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(exporting, "ROW_GROUP", ROW_GROUP)
+    monkeypatch.setattr(NlaFormat, "largest_chunk", ROW_GROUP)
     folder = run_of(case)
     target = tmp_path / "target"
     capsys.readouterr()

@@ -20,6 +20,7 @@ from test_autoencoders import assert_codes, encoded
 
 from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.inspect.export import export
+from activation_extraction.inspect.sae_lens_files import SaeLensFormat
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 
@@ -66,7 +67,8 @@ def run(script, *arguments, folder):
 def test_the_loss_falls(trainer, folder, tmp_path):
     (tmp_path / "activations").symlink_to(folder / "activations")
     if trainer == "sae_lens_cached":  # the others read the run
-        export(Folder(str(folder / "activations")), "sae_lens", str(tmp_path / "export"), None)
+        run_folder = Folder(str(folder / "activations"))
+        export(run_folder, SaeLensFormat(), str(tmp_path / "export"), None)
     losses = json.loads(run("train.py", trainer, folder=tmp_path).splitlines()[-1])
     assert len(losses) >= 80 and np.isfinite(losses).all()
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10]), losses

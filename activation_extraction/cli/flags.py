@@ -844,6 +844,14 @@ class LookingOptions:
         needs="export",
         metavar="FOLDER",
     )
+    export_dtype: str | None = flag(
+        "the dtype of the hidden states that --export speculators writes. float8 (e4m3, with a "
+        "scale for each token) halves the files of a run in bfloat16; hs_connectors 0.9 and later "
+        "read them",
+        default_is="float8 if the run stores float8, otherwise the dtype of the run",
+        choices=("float8",),
+        needs="export",
+    )
 
     @property
     def requested(self) -> bool:

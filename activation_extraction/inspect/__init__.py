@@ -7,12 +7,12 @@
     report_numbers.py  the numbers in the report
     report_charts.py   the charts in the report
     export.py          --export: copies a finished run to a folder of files for a trainer
-    trainer_files.py   the export formats (one for each value of --export), and SAELens's files
+    export_format.py   what each format of --export has to implement
+    sae_lens_files.py  the files of SAELens, which trains autoencoders
     draft_files.py     the files of the trainers of draft models: speculators and SpecForge
     latent_files.py    the files of delphi, which explains features
     nla_files.py       the files of natural language autoencoders, with the text before each token
     arrow_files.py     writes the Arrow folders that `datasets.load_from_disk` reads
-    exported.py        the result of an export: numbers of exported and omitted tokens
 
 This package imports no JAX and never runs pickled code.
 """

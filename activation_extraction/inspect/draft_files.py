@@ -9,11 +9,14 @@ transformers, and number k for SpecForge.
 import io
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from activation_extraction.common.choices import ROLES
@@ -28,7 +31,7 @@ from activation_extraction.dataset.token_batch import (
     piece_of,
 )
 from activation_extraction.inspect.arrow_files import ArrowFolder
-from activation_extraction.inspect.exported import Exported
+from activation_extraction.inspect.export_format import Exported, ExportFormat
 
 # Name of the kept column and of the tensor that contain a 1 for each token whose loss counts, and a
 # 0 for each other token.
@@ -39,6 +42,10 @@ TRAINED_ROLES = [ROLES.index(role) for role in ("assistant", "thinking")]
 STREAM_GLOBS = "blocks.*.hook_resid_pre", "blocks.*.hook_resid_post"
 FINAL_NORM_HOOK = "ln_final.hook_out"
 SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
+# Name of the tensor with the scales of float8 hidden states in speculators' files.
+SCALES = "hidden_states_scales"
+LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
+SMALLEST_SCALE = 1e-12  # lower bound of a scale, so that a token of zeros causes no division by 0
 EAGLE3_LAYERS = 3  # number of layers whose residual streams SpecForge's EAGLE-3 draft models read
 
 
@@ -139,6 +146,220 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
     return dict(sorted(hooks_by_number.items()))
 
 
+def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
+    """Returns a phrase about the samples without tokens, or an empty tuple if there are none."""
+    empty_count = dataset.samples["tokens"].to_pylist().count(0)
+    if not empty_count:
+        return ()
+    return (f"{counted(empty_count, 'sample')} without tokens",)
+
+
+class DraftFormat(ExportFormat):
+    """The files of a trainer of draft models: whole samples with the residual streams of layers.
+
+    Attributes:
+        hook_globs: Globs of the hooks that the trainer reads.
+    """
+
+    needs_every_token = True
+    hook_globs: ClassVar[tuple[str, ...]]
+
+    def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
+        """Returns whether the hook matches one of `hook_globs` and has activations, no codes."""
+        if not dataset.shards.hooks[hook].is_array:
+            return False
+        return any(fnmatchcase(hook, glob) for glob in self.hook_globs)
+
+
+class SpeculatorsFormat(DraftFormat):
+    """The data set and the hidden states from which speculators 0.9 trains draft models.
+
+    The file hidden_states/hs_i.safetensors belongs to row i of the data set. Its tensor
+    `hidden_states` has the shape (tokens, layers, width). The last layer is the output of the last
+    block, before the final norm.
+
+    If hidden states are stored as float8 (e4m3), the tensor `hidden_states_scales` contains a
+    float32 scale for each token over all layers, (tokens, 1, 1). As in hs_connectors 0.9, with
+    which speculators reads the files, a hidden state is the float8 value times the scale, and the
+    largest magnitude of a token becomes the largest float8 value.
+
+    Args:
+        export_dtype: "float8" to store hidden states as float8. None to store them as float8 if the
+            run does, otherwise in the dtype of the run.
+    """
+
+    name = "speculators"
+    library = "datasets"
+    hook_globs = STREAM_GLOBS
+    accepted_hooks = " and ".join(hook_globs)
+
+    def __init__(self, export_dtype: str | None = None) -> None:
+        self._export_dtype = export_dtype
+
+    def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
+        """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
+
+        Raises:
+            InputError: The output of the last block is not chosen, or no other layer is.
+        """
+        hooks = super().choose_hooks(dataset, chosen_hooks)
+        depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
+        last_hook = f"blocks.{depth - 1}.hook_resid_post"
+        if last_hook not in hooks or len(hooks) < 2:
+            raise InputError(
+                f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post "
+                f"of at least one other layer; it has {', '.join(hooks)} of {dataset.url}"
+            )
+        return hooks
+
+    def write(
+        self,
+        folder: Path,
+        dataset: ActivationDataset,
+        hooks: Sequence[str],
+        chunks: Iterable[TokenBatch],
+    ) -> Exported:
+        """Writes the data set and a file of hidden states for each sample; see ExportFormat.write.
+
+        Raises:
+            RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
+        """
+        import datasets
+        from safetensors.numpy import save
+
+        (folder / "hidden_states").mkdir()
+        integer_type = datasets.Value("int64")
+        integers_type = datasets.List(integer_type)
+        column_types = {
+            "input_ids": integers_type,
+            LOSS_MASK: integers_type,
+            "seq_len": integer_type,
+        }
+        arrow_folder = ArrowFolder(folder, column_types, "torch")
+        stream_hooks = streams_by_number(hooks).values()
+        as_float8 = self._stores_float8(dataset)
+        written_tokens = 0
+        samples = training_samples(dataset, chunks)
+        for row, (token_ids, loss_mask, values_by_hook) in enumerate(samples):
+            hidden_states = np.stack([values_by_hook[hook] for hook in stream_hooks], axis=1)
+            tensors = {"hidden_states": hidden_states, "token_ids": token_ids}
+            if as_float8:
+                tensors["hidden_states"], tensors[SCALES] = quantize_tokens(hidden_states)
+            (folder / f"hidden_states/hs_{row}.safetensors").write_bytes(save(tensors))
+            arrow_folder.write(
+                {"input_ids": [token_ids], LOSS_MASK: [loss_mask], "seq_len": [len(token_ids)]}
+            )
+            written_tokens += len(token_ids)
+        arrow_folder.finalize()
+        return Exported(written_tokens, _empty_samples_in_words(dataset))
+
+    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+        """Returns the shell command that trains a draft model."""
+        layer_numbers = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
+        backend = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
+        return [
+            f"python -m speculators.train --data-path {shlex.quote(folder)} {backend}"
+            f"--verifier-name-or-path {shlex.quote(dataset.tokenizer_path)} "
+            f"--target-layer-ids {layer_numbers} --on-missing raise"
+        ]
+
+    def _stores_float8(self, dataset: ActivationDataset) -> bool:
+        """Returns whether the files contain the hidden states of a run as float8."""
+        return "float8" in (self._export_dtype, dataset.identity.activation_dtype)
+
+
+def quantize_tokens(hidden_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes hidden states to float8 (e4m3) with a scale for each token.
+
+    Args:
+        hidden_states: Hidden states of any floating dtype, (tokens, layers, width).
+
+    Returns:
+        The float8 values, (tokens, layers, width), and the scales, float32 (tokens, 1, 1). A
+        hidden state is the product of its float8 value and the scale.
+    """
+    wide_states = hidden_states.astype(np.float32)
+    largest_magnitudes = np.abs(wide_states).max(axis=(1, 2), keepdims=True, initial=0)
+    scales = np.maximum(largest_magnitudes / LARGEST_FLOAT8, SMALLEST_SCALE).astype(np.float32)
+    return (wide_states / scales).astype(ml_dtypes.float8_e4m3fn), scales
+
+
+class SpecForgeFormat(DraftFormat):
+    """The files from which SpecForge trains EAGLE-3 draft models offline.
+
+    Each sample has a file. Its tensor `aux_hidden_state` contains the concatenated residual streams
+    of three layers, (1, tokens, 3 * width). `hidden_state` contains the output of the final norm,
+    (1, tokens, width).
+    """
+
+    name = "specforge"
+    library = "torch"
+    hook_globs = (*STREAM_GLOBS, FINAL_NORM_HOOK)
+    accepted_hooks = " and ".join(hook_globs)
+
+    def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
+        """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
+
+        Raises:
+            InputError: The chosen hooks are not the final norm's and the residual streams of
+                exactly three layers, without the embedding.
+        """
+        hooks = super().choose_hooks(dataset, chosen_hooks)
+        stream_hooks = streams_by_number(hooks)
+        if FINAL_NORM_HOOK not in hooks or len(stream_hooks) != EAGLE3_LAYERS or 0 in stream_hooks:
+            raise InputError(
+                f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
+                "blocks.K.hook_resid_post of exactly three layers, which --hook_names can choose; "
+                f"it has {', '.join(hooks)} of {dataset.url}"
+            )
+        return hooks
+
+    def write(
+        self,
+        folder: Path,
+        dataset: ActivationDataset,
+        hooks: Sequence[str],
+        chunks: Iterable[TokenBatch],
+    ) -> Exported:
+        """Writes a file for each sample; see ExportFormat.write.
+
+        Raises:
+            RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
+        """
+        import torch
+
+        stream_hooks = streams_by_number(hooks)
+        written_tokens = 0
+        samples = training_samples(dataset, chunks)
+        for sample_number, (token_ids, loss_mask, values_by_hook) in enumerate(samples):
+            first_of_folder = sample_number // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
+            subfolder = folder / f"rows_{first_of_folder}-{first_of_folder + SAMPLES_PER_FOLDER}"
+            subfolder.mkdir(exist_ok=True)
+            streams = [values_by_hook[hook] for hook in stream_hooks.values()]
+            concatenated_streams = np.concatenate(streams, axis=1)
+            tensors = {
+                "input_ids": as_tensor(token_ids),
+                LOSS_MASK: as_tensor(loss_mask),
+                "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
+                "aux_hidden_state": as_tensor(concatenated_streams)[None],
+            }
+            buffer = (
+                io.BytesIO()
+            )  # torch would raise a RuntimeError, not an OSError, on a full disk
+            torch.save(tensors, buffer)
+            (subfolder / f"data_{sample_number}.ckpt").write_bytes(buffer.getbuffer())
+            written_tokens += len(token_ids)
+        return Exported(written_tokens, _empty_samples_in_words(dataset))
+
+    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+        """Returns the shell commands that write a configuration and train a draft model."""
+        config = specforge_config(folder, dataset, hooks)
+        return [
+            f"echo {shlex.quote(config)} > specforge.json",
+            "specforge train --config specforge.json",
+        ]
+
+
 def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[str]) -> str:
     """Returns the configuration with which `specforge train` of SpecForge 0.2 reads an export.
 
@@ -164,115 +385,3 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
         "data": {"hidden_states_path": folder, "max_length": max(sample_lengths, default=1)},
     }
     return json.dumps(config)
-
-
-def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns a phrase about the samples without tokens, or an empty tuple if there are none."""
-    empty_count = dataset.samples["tokens"].to_pylist().count(0)
-    if not empty_count:
-        return ()
-    return (f"{counted(empty_count, 'sample')} without tokens",)
-
-
-def write_speculators(
-    folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> Exported:
-    """Writes the data set and the hidden states from which speculators 0.9 trains draft models.
-
-    The file hidden_states/hs_i.safetensors belongs to row i of the data set. Its tensor
-    `hidden_states` has the shape (tokens, layers, width). The last layer is the output of the last
-    block, before the final norm.
-
-    Args:
-        folder: The folder of the export, which is empty.
-        dataset: The run, which stores all tokens of its samples.
-        hooks: The names of residual-stream hooks.
-        chunks: All tokens of the run, in stored order.
-
-    Returns:
-        The number of tokens written, and a phrase about samples without tokens if there are any.
-
-    Raises:
-        InputError: `hooks` lacks the output of the last block, or has no other hook.
-        RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
-    """
-    import datasets
-    from safetensors.numpy import save
-
-    depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-    last_hook = f"blocks.{depth - 1}.hook_resid_post"
-    if last_hook not in hooks or len(hooks) < 2:
-        raise InputError(
-            f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post of at "
-            f"least one other layer; it has {', '.join(hooks)} of {dataset.url}"
-        )
-    (folder / "hidden_states").mkdir()
-    integer_type = datasets.Value("int64")
-    integers_type = datasets.List(integer_type)
-    column_types = {"input_ids": integers_type, LOSS_MASK: integers_type, "seq_len": integer_type}
-    arrow_folder = ArrowFolder(folder, column_types, "torch")
-    stream_hooks = streams_by_number(hooks).values()
-    written_tokens = 0
-    for row, (token_ids, loss_mask, values_by_hook) in enumerate(training_samples(dataset, chunks)):
-        hidden_states = np.stack([values_by_hook[hook] for hook in stream_hooks], axis=1)
-        file_content = save({"hidden_states": hidden_states, "token_ids": token_ids})
-        (folder / f"hidden_states/hs_{row}.safetensors").write_bytes(file_content)
-        arrow_folder.write(
-            {"input_ids": [token_ids], LOSS_MASK: [loss_mask], "seq_len": [len(token_ids)]}
-        )
-        written_tokens += len(token_ids)
-    arrow_folder.finalize()
-    return Exported(written_tokens, _empty_samples_in_words(dataset))
-
-
-def write_specforge(
-    folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> Exported:
-    """Writes the files from which SpecForge trains EAGLE-3 draft models offline.
-
-    Each sample has a file. Its tensor `aux_hidden_state` contains the concatenated residual streams
-    of three layers, (1, tokens, 3 * width). `hidden_state` contains the output of the final norm,
-    (1, tokens, width).
-
-    Args:
-        folder: The folder of the export, which is empty.
-        dataset: The run, which stores all tokens of its samples.
-        hooks: The names of the final norm's hook and of residual-stream hooks.
-        chunks: All tokens of the run, in stored order.
-
-    Returns:
-        The number of tokens written, and a phrase about samples without tokens if there are any.
-
-    Raises:
-        InputError: `hooks` lacks the final norm's hook, contains the embedding, or does not contain
-            the residual streams of exactly three layers.
-        RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
-    """
-    import torch
-
-    stream_hooks = streams_by_number(hooks)
-    if FINAL_NORM_HOOK not in hooks or len(stream_hooks) != EAGLE3_LAYERS or 0 in stream_hooks:
-        raise InputError(
-            f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and blocks.K.hook_resid_post "
-            "of exactly three layers, which --hook_names can choose; it has "
-            f"{', '.join(hooks)} of {dataset.url}"
-        )
-    written_tokens = 0
-    samples = training_samples(dataset, chunks)
-    for sample_number, (token_ids, loss_mask, values_by_hook) in enumerate(samples):
-        first_of_folder = sample_number // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
-        subfolder = folder / f"rows_{first_of_folder}-{first_of_folder + SAMPLES_PER_FOLDER}"
-        subfolder.mkdir(exist_ok=True)
-        streams = [values_by_hook[hook] for hook in stream_hooks.values()]
-        concatenated_streams = np.concatenate(streams, axis=1)
-        tensors = {
-            "input_ids": as_tensor(token_ids),
-            LOSS_MASK: as_tensor(loss_mask),
-            "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
-            "aux_hidden_state": as_tensor(concatenated_streams)[None],
-        }
-        buffer = io.BytesIO()  # torch would raise a RuntimeError, not an OSError, on a full disk
-        torch.save(tensors, buffer)
-        (subfolder / f"data_{sample_number}.ckpt").write_bytes(buffer.getbuffer())
-        written_tokens += len(token_ids)
-    return Exported(written_tokens, _empty_samples_in_words(dataset))

@@ -1,17 +1,15 @@
 """Copies a finished run to a local folder of files for another program, for --export.
 
-trainer_files.py lists the export formats and the modules that write the files. The files are
-written to a temporary folder, which is renamed when it is complete. So a folder with the final name
-always contains a whole export.
+`format_of` makes the format that --export names; export_format.py declares what a format has to
+implement. The files are written to a temporary folder, which is renamed when it is complete. So a
+folder with the final name always contains a whole export.
 """
 
 import os
 import re
-import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,12 @@ from activation_extraction.common.interrupts import raise_on_ctrl_c
 from activation_extraction.common.visible import counted, say
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.inspect.draft_files import specforge_config, streams_by_number
-from activation_extraction.inspect.nla_files import ID_COLUMNS, ROW_GROUP, with_texts
+from activation_extraction.inspect.draft_files import SpecForgeFormat, SpeculatorsFormat
+from activation_extraction.inspect.export_format import ExportFormat
+from activation_extraction.inspect.latent_files import DelphiFormat
+from activation_extraction.inspect.nla_files import NlaFormat, with_texts
+from activation_extraction.inspect.sae_lens_files import SaeLensFormat
 from activation_extraction.inspect.status import host_states
-from activation_extraction.inspect.trainer_files import EXPORT_FORMATS
 from activation_extraction.store.chosen_samples import RunText
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_folders import read_folders
@@ -40,9 +40,30 @@ FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
 LoadText = Callable[[dict[str, Any]], RunText]
 
 
+def format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
+    """Returns an export format.
+
+    Args:
+        name: The value of --export.
+        export_dtype: The value of --export_dtype, which only speculators has. None for the default.
+
+    Raises:
+        InputError: The files of the format cannot contain `export_dtype`.
+    """
+    if name == SpeculatorsFormat.name:
+        return SpeculatorsFormat(export_dtype)
+    if export_dtype is not None:
+        raise InputError(
+            f"--export_dtype {export_dtype}: needs --export {SpeculatorsFormat.name}, found "
+            f"--export {name}"
+        )
+    formats = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
+    return {export_format.name: export_format for export_format in formats}[name]
+
+
 def export(
     root: Folder,
-    format_name: str,
+    export_format: ExportFormat,
     target_folder: str,
     patterns: Sequence[str] | None,
     load_text: LoadText | None = None,
@@ -51,7 +72,7 @@ def export(
 
     Args:
         root: The output of the run.
-        format_name: The value of --export, a key of EXPORT_FORMATS.
+        export_format: The format of the files.
         target_folder: The path of the folder, which must not exist.
         patterns: Names or globs of the hooks to export. None for all hooks that the format accepts.
         load_text: The function that loads the text of the run. None if the format needs no text.
@@ -61,47 +82,45 @@ def export(
             exists or cannot be made. `load_text` may raise it, too.
         RunError: Reading or writing failed. The unfinished folder has been deleted.
     """
-    export_format = EXPORT_FORMATS[format_name]
+    flag = f"--export {export_format.name}"
     library = export_format.library
     if find_spec(library) is None:
-        raise InputError(f"--export {format_name}: needs {library}; {install(library)}")
+        raise InputError(f"{flag}: needs {library}; {install(library)}")
     if "://" in target_folder:
         raise InputError(f"--export_dir {target_folder}: is a URL; expected a local folder")
     target_folder = os.path.normpath(target_folder)
     folders = read_folders(root)
     dataset = _finished_run(root, folders)
-    hooks = _choose_hooks(dataset, patterns, format_name)
-    needs_every_token = export_format.accepts_codes or export_format.stream_globs
-    if needs_every_token and not dataset.identity.every_token:
+    try:
+        chosen_hooks = dataset.hooks.chosen(dataset.url, patterns)
+    except ValueError as error:
+        raise InputError(f"--hook_names: {error}") from None
+    hooks = export_format.choose_hooks(dataset, chosen_hooks)
+    if export_format.needs_every_token and not dataset.identity.every_token:
         raise InputError(
-            f"--export {format_name}: {dataset.url} stores only some of its tokens; expected all "
-            "of them"
+            f"{flag}: {dataset.url} stores only some of its tokens; expected all of them"
         )
     for hook in hooks:
         if not FOLDER_NAME.fullmatch(hook):
-            raise InputError(f"--export {format_name}: hook {hook!r:.80} cannot name a folder")
-    row_tokens = export_format.row
+            raise InputError(f"{flag}: hook {hook!r:.80} cannot name a folder")
+    row_tokens = export_format.row_tokens
     if dataset.tokens < row_tokens:
         raise InputError(
-            f"--export {format_name}: {dataset.url} holds {counted(dataset.tokens, 'token')}; "
-            f"expected at least {row_tokens}"
+            f"{flag}: {dataset.url} holds {counted(dataset.tokens, 'token')}; expected at least "
+            f"{row_tokens}"
         )
     token_bytes = sum(export_format.token_bytes(dataset, hook) for hook in hooks)
     chunk_tokens = max(CHUNK_BYTES // token_bytes // row_tokens, 1) * row_tokens
-    chunks: Iterable[TokenBatch]
-    if export_format.text_hook is None:
-        chunks = _chunks(dataset, hooks, chunk_tokens)
-    else:
-        run_text = _load_text(dataset, format_name, load_text)
-        chunks = _chunks(dataset, hooks, min(chunk_tokens, ROW_GROUP), ID_COLUMNS)
+    chunk_tokens = min(chunk_tokens, export_format.largest_chunk or chunk_tokens)
+    chunks = _chunks(dataset, hooks, chunk_tokens, export_format.sample_columns)
+    if export_format.needs_text:
+        run_text = _load_text(dataset, flag, load_text)
         chunks = with_texts(chunks, root, folders, dataset, run_text)
-    # In addition to activations, the files contain token ids and masks, which have up to 16 bytes
-    # per token and hook. Texts are not counted, because their lengths are unknown before decoding.
-    largest_size = dataset.tokens * (token_bytes + 16 * len(hooks))
+    # In addition to activations, the files contain token ids, masks and scales, which have up to 24
+    # bytes per token and hook. Texts are not counted, because their lengths are unknown before
+    # decoding.
+    largest_size = dataset.tokens * (token_bytes + 24 * len(hooks))
     with raise_on_ctrl_c(), _new_folder(target_folder, largest_size) as folder:
-        if export_format.hook_folders:
-            for hook in hooks:
-                (folder / hook).mkdir()
         exported = export_format.write(folder, dataset, hooks, chunks)
         file_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     say(
@@ -109,23 +128,13 @@ def export(
         f"{file_bytes / 1e9:,.3f} GB in {target_folder}"
     )
     if left_out := dataset.tokens - exported.tokens:
-        places = ", at the ends of their samples" if export_format.accepts_codes else ""
+        places = ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         say(f"left out: {counted(left_out, 'token')}, too few for a row of {row_tokens}{places}")
     for phrase in exported.left_out:
         say(f"left out: {phrase}")
-    template_fields = {
-        "folder": target_folder,
-        "hook": hooks[0],
-        "path": os.path.join(target_folder, hooks[0]),
-        "row": str(row_tokens),
-        "quoted_folder": shlex.quote(target_folder),
-    }
-    if export_format.stream_globs:
-        template_fields["model"] = shlex.quote(dataset.tokenizer_path)
-        template_fields["layers"] = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
-        template_fields["config"] = shlex.quote(specforge_config(target_folder, dataset, hooks))
-    instructions = "  " + export_format.read_with.format(**template_fields)
-    say("read it with:", *instructions.split("\n"))
+    say("read it with:")
+    for line in export_format.read_with(target_folder, dataset, hooks):
+        say(f"  {line}")
 
 
 def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset:
@@ -151,12 +160,12 @@ def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
         raise RunError(one_line(error)) from error
 
 
-def _load_text(dataset: ActivationDataset, format_name: str, load_text: LoadText | None) -> RunText:
+def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText | None) -> RunText:
     """Loads the text of a run.
 
     Args:
         dataset: The run.
-        format_name: The value of --export, for the message.
+        flag: The flag with its value, for the message.
         load_text: The function that loads the text.
 
     Raises:
@@ -165,60 +174,8 @@ def _load_text(dataset: ActivationDataset, format_name: str, load_text: LoadText
     assert load_text is not None
     if not dataset.identity.from_dataset:
         reason = "records no data set, because another program stored it"
-        raise InputError(f"--export {format_name}: {dataset.url} {reason}")
+        raise InputError(f"{flag}: {dataset.url} {reason}")
     return load_text(dataset.metadata)
-
-
-def _choose_hooks(
-    dataset: ActivationDataset, patterns: Sequence[str] | None, format_name: str
-) -> list[str]:
-    """Returns the names of the hooks to export, in the run's order.
-
-    Chosen hooks that the format does not accept are left out, and a message names them.
-
-    Args:
-        dataset: The run.
-        patterns: Names or globs of the chosen hooks. None for all hooks.
-        format_name: The value of --export.
-
-    Raises:
-        InputError: A pattern matches no hook, the format accepts none of the chosen hooks, or the
-            format accepts a single hook and the choice is another one.
-    """
-    export_format = EXPORT_FORMATS[format_name]
-    try:
-        chosen_hooks = dataset.hooks.chosen(dataset.url, patterns)
-    except ValueError as error:
-        raise InputError(f"--hook_names: {error}") from None
-    if export_format.text_hook is not None:
-        if len(chosen_hooks) != 1 or export_format.text_hook.fullmatch(chosen_hooks[0]) is None:
-            raise InputError(
-                f"--export {format_name}: takes one hook blocks.K.hook_resid_post, which "
-                f"--hook_names chooses; of {dataset.url} it chooses {', '.join(chosen_hooks)}"
-            )
-        return chosen_hooks
-    if export_format.stream_globs:
-        accepted_hooks = " and ".join(export_format.stream_globs)
-    elif export_format.accepts_codes:
-        accepted_hooks = "codes, which --encode stores"
-    else:
-        accepted_hooks = "activations, no codes"
-
-    def is_accepted(hook: str) -> bool:
-        if dataset.shards.hooks[hook].is_array == export_format.accepts_codes:
-            return False
-        globs = export_format.stream_globs
-        return not globs or any(fnmatchcase(hook, glob) for glob in globs)
-
-    exported_hooks = [hook for hook in dataset.hooks if hook in chosen_hooks and is_accepted(hook)]
-    if not exported_hooks:
-        raise InputError(
-            f"--export {format_name}: takes {accepted_hooks}; {dataset.url} has "
-            f"{', '.join(chosen_hooks)}"
-        )
-    if omitted_hooks := [hook for hook in chosen_hooks if hook not in exported_hooks]:
-        say(f"left out: {', '.join(omitted_hooks)}; {format_name} takes {accepted_hooks}")
-    return exported_hooks
 
 
 @contextmanager

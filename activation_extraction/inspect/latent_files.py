@@ -15,7 +15,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.common.visible import counted
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
-from activation_extraction.inspect.exported import Exported
+from activation_extraction.inspect.export_format import Exported, ExportFormat
 
 ROW_TOKENS = 64  # number of tokens in a row; an example that delphi shows is half a row
 LEAST_FILES = 5  # number of files per hook, as in delphi, unless they would exceed FILE_BYTES
@@ -25,10 +25,8 @@ SMALLEST_VALUE = 1e-5  # values of at most this magnitude are left out, as delph
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
 
 
-def write_delphi(
-    folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> Exported:
-    """Writes the cache of latents that delphi 0.1 reads, in a folder for each hook.
+class DelphiFormat(ExportFormat):
+    """The cache of latents that delphi 0.1 reads, in a folder for each hook.
 
     A row contains ROW_TOKENS consecutive tokens of one sample. Tokens at the end of a sample that
     do not fill a row are left out. A file START_END.safetensors covers the features START to END,
@@ -38,97 +36,134 @@ def write_delphi(
       of the row, the position in the row, and the number of the feature minus START.
     - `activations`: The values, float32 (values,).
     - `tokens`: The token ids of all rows, (rows, ROW_TOKENS).
-
-    Args:
-        folder: The folder of the export, which has an empty folder for each hook.
-        dataset: The run, which stores all tokens of its samples.
-        hooks: The names of hooks with codes.
-        chunks: All tokens of the run, in stored order.
-
-    Returns:
-        The number of tokens in the files, and a phrase for each hook at which small values were
-        left out.
-
-    Raises:
-        InputError: No sample has ROW_TOKENS tokens.
     """
-    from safetensors.numpy import save
 
-    lengths = dataset.samples["tokens"].to_numpy()
-    if not (lengths >= ROW_TOKENS).any():
-        raise InputError(
-            f"--export delphi: no sample of {dataset.url} has {ROW_TOKENS} tokens, which a row "
-            "needs"
-        )
-    sample_offsets = np.cumsum([0, *lengths])  # offset of each sample among all tokens of the run
-    tokens_read = 0
-    tokens_in_rows = 0  # tokens in whole rows
-    small_value_counts = dict.fromkeys(hooks, 0)  # number of omitted values by hook
-    token_ids: list[np.ndarray] = []
-    # The paths of each hook's files by their range of features (first, stop). A file first receives
-    # entries in the order of the tokens. At the end, they are replaced by the tensors.
-    files_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
-    for hook in hooks:
-        files_by_hook[hook] = {}
-        for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook)):
-            file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
-            files_by_hook[hook][first_feature, stop_feature] = folder / hook / file_name
-    for batch in chunks:
-        token_offsets = np.arange(tokens_read, tokens_read + len(batch))
-        sample_of_token = np.searchsorted(sample_offsets, token_offsets, "right") - 1
-        is_in_row = batch.position < lengths[sample_of_token] // ROW_TOKENS * ROW_TOKENS
-        # The index of each token among all tokens in whole rows.
-        index_in_rows = tokens_in_rows + np.cumsum(is_in_row) - 1
-        token_ids.append(batch.token_ids[is_in_row])
-        for hook, codes in batch.items():
-            token_of_value = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-            is_small = np.abs(codes.data) <= SMALLEST_VALUE
-            small_value_counts[hook] += int(np.count_nonzero(is_in_row[token_of_value] & is_small))
-            is_kept = is_in_row[token_of_value] & ~is_small
-            kept_index = index_in_rows[token_of_value[is_kept]]
-            row_of_value, position_in_row = np.divmod(kept_index, ROW_TOKENS)
-            columns = [row_of_value, position_in_row, codes.indices[is_kept], codes.data[is_kept]]
-            entries = np.rec.fromarrays(columns, dtype=ENTRY)
-            for (first_feature, stop_feature), file_path in files_by_hook[hook].items():
-                latents = entries["latent"]
-                is_in_file = (latents >= first_feature) & (latents < stop_feature)
-                with open(file_path, "ab") as file:
-                    entries[is_in_file].tofile(file)
-        tokens_read += len(batch)
-        tokens_in_rows += int(is_in_row.sum())
-    token_table = np.concatenate(token_ids).reshape(-1, ROW_TOKENS)
-    for hook in hooks:
-        for (first_feature, _), file_path in files_by_hook[hook].items():
-            sorted_entries = np.fromfile(file_path, ENTRY)
-            sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
-            sorted_entries["latent"] -= first_feature
-            locations = [
-                sorted_entries["row"],
-                sorted_entries["position"],
-                sorted_entries["latent"],
-            ]
-            tensors = {
-                "locations": np.stack(locations, axis=1),
-                "activations": sorted_entries["value"].copy(),
-                "tokens": token_table,
+    name = "delphi"
+    library = "safetensors"
+    accepted_hooks = "codes, which --encode stores"
+    needs_every_token = True
+    row_tokens = ROW_TOKENS
+    rows_end_with_samples = True
+
+    def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
+        """Returns whether the hook has codes."""
+        return not dataset.shards.hooks[hook].is_array
+
+    def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
+        """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
+
+        Raises:
+            InputError: The format accepts none of the hooks, or no sample fills a row.
+        """
+        hooks = super().choose_hooks(dataset, chosen_hooks)
+        lengths = dataset.samples["tokens"].to_numpy()
+        if not (lengths >= self.row_tokens).any():
+            raise InputError(
+                f"--export delphi: no sample of {dataset.url} has {self.row_tokens} tokens, which "
+                "a row needs"
+            )
+        return hooks
+
+    def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
+        """Returns an upper bound for the bytes of a token's codes, in memory and in the files."""
+        return 4 * dataset.shards.row_bytes([hook])
+
+    def write(
+        self,
+        folder: Path,
+        dataset: ActivationDataset,
+        hooks: Sequence[str],
+        chunks: Iterable[TokenBatch],
+    ) -> Exported:
+        """Writes a folder for each hook; see ExportFormat.write."""
+        from safetensors.numpy import save
+
+        lengths = dataset.samples["tokens"].to_numpy()
+        sample_offsets = np.cumsum(
+            [0, *lengths]
+        )  # offset of each sample among all tokens of the run
+        tokens_read = 0
+        tokens_in_rows = 0  # tokens in whole rows
+        small_value_counts = dict.fromkeys(hooks, 0)  # number of omitted values by hook
+        token_ids: list[np.ndarray] = []
+        # The paths of each hook's files by their range of features (first, stop). A file first
+        # receives entries in the order of the tokens. At the end, they are replaced by the tensors.
+        files_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
+        for hook in hooks:
+            (folder / hook).mkdir()
+            files_by_hook[hook] = {}
+            for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook)):
+                file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
+                files_by_hook[hook][first_feature, stop_feature] = folder / hook / file_name
+        for batch in chunks:
+            token_offsets = np.arange(tokens_read, tokens_read + len(batch))
+            sample_of_token = np.searchsorted(sample_offsets, token_offsets, "right") - 1
+            is_in_row = (
+                batch.position < lengths[sample_of_token] // self.row_tokens * self.row_tokens
+            )
+            # The index of each token among all tokens in whole rows.
+            index_in_rows = tokens_in_rows + np.cumsum(is_in_row) - 1
+            token_ids.append(batch.token_ids[is_in_row])
+            for hook, codes in batch.items():
+                token_of_value = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
+                is_small = np.abs(codes.data) <= SMALLEST_VALUE
+                small_value_counts[hook] += int(
+                    np.count_nonzero(is_in_row[token_of_value] & is_small)
+                )
+                is_kept = is_in_row[token_of_value] & ~is_small
+                kept_index = index_in_rows[token_of_value[is_kept]]
+                row_of_value, position_in_row = np.divmod(kept_index, self.row_tokens)
+                columns = [
+                    row_of_value,
+                    position_in_row,
+                    codes.indices[is_kept],
+                    codes.data[is_kept],
+                ]
+                entries = np.rec.fromarrays(columns, dtype=ENTRY)
+                for (first_feature, stop_feature), file_path in files_by_hook[hook].items():
+                    latents = entries["latent"]
+                    is_in_file = (latents >= first_feature) & (latents < stop_feature)
+                    with open(file_path, "ab") as file:
+                        entries[is_in_file].tofile(file)
+            tokens_read += len(batch)
+            tokens_in_rows += int(is_in_row.sum())
+        token_table = np.concatenate(token_ids).reshape(-1, self.row_tokens)
+        for hook in hooks:
+            for (first_feature, _), file_path in files_by_hook[hook].items():
+                sorted_entries = np.fromfile(file_path, ENTRY)
+                sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
+                sorted_entries["latent"] -= first_feature
+                locations = [
+                    sorted_entries["row"],
+                    sorted_entries["position"],
+                    sorted_entries["latent"],
+                ]
+                tensors = {
+                    "locations": np.stack(locations, axis=1),
+                    "activations": sorted_entries["value"].copy(),
+                    "tokens": token_table,
+                }
+                file_path.write_bytes(save(tensors))
+            config = {
+                "model_name": dataset.tokenizer_path,
+                "dataset_repo": dataset.identity.data,
+                "dataset_column": dataset.identity.text.text_column,
+                "cache_ctx_len": self.row_tokens,
+                "ctx_len": self.row_tokens,
+                "n_tokens": token_table.size,
+                "n_splits": len(files_by_hook[hook]),
             }
-            file_path.write_bytes(save(tensors))
-        config = {
-            "model_name": dataset.tokenizer_path,
-            "dataset_repo": dataset.identity.data,
-            "dataset_column": dataset.identity.text.text_column,
-            "cache_ctx_len": ROW_TOKENS,
-            "ctx_len": ROW_TOKENS,
-            "n_tokens": token_table.size,
-            "n_splits": len(files_by_hook[hook]),
-        }
-        (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
-    phrases = [
-        f"{counted(count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by delphi itself"
-        for hook, count in small_value_counts.items()
-        if count
-    ]
-    return Exported(token_table.size, tuple(phrases))
+            (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
+        phrases = [
+            f"{counted(count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by delphi itself"
+            for hook, count in small_value_counts.items()
+            if count
+        ]
+        return Exported(token_table.size, tuple(phrases))
+
+    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+        """Returns the Python expression that opens the cache."""
+        return [f"LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())"]
 
 
 def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:

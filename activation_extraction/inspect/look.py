@@ -9,7 +9,7 @@ from typing import Any
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
-from activation_extraction.inspect.export import LoadText, export
+from activation_extraction.inspect.export import LoadText, export, format_of
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import verify
@@ -54,7 +54,8 @@ def look(
             return show_report(root, looking.report)
         if looking.export is not None and looking.export_dir is not None:
             patterns = config.hooks.hook_names
-            export(root, looking.export, looking.export_dir, patterns, load_text)
+            export_format = format_of(looking.export, looking.export_dtype)
+            export(root, export_format, looking.export_dir, patterns, load_text)
             return 0
         return verify(root, load, looking.verify_samples)
     except FolderError as error:

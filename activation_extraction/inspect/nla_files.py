@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,10 @@ import numpy as np
 import pyarrow
 
 import activation_extraction
-from activation_extraction.common.errors import RunError
+from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch, piece_of
-from activation_extraction.inspect.exported import Exported
+from activation_extraction.inspect.export_format import Exported, ExportFormat
 from activation_extraction.store.chosen_samples import RunText, read_tokens
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_log import RunLog
@@ -107,52 +108,85 @@ def _token_ids(
                 )
 
 
-def write_nla(
-    folder: Path, dataset: ActivationDataset, hooks: Sequence[str], chunks: Iterable[TokenBatch]
-) -> Exported:
-    """Writes the Parquet file of stage 0, and a YAML file beside it that describes it.
+class NlaFormat(ExportFormat):
+    """The Parquet file of stage 0, and a YAML file beside it that describes it.
 
-    Args:
-        folder: The folder of the export.
-        dataset: The run.
-        hooks: The name of a single hook, which STREAM_PATTERN matches.
-        chunks: All tokens of the run, in stored order, with the columns ID_COLUMNS and TEXT_COLUMN.
-            Each chunk becomes a row group.
-
-    Returns:
-        The number of tokens in the file.
+    Parquet files cannot contain bfloat16, and the pipeline reads float32, so the vectors are
+    float32.
     """
-    import yaml
-    from pyarrow.parquet import ParquetWriter
 
-    (hook,) = hooks
-    width = dataset.hooks[hook]
-    layer = _layer_of(hook)
-    column_types: dict[str, pyarrow.DataType] = {
-        "n_raw_tokens": pyarrow.int64(),
-        "detokenized_text_truncated": pyarrow.string(),
-        "activation_vector": pyarrow.list_(pyarrow.float32(), width),
-        "activation_layer": pyarrow.int64(),
-        "doc_id": pyarrow.string(),
-    }
-    schema = pyarrow.schema(column_types)
-    written_rows = 0
-    with ParquetWriter(folder / FILE_NAME, schema) as file:
-        for batch in chunks:
-            vectors = np.asarray(batch[hook], np.float32).reshape(-1)
-            ids_and_rows = zip(batch.columns["doc_id"], batch.columns["row"], strict=True)
-            column_values = {
-                "n_raw_tokens": batch.position.astype(np.int64) + 1,
-                "detokenized_text_truncated": batch.columns[TEXT_COLUMN],
-                "activation_vector": pyarrow.FixedSizeListArray.from_arrays(vectors, width),
-                "activation_layer": np.full(len(batch), layer),
-                "doc_id": [_document_id(doc_id, row) for doc_id, row in ids_and_rows],
-            }
-            file.write_table(pyarrow.table(column_values, schema))
-            written_rows += len(batch)
-    description = yaml.safe_dump(_description(dataset, hook, written_rows), sort_keys=False)
-    (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(description)
-    return Exported(written_rows)
+    name = "nla"
+    library = "transformers"
+    accepted_hooks = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
+    needs_text = True
+    sample_columns = ID_COLUMNS
+    largest_chunk = ROW_GROUP
+
+    def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
+        """Returns whether the hook is the output of a block."""
+        return STREAM_PATTERN.fullmatch(hook) is not None
+
+    def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
+        """Returns the name of the single chosen hook.
+
+        Raises:
+            InputError: Several hooks or another hook is chosen.
+        """
+        if len(chosen_hooks) != 1 or not self.accepts(dataset, chosen_hooks[0]):
+            raise InputError(
+                f"--export nla: takes {self.accepted_hooks}; of {dataset.url} it chooses "
+                f"{', '.join(chosen_hooks)}"
+            )
+        return [*chosen_hooks]
+
+    def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
+        """Returns the bytes of a token's vector in float32."""
+        return dataset.hooks[hook] * np.dtype(np.float32).itemsize
+
+    def write(
+        self,
+        folder: Path,
+        dataset: ActivationDataset,
+        hooks: Sequence[str],
+        chunks: Iterable[TokenBatch],
+    ) -> Exported:
+        """Writes both files. Each chunk becomes a row group; see ExportFormat.write."""
+        import yaml
+        from pyarrow.parquet import ParquetWriter
+
+        (hook,) = hooks
+        width = dataset.hooks[hook]
+        layer = _layer_of(hook)
+        column_types: dict[str, pyarrow.DataType] = {
+            "n_raw_tokens": pyarrow.int64(),
+            "detokenized_text_truncated": pyarrow.string(),
+            "activation_vector": pyarrow.list_(pyarrow.float32(), width),
+            "activation_layer": pyarrow.int64(),
+            "doc_id": pyarrow.string(),
+        }
+        schema = pyarrow.schema(column_types)
+        written_rows = 0
+        with ParquetWriter(folder / FILE_NAME, schema) as file:
+            for batch in chunks:
+                vectors = np.asarray(batch[hook], np.float32).reshape(-1)
+                ids_and_rows = zip(batch.columns["doc_id"], batch.columns["row"], strict=True)
+                column_values = {
+                    "n_raw_tokens": batch.position.astype(np.int64) + 1,
+                    "detokenized_text_truncated": batch.columns[TEXT_COLUMN],
+                    "activation_vector": pyarrow.FixedSizeListArray.from_arrays(vectors, width),
+                    "activation_layer": np.full(len(batch), layer),
+                    "doc_id": [_document_id(doc_id, row) for doc_id, row in ids_and_rows],
+                }
+                file.write_table(pyarrow.table(column_values, schema))
+                written_rows += len(batch)
+        description = yaml.safe_dump(_description(dataset, hook, written_rows), sort_keys=False)
+        (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(description)
+        return Exported(written_rows)
+
+    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+        """Returns the shell command of the stage that reads the files."""
+        path = f"{shlex.quote(folder)}/{FILE_NAME}"
+        return [f"python -m nla.datagen.stage1_split --base {path} --output-dir FOLDER"]
 
 
 def _layer_of(hook: str) -> int:

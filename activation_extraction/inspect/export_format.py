@@ -1,0 +1,133 @@
+"""Declares ExportFormat, which every format of --export implements.
+
+export.py copies a run with a format. The formats are in sae_lens_files.py, draft_files.py,
+latent_files.py and nla_files.py. They import optional packages inside the functions that need them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import say
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.dataset.token_batch import TokenBatch
+
+
+class Exported(NamedTuple):
+    """The result of an export: the numbers of exported and omitted things.
+
+    Attributes:
+        tokens: The number of tokens in the files. The remaining tokens of the run did not fill a
+            row.
+        left_out: Phrases about other things in the run that the files do not contain, such as
+            "3 samples without tokens".
+    """
+
+    tokens: int
+    left_out: tuple[str, ...] = ()
+
+
+class ExportFormat(ABC):
+    """The files that one other program reads, as --export writes them.
+
+    Attributes:
+        name: The value of --export.
+        library: The name of the package that is needed to write the files.
+        accepted_hooks: The hooks that the format accepts, in words for messages.
+        needs_every_token: Whether a run must store all tokens of its samples.
+        needs_text: Whether the chunks that `write` takes contain the text before each token, in the
+            column TEXT_COLUMN of nla_files.py.
+        sample_columns: The names of the columns of the table of samples that chunks contain.
+        row_tokens: The number of tokens in a row of the files. Tokens that do not fill a row are
+            left out.
+        rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
+            the ends of samples are left out. Otherwise only the last tokens of the run are.
+        largest_chunk: The largest number of tokens in a chunk. None if memory alone limits it.
+    """
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+    accepted_hooks: ClassVar[str]
+    needs_every_token: ClassVar[bool] = False
+    needs_text: ClassVar[bool] = False
+    sample_columns: ClassVar[tuple[str, ...]] = ()
+    row_tokens: ClassVar[int] = 1
+    rows_end_with_samples: ClassVar[bool] = False
+    largest_chunk: ClassVar[int | None] = None
+
+    @abstractmethod
+    def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
+        """Returns whether the files can contain a hook of a run.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook.
+        """
+
+    def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
+        """Returns the names of the hooks to export, in the run's order.
+
+        Chosen hooks that the format does not accept are left out, and a message names them.
+
+        Args:
+            dataset: The run.
+            chosen_hooks: The names of the hooks that the user has chosen.
+
+        Raises:
+            InputError: The files cannot be made of the chosen hooks.
+        """
+        hooks = [hook for hook in dataset.hooks if hook in chosen_hooks]
+        exported_hooks = [hook for hook in hooks if self.accepts(dataset, hook)]
+        if not exported_hooks:
+            raise InputError(
+                f"--export {self.name}: takes {self.accepted_hooks}; {dataset.url} has "
+                f"{', '.join(chosen_hooks)}"
+            )
+        if omitted_hooks := [hook for hook in chosen_hooks if hook not in exported_hooks]:
+            say(f"left out: {', '.join(omitted_hooks)}; {self.name} takes {self.accepted_hooks}")
+        return exported_hooks
+
+    def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
+        """Returns an upper bound for the bytes of a token's values, in memory and in the files.
+
+        Args:
+            dataset: The run.
+            hook: The name of an exported hook.
+        """
+        return dataset.hooks[hook] * dataset.dtypes[hook].itemsize
+
+    @abstractmethod
+    def write(
+        self,
+        folder: Path,
+        dataset: ActivationDataset,
+        hooks: Sequence[str],
+        chunks: Iterable[TokenBatch],
+    ) -> Exported:
+        """Writes the files.
+
+        Args:
+            folder: The folder of the export, which is empty.
+            dataset: The run.
+            hooks: The names of the exported hooks.
+            chunks: All tokens of the run, in stored order. The size of each chunk but the last is a
+                multiple of `row_tokens`.
+
+        Returns:
+            The numbers of exported and omitted things.
+
+        Raises:
+            RunError: The run contains values that the files cannot contain.
+        """
+
+    @abstractmethod
+    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+        """Returns the lines of Python or shell with which the other program reads the files.
+
+        Args:
+            folder: The folder of the export.
+            dataset: The run that was exported.
+            hooks: The names of the exported hooks.
+        """

@@ -1,0 +1,85 @@
+"""Writes the cached activations of SAELens, which trains autoencoders on them."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from activation_extraction.dataset.dataset import ActivationDataset
+from activation_extraction.dataset.token_batch import TokenBatch
+from activation_extraction.inspect.arrow_files import ArrowFolder
+from activation_extraction.inspect.export_format import Exported, ExportFormat
+
+
+class SaeLensFormat(ExportFormat):
+    """Cached activations, as SAELens's CacheActivationsRunner writes them.
+
+    Each hook has a folder that `datasets.load_from_disk` reads. A row may begin and end within a
+    sample, as in the rows that SAELens itself makes, because SAELens mixes all tokens before it
+    trains on them. Arrow files cannot contain bfloat16, so such values are written as float32.
+    """
+
+    name = "sae_lens"
+    library = "datasets"
+    accepted_hooks = "activations, no codes"
+    row_tokens = 128  # SAELens's default context_size
+
+    def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
+        """Returns whether the hook has activations and no codes."""
+        return dataset.shards.hooks[hook].is_array
+
+    def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
+        """Returns the bytes of a token's activation at a hook, in the dtype of the files."""
+        return dataset.hooks[hook] * _file_dtype(dataset, hook).itemsize
+
+    def write(
+        self,
+        folder: Path,
+        dataset: ActivationDataset,
+        hooks: Sequence[str],
+        chunks: Iterable[TokenBatch],
+    ) -> Exported:
+        """Writes a folder for each hook; see ExportFormat.write."""
+        import datasets
+
+        written_tokens = 0
+        arrow_folders = {}
+        for hook in hooks:
+            (folder / hook).mkdir()
+            row_shape = (self.row_tokens, dataset.hooks[hook])
+            column_types = {
+                hook: datasets.Array2D(row_shape, _file_dtype(dataset, hook).name),
+                "token_ids": datasets.List(datasets.Value("int32"), length=self.row_tokens),
+            }
+            arrow_folders[hook] = ArrowFolder(folder / hook, column_types)
+        for batch in chunks:
+            row_count = len(batch) // self.row_tokens
+            tokens_in_rows = row_count * self.row_tokens
+            token_ids = batch.token_ids[:tokens_in_rows].reshape(row_count, self.row_tokens)
+            for hook, activations in batch.items():
+                width = activations.shape[1]
+                rows_of_hook = activations[:tokens_in_rows].reshape(
+                    row_count, self.row_tokens, width
+                )
+                rows_of_hook = rows_of_hook.astype(_file_dtype(dataset, hook), copy=False)
+                arrow_folders[hook].write({hook: rows_of_hook, "token_ids": token_ids})
+            written_tokens += tokens_in_rows
+        for arrow_folder in arrow_folders.values():
+            arrow_folder.finalize()
+        return Exported(written_tokens)
+
+    def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
+        """Returns the call that makes SAELens train on the first hook."""
+        hook_folder = os.path.join(folder, hooks[0])
+        return [
+            f"LanguageModelSAERunnerConfig(..., hook_name={hooks[0]!r}, "
+            f"context_size={self.row_tokens}, use_cached_activations=True, "
+            f"cached_activations_path={hook_folder!r})"
+        ]
+
+
+def _file_dtype(dataset: ActivationDataset, hook: str) -> np.dtype:
+    """Returns the dtype in which the files contain the activations of a hook."""
+    dtype = dataset.dtypes[hook]
+    return np.dtype(np.float32) if dtype.name == "bfloat16" else dtype
