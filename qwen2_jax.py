@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
 
         Returns:
             The output, (B, T, D), which is added to the residual stream.
-            The intermediates.
+            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
         query_axes = "batch", "query_sequence", "heads", "head_dim"
         key_axes = "batch", "sequence", "kv_heads", "head_dim"
@@ -224,7 +224,7 @@ class MLP(nn.Module):
 
         Returns:
             The output, (B, T, D), which is added to the residual stream.
-            The intermediates.
+            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
         gate = rounded(self.gate_proj(x), self.dtype)
         up = self.up_proj(x)
@@ -268,7 +268,7 @@ class SparseMLP(nn.Module):
 
         Returns:
             The sum, (B, T, D), which is added to the residual stream.
-            The intermediates.
+            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
         experts = self.config.experts
         logits = self.gate(x).astype(self.dtype)

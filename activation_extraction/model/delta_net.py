@@ -1,8 +1,8 @@
-"""The gated delta net (arXiv:2412.06464), which replaces attention in layers of some families.
+"""Computes the gated delta net (arXiv:2412.06464), which replaces attention in some layers.
 
-The families are Qwen3-Next and Qwen3.5. The gated delta rule keeps a matrix S per value head, the
-state, which is zero before a segment's first token. A token with the query q, key k, value v, log
-decay g and rate b changes the state, and then reads its output o:
+Models of the families Qwen3-Next and Qwen3.5 have such layers. The gated delta rule keeps a matrix
+S per value head, the state, which is zero before a segment's first token. A token with the query q,
+key k, value v, log decay g and rate b changes the state, and then reads its output o:
 
     S <- exp(g) S
     S <- S + k (b (v - S^T k))^T
@@ -13,9 +13,10 @@ each other are the solution of a triangular system of equations. The systems of 
 solved at once, and then a loop computes S for one chunk after the other. All of this is in float32,
 and no token sees another segment of its row.
 
-Key heads, each with its value heads, are divided among devices. A checkpoint contains queries, keys
-and values in one matrix, one below the other or head by head. It contains their convolutions in
-another matrix. Here each of them is a parameter of its own, so that heads can be divided.
+Key heads, each with its value heads, are divided among devices. A checkpoint contains the
+projections of queries, keys and values in one matrix, one below the other or head by head, and
+their convolutions in another matrix. Here each projection and each convolution is a parameter of
+its own, so that heads can be divided.
 
 Letters of `GatedDeltaNet`, besides B, T and D of qwen2_jax.py: J key heads, G value heads of each
 key head, C key size, Z value size, O all values of a token, W taps of the convolution. The
@@ -40,8 +41,8 @@ from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import einsum
 from activation_extraction.model.parameters import Weight, parameter
 
-CHUNK = 64  # tokens of a chunk
-EPSILON = 1e-6  # number that is added to the squared length of queries and keys
+CHUNK = 64  # the number of tokens of a chunk
+EPSILON = 1e-6  # the number that is added to the squared length of queries and keys
 KEY_AXES = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUE_AXES = *KEY_AXES, "head_dim"  # logical axes of values
 
@@ -100,37 +101,37 @@ class GatedDeltaNet(nn.Module):
 
         Returns:
             The output, (B, T, D), which is added to the residual stream.
-            The intermediates.
+            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
         intermediates = self._rule_inputs(x, segment_ids)
         q, k, v = intermediates["q"], intermediates["k"], intermediates["v"]
-        arrays = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
-        axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
+        rule_inputs = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
+        input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
-            # The result is split over devices like the array with the number 2, the values.
-            values = self.layout.per_device(self.rule, arrays, axes, template=2)
+            # The result is split over devices like the values, which have the index 2 in the tuple.
+            values = self.layout.per_device(self.rule, rule_inputs, input_axes, template=2)
         intermediates["recurrence_out"] = values
         epsilon = self.config.rms_norm_eps
-        gated = gated_norm(values, intermediates["gate_input"], self.norm(), epsilon).astype(
+        gated_values = gated_norm(values, intermediates["gate_input"], self.norm(), epsilon).astype(
             self.dtype
         )
-        intermediates["gated"] = gated
-        token_values = gated.reshape(*gated.shape[:2], -1)  # shape (B, T, O)
+        intermediates["gated"] = gated_values
+        token_values = gated_values.reshape(*gated_values.shape[:2], -1)  # shape (B, T, O)
         intermediates["out"] = self.layout.constrain(
             self.out_proj(token_values).astype(self.dtype), *STREAM
         )
         return intermediates["out"], intermediates
 
     def _rule_inputs(self, x: Array, segment_ids: Array) -> Intermediates:
-        """Computes the inputs of the gated delta rule and of the gate after it.
+        """Computes the inputs of the gated delta rule, and of the gate that follows the rule.
 
         Args:
             x: The normed residual stream, (B, T, D).
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
 
         Returns:
-            The inputs and further intermediates by name. The inputs are `q`, `k`, `v`, `log_decay`,
-            `beta` and `gate_input`.
+            Name -> array, for the inputs and further intermediates. The inputs of the rule are `q`,
+            `k`, `v`, `log_decay` and `beta`, and the input of the gate is `gate_input`.
         """
         constrain = self.layout.constrain
         intermediates: Intermediates = {}
@@ -143,8 +144,8 @@ class GatedDeltaNet(nn.Module):
             intermediates[f"{letter}_pre_conv"] = y
             weight = jnp.squeeze(convolution(), -2)
             if letter == "k":
-                # The barrier lets the convolution of the keys wait for that of the queries. If a
-                # TPU computed both at once, they would need more fast memory than it has for them.
+                # The barrier makes the convolution of the keys wait for the convolution of the
+                # queries. Both at once would need more fast memory than a TPU has for them.
                 weight, intermediates["q"] = lax.optimization_barrier((weight, intermediates["q"]))
             intermediates[letter] = short_convolution(y, weight, segment_ids).astype(self.dtype)
         intermediates["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
@@ -169,33 +170,33 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
         segment_ids: The segment of each token, (B, T) int32.
 
     Returns:
-        The result, like x in shape, float32.
+        The result, with the shape of x, float32.
     """
     # Each tap converts x to float32. If x were converted once for all taps, XLA would write it to
     # HBM in float32.
     weight = weight.astype(jnp.float32)
     tap_count = weight.shape[-1]
-    total = x.astype(jnp.float32) * weight[..., -1]
-    for distance in range(1, tap_count):
-        same_segment = _shifted(segment_ids, distance) == segment_ids
+    weighted_sum = x.astype(jnp.float32) * weight[..., -1]
+    for tap_distance in range(1, tap_count):
+        same_segment = _shifted(segment_ids, tap_distance) == segment_ids
         in_segment = jnp.expand_dims(same_segment, range(2, x.ndim))
-        earlier_values = jnp.where(in_segment, _shifted(x, distance), 0).astype(jnp.float32)
-        total += earlier_values * weight[..., -1 - distance]
-    return jax.nn.silu(total)
+        earlier_values = jnp.where(in_segment, _shifted(x, tap_distance), 0).astype(jnp.float32)
+        weighted_sum += earlier_values * weight[..., -1 - tap_distance]
+    return jax.nn.silu(weighted_sum)
 
 
 def _shifted(x: Array, distance: int) -> Array:
-    """Returns for each token the value of the token `distance` places before it.
+    """Shifts the values of tokens, so that each token gets the value of an earlier token.
 
     Args:
         x: The values of the tokens, (B, T, ...).
-        distance: The number of places.
+        distance: The number of tokens by which values are shifted to the end of the row.
 
     Returns:
-        The shifted values, like x. The first `distance` tokens of a row get 0.
+        The shifted values, with the shape of x. The first `distance` tokens of a row get 0.
     """
-    padding = [(0, 0), (distance, 0), *[(0, 0)] * (x.ndim - 2)]
-    return jnp.pad(x, padding)[:, : x.shape[1]]
+    padding_widths = [(0, 0), (distance, 0), *[(0, 0)] * (x.ndim - 2)]
+    return jnp.pad(x, padding_widths)[:, : x.shape[1]]
 
 
 def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
@@ -225,13 +226,14 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     Letters: K key heads, G value heads of each key head, U value size.
 
     Args:
-        *arrays: The arguments of a `DeltaRule`, in the same order.
+        *arrays: The arguments of a `DeltaRule` in its order: q, k, v, log_decay, beta and
+            segment_ids.
 
     Returns:
         The outputs, (B, T, K, G, U) float64.
     """
-    *inputs, segment_ids = map(np.asarray, arrays)
-    q, k, v, log_decay, beta = (x.astype(np.float64) for x in inputs)
+    *float_arrays, segment_ids = map(np.asarray, arrays)
+    q, k, v, log_decay, beta = (x.astype(np.float64) for x in float_arrays)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
     rows, length, key_heads, values_per_key, value_size = v.shape
     state = np.zeros(
@@ -241,8 +243,8 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     previous_segment = np.zeros(rows)
     for t in range(length):
         segment = segment_ids[:, t]
-        continues = (segment == previous_segment)[:, None, None]
-        decay = np.where(continues, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
+        continues_segment = (segment == previous_segment)[:, None, None]
+        decay = np.where(continues_segment, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
         state *= decay[..., None, None]
         difference = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
         state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], difference)
@@ -256,13 +258,24 @@ def gated_delta_rule(
 ) -> Array:
     """Computes the gated delta rule in chunks, on any platform.
 
-    The comment on `DeltaRule` defines the arguments and the result.
+    Letters: K key heads, G value heads of each key head, D key size, U value size.
+
+    Args:
+        q: The queries, (B, T, K, D), which this function normalises.
+        k: The keys, (B, T, K, D), which this function normalises.
+        v: The values, (B, T, K, G, U).
+        log_decay: The log decays, (B, T, K, G) float32, at most 0.
+        beta: The rates with which tokens change the state, (B, T, K, G) float32.
+        segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+
+    Returns:
+        The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
     """
     dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
-    per_head = q, k, v, log_decay[..., None], beta[..., None]
-    chunks = _prepare(*map(_in_chunks, (*per_head, segment_ids[..., None])))
+    head_arrays = q, k, v, log_decay[..., None], beta[..., None]
+    chunks = _prepare(*map(_in_chunks, (*head_arrays, segment_ids[..., None])))
     state = jnp.zeros((*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
     _, outputs = lax.scan(_step, state, chunks)
     outputs = jnp.moveaxis(outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
@@ -270,13 +283,16 @@ def gated_delta_rule(
 
 
 def inverse_length(x: Array) -> Array:
-    """Returns the factors that turn the vectors of the last axis into unit vectors.
+    """Returns the inverse lengths of vectors, by which unit vectors are made.
+
+    Letters: D key size.
 
     Args:
         x: The vectors, (..., D).
 
     Returns:
-        The factors, (..., 1) float32.
+        The inverse length of each vector, (..., 1) float32. EPSILON, which is added to the squared
+        length, keeps it finite.
     """
     x = x.astype(jnp.float32)
     return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON)
@@ -293,16 +309,16 @@ def _in_chunks(x: Array) -> Array:
     Returns:
         The chunks, (N, B, ..., C, X).
     """
-    padding = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
-    x = jnp.pad(x, padding).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+    padding_widths = [(0, 0), (0, -x.shape[1] % CHUNK), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, padding_widths).reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
     return jnp.moveaxis(x, (1, 2), (0, -2))
 
 
 class _Chunks(NamedTuple):
     """The arrays of all chunks, from which a loop computes the state S and the outputs.
 
-    Each token of a chunk adds the outer product of its key and a vector to S. This vector is linear
-    in S before the chunk.
+    Each token of a chunk adds the outer product of its key and a vector to S. This vector is a
+    linear function of the state S before the chunk.
 
     Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
     J), D key size, U value size.
@@ -311,11 +327,11 @@ class _Chunks(NamedTuple):
         initial_vectors: The vectors that tokens would add if S were zero before the chunk,
             (N, B, K, G, C, U).
         readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D). The
-            first C products are subtracted from the vectors that the tokens add, and the other C
-            products are added to the outputs of the tokens.
+            products of the first C rows are subtracted from `initial_vectors`, which gives the
+            vectors that the tokens add. The products of the other C rows are added to the outputs.
         output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
-        decayed_keys: The keys, times the decay from their token to the end of the chunk,
-            (N, B, K, G, C, D).
+        decayed_keys: The key of each token, multiplied by the decay from this token to the end of
+            the chunk, (N, B, K, G, C, D).
         decay: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
@@ -341,14 +357,17 @@ def _prepare(
         log_decay: The log decays, (N, B, K, G, C, 1).
         beta: The rates, (N, B, K, G, C, 1).
         segments: The segment ids, (N, B, C, 1).
+
+    Returns:
+        The arrays of all chunks.
     """
     decay_between, decay_since_begin = _decays(log_decay, segments)
     key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
     query_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
-    right_side = beta * jnp.concatenate([v, decay_since_begin * k], axis=-1)
+    right_hand_side = beta * jnp.concatenate([v, decay_since_begin * k], axis=-1)
     inverse = _inverse(beta * key_products * decay_between)
-    solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverse, right_side)
+    solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverse, right_hand_side)
     initial_vectors, vector_readers = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         initial_vectors=initial_vectors,
@@ -369,10 +388,10 @@ def _inverse(matrices: Array) -> Array:
         [ A 0 ] -1   [    X    0 ]
         [ M B ]    = [ -Y M X  Y ]
 
-    These are matrix products, while a triangular solver would compute one token after the other. On
-    a CPU with several devices, JAX's triangular solver never returns.
+    So the function only computes matrix products, while a triangular solver would compute one token
+    after the other. On a CPU with several devices, JAX's triangular solver never returns.
 
-    Letters: N chunks, K key heads, G value heads of each key head; I and J are tokens of a chunk.
+    Letters: N chunks, K key heads, G value heads of each key head, I and J tokens of a chunk.
 
     Args:
         matrices: The matrices, (N, B, K, G, I, J). Only the values below the diagonal are used.
@@ -389,7 +408,7 @@ def _inverse(matrices: Array) -> Array:
         in_joined_block = joined_numbers[:, None] == joined_numbers
         in_lower_block = block_numbers[:, None] > block_numbers
         lower_left = jnp.where(in_joined_block & in_lower_block, matrices, 0)
-        # X and Y are 1 on the first level.
+        # On the first level, the blocks are single tokens, so X and Y are 1.
         if level > 0:
             lower_left = multiply(multiply(inverse, lower_left), inverse)
         inverse = inverse - lower_left
@@ -397,10 +416,10 @@ def _inverse(matrices: Array) -> Array:
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
-    """Returns the decay of the state S between the tokens of a chunk, and since its beginning.
+    """Returns the decay of the state S between tokens of a chunk, and since the chunk's beginning.
 
-    The log decays are only added, and all have the same sign. So a token that erases S, with a very
-    negative log decay, does not harm the precision of the decays of later tokens.
+    The function only adds log decays, which all have the same sign. So a token that erases S, with
+    a very negative log decay, does not harm the precision of the decays of later tokens.
 
     Letters: N chunks, K key heads, G value heads of each key head, C tokens of a chunk (also I and
     J).
@@ -416,23 +435,25 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         the token's segment begins in the chunk.
     """
     segment = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
-    # The segment of the last token of each chunk, except of the last chunk.
+    # The segment of the last token of each chunk but the last one.
     last_segment = segment[:-1, ..., -1:, :]
     # The segment of the last token before each chunk; -1 before the first chunk.
     previous_segment = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
     # Whether token I sees token J, (N, B, 1, 1, I, J).
     mask = jnp.tril(segment == segment.mT)
-    # 1 where token C does not come after token I, (I, C).
-    not_after = jnp.tri(CHUNK)
-    log_between = einsum("IC,NBKGCJ->NBKGIJ", not_after, log_decay * jnp.tri(CHUNK, k=-1))
-    log_since_begin = einsum("IC,NBKGCJ->NBKGIJ", not_after, log_decay)
-    decay_between = jnp.where(mask, jnp.exp(log_between), 0)
-    decay_since_begin = jnp.where(segment == previous_segment, jnp.exp(log_since_begin), 0)
+    # A matrix (I, C), which is 1 where token C does not come after token I, and 0 elsewhere.
+    not_after_mask = jnp.tri(CHUNK)
+    log_decay_between = einsum(
+        "IC,NBKGCJ->NBKGIJ", not_after_mask, log_decay * jnp.tri(CHUNK, k=-1)
+    )
+    log_decay_since_begin = einsum("IC,NBKGCJ->NBKGIJ", not_after_mask, log_decay)
+    decay_between = jnp.where(mask, jnp.exp(log_decay_between), 0)
+    decay_since_begin = jnp.where(segment == previous_segment, jnp.exp(log_decay_since_begin), 0)
     return decay_between, decay_since_begin
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
-    """Computes the state S after one chunk, and the outputs of the chunk's tokens.
+    """Computes one chunk: the state S after it, and the outputs of its tokens.
 
     Letters: K key heads, G value heads of each key head, C tokens of a chunk, D key size, U value
     size.
@@ -445,9 +466,9 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         S after the chunk, (B, K, G, D, U).
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
-    products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
-    subtracted, state_outputs = jnp.split(products, 2, axis=3)
-    added_vectors = chunk.initial_vectors - subtracted
+    state_products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
+    subtracted_vectors, state_outputs = jnp.split(state_products, 2, axis=3)
+    added_vectors = chunk.initial_vectors - subtracted_vectors
     outputs = state_outputs + einsum("BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors)
     state = chunk.decay * state
     state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, added_vectors)

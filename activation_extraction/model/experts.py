@@ -1,4 +1,4 @@
-"""The experts of a layer, which are many small MLPs of which each token uses a few.
+"""Computes the experts of a layer, which are many small MLPs of which each token uses a few.
 
 No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
 its own function that computes the weighted sum of each token's experts. All of these functions have
@@ -25,8 +25,8 @@ from activation_extraction.model.mesh import MODEL_AXES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 from activation_extraction.model.parameters import StackedWeight
 
-TILE = 128  # rows of an expert that `tiled_experts` multiplies at a time
-LANES = 128  # values of a row of a TPU's register
+TILE = 128  # the number of an expert's rows that `tiled_experts` multiplies at a time
+LANES = 128  # the number of values in a row of a TPU's register
 
 
 class Stacks(NamedTuple):
@@ -74,7 +74,8 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
     Letters: E experts, X experts of a token.
 
     Args:
-        logits: The logits of the router, (B, T, E). Of equal logits, the first ones are chosen.
+        logits: The logits of the router, (B, T, E). Among experts with equal logits, the experts
+            with the lowest numbers are chosen.
         count: X, the number of experts per token.
         renormalise: Whether to divide the weights of a token's experts by their sum.
 
@@ -90,13 +91,18 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
 
 
 def scattered(weights: Array, chosen: Array, count: int) -> Array:
-    """Returns the weight of every expert for every token, (B, T, E).
+    """Returns the weight of every expert for every token.
+
+    Letters: E experts, X experts of a token.
 
     Args:
         weights: The weights of the chosen experts, (B, T, X).
         chosen: The numbers of the chosen experts, (B, T, X) int32. All other experts get the weight
             0.
         count: E, the number of experts.
+
+    Returns:
+        The weights, (B, T, E).
     """
     one_hot = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
     return (one_hot * weights[..., None]).sum(axis=-2)
@@ -129,13 +135,18 @@ class Experts(nn.Module):
         self.down_proj = StackedWeight(self.config, "EMD", self.dtype)
 
     def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
-        """Returns the weighted sum of each token's experts, (B, T, D) float32.
+        """Returns the weighted sum of each token's experts.
+
+        Letters: E experts, X experts of a token.
 
         Args:
             x: The tokens, (B, T, D).
             weights: The routing weights of each token's experts, (B, T, X) float32.
             chosen: The numbers of each token's experts, (B, T, X) int32. Numbers outside 0..E-1 add
                 nothing and cost nothing.
+
+        Returns:
+            The sums, (B, T, D) float32.
         """
         gate, layer = self.gate_proj()
         up, _ = self.up_proj()
@@ -144,8 +155,8 @@ class Experts(nn.Module):
         input_axes = "layer", "experts", "hidden", "mlp"
         output_axes = "layer", "experts", "mlp", "hidden"
         axes = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
-        compute = partial(_sum_on_device, self.layout, self.expert_sum)
-        return self.layout.per_device(compute, arrays, axes, template=0)
+        sum_on_device = partial(_sum_on_device, self.layout, self.expert_sum)
+        return self.layout.per_device(sum_on_device, arrays, axes, template=0)
 
 
 def _sum_on_device(
@@ -222,22 +233,24 @@ def _sum_in_ring(
     # A kernel fetches rows from this shape. It is cheaper to reshape the tokens of this device
     # before they are sent than the tokens of all devices afterwards.
     x = x.reshape(token_count, -1, math.gcd(hidden, LANES))
-    # The tokens that go in each direction, with the places in the ring per hop.
+    # For each direction, the half of the tokens that goes this way, and the number of places in the
+    # ring by which a hop moves it.
     directions = [(slice(half_count), 1), (slice(half_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:
-        pairs = [
+        ring_pairs = [
             (device, ring[(place + shift) % device_count]) for place, device in enumerate(ring)
         ]
-        return lax.ppermute(arrays, "expert", pairs)
+        return lax.ppermute(arrays, "expert", ring_pairs)
 
     halves_by_direction = []
-    for tokens, shift in directions:
-        part_halves = [[array[tokens] for array in (x, weights, chosen)]]
+    for half_slice, shift in directions:
+        part_halves = [[array[half_slice] for array in (x, weights, chosen)]]
         for _ in range(1, device_count):
             part_halves.append(hop(part_halves[-1], shift))
         halves_by_direction.append(part_halves)
-    # The first half of part 0, its second half, the first half of part 1, and so on.
+    # The halves of the parts in the order: first half of part 0, second half of part 0, first half
+    # of part 1, and so on.
     ordered_halves: list[list[Array]] = []
     for both_halves in zip(*halves_by_direction, strict=True):
         ordered_halves.extend(both_halves)
@@ -245,14 +258,19 @@ def _sum_in_ring(
     chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
     y = expert_sum(x.reshape(-1, hidden), weights, chosen, stacks, parts=device_count)
 
-    # Without barriers, XLA would concatenate the parts again, to convert and slice them together.
-    own_part, *other_parts = map(lax.optimization_barrier, jnp.split(y, device_count))
+    # Without barriers, XLA would concatenate the results of the parts again, in order to convert
+    # and slice them together.
+    own_part_results, *other_part_results = map(
+        lax.optimization_barrier, jnp.split(y, device_count)
+    )
     half_sums = []
-    for tokens, shift in directions:
-        total = other_parts[0][tokens]
-        for part in [*other_parts[1:], own_part]:
-            total = hop(total.astype(x.dtype), shift).astype(jnp.float32) + part[tokens]
-        half_sums.append(total)
+    for half_slice, shift in directions:
+        half_sum = other_part_results[0][half_slice]
+        for part_results in [*other_part_results[1:], own_part_results]:
+            half_sum = (
+                hop(half_sum.astype(x.dtype), shift).astype(jnp.float32) + part_results[half_slice]
+            )
+        half_sums.append(half_sum)
     return jnp.concatenate(half_sums)
 
 
@@ -261,12 +279,13 @@ def in_sorted_rows(
 ) -> Array:
     """Computes the weighted sum of each token's experts by sorting copies of the tokens by expert.
 
-    The sums take one row of each token at a time, so that no array contains all rows in float32.
+    The results are added up for one expert of every token at a time, so that no array contains the
+    results of all rows in float32.
 
     Letters: T tokens, D hidden, X experts of a token.
 
     Args:
-        compute: The function that runs the experts on the sorted rows.
+        compute: The function that runs the experts on the sorted rows. See `SortedRows`.
         x: The tokens, (T, D).
         weights: The routing weights of each token's experts, (T, X) float32.
         chosen: The numbers of each token's experts, (T, X) int32.
@@ -276,24 +295,30 @@ def in_sorted_rows(
     Returns:
         The sums, (T, D) float32. See `ExpertSum`.
     """
-    per_token = chosen.shape[1]
+    experts_per_token = chosen.shape[1]
     expert_count = stacks.gate.shape[1]
     has_expert = (chosen >= 0) & (chosen < expert_count)
     expert_of_row = jnp.where(has_expert, chosen, expert_count).reshape(-1)
     row_order = jnp.argsort(expert_of_row, stable=True)
-    sizes = jnp.bincount(expert_of_row, length=expert_count + 1)[:expert_count].astype(jnp.int32)
-    sorted_rows = from_bits(to_bits(x)[row_order // per_token], x.dtype)
-    result_bits = to_bits(compute(sorted_rows, sizes, stacks))
-    # The sorted row of each of a token's experts, (T, X).
+    row_counts = jnp.bincount(expert_of_row, length=expert_count + 1)[:expert_count].astype(
+        jnp.int32
+    )
+    sorted_rows = from_bits(to_bits(x)[row_order // experts_per_token], x.dtype)
+    result_bits = to_bits(compute(sorted_rows, row_counts, stacks))
+    # For each expert of a token, the number of its row in the sorted order, (T, X).
     row_numbers = jnp.zeros_like(row_order).at[row_order].set(jnp.arange(row_order.size))
     row_numbers = row_numbers.reshape(chosen.shape)
 
     def add_up(row_numbers: Array, weights: Array, has_expert: Array) -> Array:
-        total = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
-        for choice, numbers in enumerate(row_numbers.T):
-            row = from_bits(result_bits[numbers], x.dtype).astype(jnp.float32)
-            total += jnp.where(has_expert[:, choice, None], row * weights[:, choice, None], 0)
-        return total
+        token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
+        for expert_index, rows_of_index in enumerate(row_numbers.T):
+            expert_results = from_bits(result_bits[rows_of_index], x.dtype).astype(jnp.float32)
+            token_sums += jnp.where(
+                has_expert[:, expert_index, None],
+                expert_results * weights[:, expert_index, None],
+                0,
+            )
+        return token_sums
 
     arrays_by_part = [jnp.split(array, parts) for array in (row_numbers, weights, has_expert)]
     return jnp.concatenate([add_up(*arrays) for arrays in zip(*arrays_by_part, strict=True)])
@@ -302,9 +327,19 @@ def in_sorted_rows(
 def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
     """Runs experts on sorted rows with `lax.ragged_dot`, for which XLA has a kernel on TPUs.
 
-    The signature is `SortedRows`. `lax.ragged_dot` gets the weights of all layers, because a slice
-    of them would be a copy; the experts of other layers have no rows. On other platforms than TPUs,
-    `lax.ragged_dot` multiplies every row with every expert.
+    `lax.ragged_dot` gets the weights of all layers, because a slice of them would be a copy. The
+    experts of other layers get no rows. On other platforms than TPUs, `lax.ragged_dot` multiplies
+    every row with every expert.
+
+    Letters: n rows, E experts.
+
+    Args:
+        x: The rows, sorted by expert, (n, D).
+        sizes: The number of rows of each expert, (E,) int32.
+        stacks: The weights of the experts.
+
+    Returns:
+        The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
     """
     layer, gate, up, down = stacks
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -313,8 +348,8 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
         matrices = stack.reshape(-1, *stack.shape[2:])
-        options: Any = dict(precision=precision, preferred_element_type=dtype)
-        return lax.ragged_dot(x, matrices, all_sizes, **options)
+        dot_options: Any = dict(precision=precision, preferred_element_type=dtype)
+        return lax.ragged_dot(x, matrices, all_sizes, **dot_options)
 
     gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
     return product(gated_values.astype(x.dtype), down, x.dtype)
@@ -323,8 +358,18 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
 def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
     """Runs one expert after the other on its sorted rows, a tile of TILE rows at a time.
 
-    The signature is `SortedRows`. The last tile of an expert may extend into the rows of the next
-    experts. The results for these rows are overwritten when the next experts are computed.
+    The last tile of an expert may extend into the rows of the next experts. The results for these
+    rows are overwritten when the next experts are computed.
+
+    Letters: n rows, E experts.
+
+    Args:
+        x: The rows, sorted by expert, (n, D).
+        sizes: The number of rows of each expert, (E,) int32.
+        stacks: The weights of the experts.
+
+    Returns:
+        The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
     """
     row_count = len(x)
     row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
@@ -332,10 +377,12 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
     layer, *stack_bits = map(to_bits, stacks)
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
-        rows = from_bits(lax.dynamic_slice_in_dim(row_bits, start, TILE), x.dtype)
-        gated_values = jax.nn.silu(einsum("nD,DM->nM", rows, gate)) * einsum("nD,DM->nM", rows, up)
-        results = einsum("nM,MD->nD", gated_values.astype(x.dtype), down).astype(x.dtype)
-        return lax.dynamic_update_slice_in_dim(y, to_bits(results), start, 0)
+        tile_rows = from_bits(lax.dynamic_slice_in_dim(row_bits, start, TILE), x.dtype)
+        gated_values = jax.nn.silu(einsum("nD,DM->nM", tile_rows, gate)) * einsum(
+            "nD,DM->nM", tile_rows, up
+        )
+        tile_results = einsum("nM,MD->nD", gated_values.astype(x.dtype), down).astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(y, to_bits(tile_results), start, 0)
 
     def compute_expert(expert: Array, y: Array) -> Array:
         gate, up, down = (from_bits(stack[layer, expert], x.dtype) for stack in stack_bits)
@@ -361,13 +408,25 @@ def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: 
     """Computes every expert on every token, and adds up the results with the routing weights.
 
     This is the reference implementation of `ExpertSum`, with which tests and trials compare the
-    others. The comment on `ExpertSum` defines the arguments and the result.
+    others.
+
+    Letters: X experts of a token.
+
+    Args:
+        x: The tokens, (T, D).
+        weights: The routing weights of each token's experts, (T, X) float32.
+        chosen: The numbers of each token's experts, (T, X) int32. Numbers outside 0..E-1 add
+            nothing, where E is the number of experts.
+        stacks: The weights of the experts.
+
+    Returns:
+        The sums, (T, D) float32.
     """
     layer, gate, up, down = stacks
-    total = jnp.zeros(x.shape, jnp.float32)
+    token_sums = jnp.zeros(x.shape, jnp.float32)
     for expert in range(gate.shape[1]):
         gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
         gated_values *= einsum("TD,DM->TM", x, up[layer, expert])
-        weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
-        total += weight * einsum("TM,MD->TD", gated_values, down[layer, expert])
-    return total
+        expert_weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
+        token_sums += expert_weight * einsum("TM,MD->TD", gated_values, down[layer, expert])
+    return token_sums

@@ -20,10 +20,10 @@ from activation_extraction.common.safetensors import DTYPE_NAMES, DTYPES, Tensor
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index, WeightFile
 
 Shape = tuple[int, ...]
-# How the weights of a float8 checkpoint are described to the user.
+# The description of a float8 checkpoint's weights in messages to the user.
 DEQUANTIZED = "float8 weights, dequantised"
-# The name of a tensor of scales is the name of its tensor with one of these endings. Scales of both
-# names are factors, although one name says inverse.
+# The scales of a tensor are in a tensor with the same name and one of these endings. With both
+# endings the scales are factors, although one ending says inverse.
 ENDINGS = ("_scale_inv", "_scale")
 # Names of scales and zero points of activations and caches, which are not read, because a run does
 # not hold activations in float8. The names come from compressed-tensors (quant_metadata.py,
@@ -50,12 +50,12 @@ class Float8Format(NamedTuple):
     """The block size and the dtypes of the scales of a float8 checkpoint.
 
     Attributes:
-        block: The number of rows and the number of columns of a block.
-        types: The dtypes that scales may have, by their names in safetensors.
+        block_size: The number of rows and the number of columns of a block.
+        scale_types: The dtypes that scales may have, by their names in safetensors.
     """
 
-    block: tuple[int, int] = (128, 128)
-    types: tuple[str, ...] = SCALE_TYPES
+    block_size: tuple[int, int] = (128, 128)
+    scale_types: tuple[str, ...] = SCALE_TYPES
 
 
 def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
@@ -81,41 +81,46 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         else {"quant_method": quantization_setting}
     )
     _reject_transforms(quantization, source)
-    method = str(quantization.get("quant_method"))
-    format_field, float8_formats = METHODS.get(method, ("quant_algo", ()))
+    quant_method = str(quantization.get("quant_method"))
+    format_field, float8_formats = METHODS.get(quant_method, ("quant_algo", ()))
     weight_format = quantization.get(format_field)
-    groups = quantization.get("config_groups") or {}
+    config_groups = quantization.get("config_groups") or {}
     try:
-        group_weights = [group["weights"] for group in groups.values() if group.get("weights")]
+        group_weights = [
+            group["weights"] for group in config_groups.values() if group.get("weights")
+        ]
         all_float8 = all(
             (weights["num_bits"], weights["type"]) == (8, "float") for weights in group_weights
         )
-        group_blocks = [weights.get("block_structure") for weights in group_weights]
+        group_block_sizes = [weights.get("block_structure") for weights in group_weights]
     except (AttributeError, KeyError, TypeError):
         all_float8 = False
     if not all_float8 or weight_format not in float8_formats:
-        description = f"{method}, {weight_format}" if weight_format else method
+        description = f"{quant_method}, {weight_format}" if weight_format else quant_method
         raise InputError(
             f"{source}: quantization_config ({description:.80}): quantised checkpoints are not "
             "supported, but for float8 (fp8, and that of compressed-tensors and modelopt); use "
             "bfloat16"
         )
-    all_blocks = [quantization.get("weight_block_size"), *group_blocks]
-    blocks = [block for block in all_blocks if block] or [[128, 128]]
-    first_block = blocks[0]
-    equal_lists = all(type(block) is list and block == first_block for block in blocks)
-    if not equal_lists or [*map(type, first_block)] != [int, int] or min(first_block) < 1:
-        raise InputError(f"{source}: quantization_config: {blocks!r:.80} is not one size of blocks")
+    listed_block_sizes = [quantization.get("weight_block_size"), *group_block_sizes]
+    block_sizes = [block for block in listed_block_sizes if block] or [[128, 128]]
+    block_size = block_sizes[0]
+    equal_lists = all(type(block) is list and block == block_size for block in block_sizes)
+    if not equal_lists or [*map(type, block_size)] != [int, int] or min(block_size) < 1:
+        raise InputError(
+            f"{source}: quantization_config: {block_sizes!r:.80} is not one size of blocks"
+        )
     # With this scale_fmt, the scales may be stored as bytes, each of which is an exponent.
     exponent_types = ("U8",) if quantization.get("scale_fmt") == "ue8m0" else ()
-    return Float8Format((first_block[0], first_block[1]), SCALE_TYPES + exponent_types)
+    return Float8Format((block_size[0], block_size[1]), SCALE_TYPES + exponent_types)
 
 
 def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
     """Rejects weights that are right only if activations are transformed while the model runs.
 
-    In compressed-tensors, such transforms are rotations, as in SpinQuant and QuIP. It writes an
-    empty transform_config, or one without groups, for models that need no transforms.
+    In the library compressed-tensors, such transforms are rotations, as in SpinQuant and QuIP. For
+    models that need no transforms, the library writes a transform_config that is empty or contains
+    no groups.
 
     Args:
         quantization: The quantization_config of the model.
@@ -146,11 +151,14 @@ def _quantization(raw: Mapping[str, Any]) -> Any:
 def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
     """Returns the names of the tensors that contain a tensor's scales.
 
-    A valid checkpoint has one such tensor for a float8 tensor, and none for any other.
+    In a valid checkpoint, a float8 tensor has one tensor of scales, and other tensors have none.
 
     Args:
         tensor: The name of the tensor.
-        tensors: The names of all tensors.
+        tensors: The names of all tensors of the checkpoint.
+
+    Returns:
+        The names, as a list; empty if the tensor has no scales.
     """
     possible_names = [tensor + ending for ending in ENDINGS]
     return [name for name in possible_names if name in tensors]
@@ -164,18 +172,18 @@ def without_scales(tensors: Collection[str], source: str) -> set[str]:
         source: The path of the checkpoint, for the message.
 
     Raises:
-        InputError: If a tensor of scales is there without the tensor that it belongs to.
+        InputError: If the checkpoint contains the scales of a tensor, but not the tensor itself.
     """
-    names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
-    for name in sorted(names):
+    tensor_names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
+    for name in sorted(tensor_names):
         ending = next(filter(name.endswith, ENDINGS), None)
         if ending is None:
             continue
         scaled_name = name.removesuffix(ending)
         if scaled_name not in tensors:
             raise InputError(f"{source}: {name} is a scale without its tensor, {scaled_name}")
-        names.remove(name)
-    return names
+        tensor_names.remove(name)
+    return tensor_names
 
 
 @dataclass(frozen=True)
@@ -202,28 +210,31 @@ class Scales:
         cls,
         tensor: str,
         tensors: Mapping[str, str],
-        place: Callable[[str], tuple[WeightFile, Tensor]],
+        locate: Callable[[str], tuple[WeightFile, Tensor]],
         float8: Float8Format,
     ) -> "Scales | None":
-        """Returns the scales of a tensor; None for a tensor that is not float8.
+        """Finds the scales of a tensor, and checks their dtype and shape.
 
         Args:
             tensor: The name of the tensor in the language model.
             tensors: Name of each tensor in the language model -> name in the files.
-            place: A function that maps the name of a tensor to the file that contains it, and the
+            locate: A function that maps the name of a tensor to the file that contains it, and the
                 tensor's entry in the header of the file.
             float8: The format of the scales in config.json.
+
+        Returns:
+            The scales; None for a tensor that is not float8.
 
         Raises:
             InputError: If the dtype of the tensor is not supported, or its scales are missing or
                 inconsistent with it.
         """
-        file, entry = place(tensor)
+        file, header_entry = locate(tensor)
         scale_tensors = scale_names(tensor, tensors)
-        dtype_name = DTYPE_NAMES[entry.dtype]
-        expected_count = int(entry.dtype == VALUE_DTYPE)
-        message_start = f"{file.where}: tensor {tensor} is {dtype_name}"
-        if expected_count == 0 and dtype_name not in FLOAT_TYPES:
+        tensor_dtype = DTYPE_NAMES[header_entry.dtype]
+        expected_scales = int(header_entry.dtype == VALUE_DTYPE)
+        message_start = f"{file.where}: tensor {tensor} is {tensor_dtype}"
+        if expected_scales == 0 and tensor_dtype not in FLOAT_TYPES:
             float_types = ", ".join(FLOAT_TYPES)
             raise InputError(
                 f"{message_start}; only {float_types} and, beside its scales, F8_E4M3 are read"
@@ -231,47 +242,48 @@ class Scales:
         zero_points = f"{tensor}_zero_point"
         if zero_points in tensors:
             raise InputError(f"{message_start} and has {zero_points}: zero points are not read")
-        if len(scale_tensors) != expected_count:
+        if len(scale_tensors) != expected_scales:
             listed_scales = " and ".join(scale_tensors) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
                 f"{message_start} and has {listed_scales}, "
-                f"expected {expected_count or 'no'} tensor of scales"
+                f"expected {expected_scales or 'no'} tensor of scales"
             )
         if not scale_tensors:
             return None
         scale_name = scale_tensors[0]
-        scale_file, scale_entry = place(scale_name)
-        layouts = _layouts(entry.shape, float8.block)
+        scale_file, scale_entry = locate(scale_name)
+        layouts = _layouts(header_entry.shape, float8.block_size)
         scale_dtype = DTYPE_NAMES[scale_entry.dtype]
-        if scale_dtype not in float8.types or scale_entry.shape not in layouts:
+        if scale_dtype not in float8.scale_types or scale_entry.shape not in layouts:
             raise InputError(
                 f"{scale_file.where}: tensor {scale_name} is {scale_dtype} of shape "
-                f"{scale_entry.shape}; scales of {entry.shape} in blocks of {float8.block} are "
-                f"read in {', '.join(float8.types)} and have one of the shapes "
+                f"{scale_entry.shape}; scales of {header_entry.shape} in blocks of "
+                f"{float8.block_size} are read in {', '.join(float8.scale_types)} and have one of "
+                "the shapes "
                 f"{', '.join(map(str, layouts))}"
             )
         values_per_scale = layouts[scale_entry.shape]
-        return cls(tensor, entry.shape, scale_file, tensors[scale_name], values_per_scale)
+        return cls(tensor, header_entry.shape, scale_file, tensors[scale_name], values_per_scale)
 
     def dequantize(self, codes: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
         """Returns the values of a part of the tensor.
 
-        Each scale makes a lookup table of the 256 values that codes can stand for. With these
-        tables, a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds. It would take 1.4 seconds
-        to multiply and round each value.
+        For each scale, the function computes a lookup table with the values of the 256 codes. With
+        these tables, a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds. It would take 1.4
+        CPU seconds to multiply and round each value.
 
         Args:
-            codes: The codes of the part, as they are stored.
+            codes: The float8 codes of the part, as they are stored.
             index: The part of the tensor, as a (start, stop) slice for every axis.
-            dtype: The dtype of the values.
+            dtype: The dtype of the result.
 
         Returns:
-            The values, like the codes in shape.
+            The values, with the shape of `codes`.
 
         Raises:
             InputError: If a code or a scale is not a finite number.
         """
-        # For each axis, the number of the scale of every index of the part.
+        # For each axis, an array with the number of the scale at every index of the part.
         scale_numbers = []
         for axis_slice, size, axis_values_per_scale in zip(
             index, self.shape, self.values_per_scale, strict=True
@@ -288,42 +300,45 @@ class Scales:
         # leave a core's caches.
         table_values_per_row = code_count * scales_per_row // self.values_per_scale[-2]
         rows_per_piece = max(VALUES_AT_ONCE // max(len(columns), table_values_per_row), 1)
-        for matrix in np.ndindex(codes.shape[:-2]):
+        for matrix_index in np.ndindex(codes.shape[:-2]):
             scale_matrix = tuple(
                 axis_numbers[expert]
-                for axis_numbers, expert in zip(expert_scale_numbers, matrix, strict=True)
+                for axis_numbers, expert in zip(expert_scale_numbers, matrix_index, strict=True)
             )
             matrix_scales = scales[scale_matrix]
             for start in range(0, len(rows), rows_per_piece):
-                piece = slice(start, start + rows_per_piece)
-                piece_codes = codes[matrix][piece].view(np.uint8)
-                piece_rows = rows[piece]
+                piece_slice = slice(start, start + rows_per_piece)
+                piece_codes = codes[matrix_index][piece_slice].view(np.uint8)
+                piece_rows = rows[piece_slice]
                 if (piece_codes & NAN_CODE).max() == NAN_CODE:
                     raise InputError(f"{self.file.where}: tensor {self.tensor} has NaN codes")
                 piece_scales = matrix_scales[piece_rows[0] : piece_rows[-1] + 1, :, None]
-                table = (FLOAT32_OF_CODE * piece_scales).astype(dtype).reshape(-1)
+                value_table = (FLOAT32_OF_CODE * piece_scales).astype(dtype).reshape(-1)
                 # The smallest dtype that can index the table moves the fewest bytes.
-                index_dtype = np.min_scalar_type(len(table))
+                index_dtype = np.min_scalar_type(len(value_table))
                 table_indices = np.add(
                     piece_codes, column_offsets.astype(index_dtype), dtype=index_dtype
                 )
                 row_offsets = (piece_rows - piece_rows[0]) * code_count * scales_per_row
                 table_indices += row_offsets.astype(index_dtype)[:, None]
                 # The mode "raise" would copy the values once more.
-                np.take(table, table_indices, out=values[matrix][piece], mode="wrap")
+                np.take(
+                    value_table, table_indices, out=values[matrix_index][piece_slice], mode="wrap"
+                )
         return values
 
     def _read(self) -> np.ndarray:
-        """Reads the scales of the whole tensor, which are few.
+        """Reads all scales of the tensor.
 
         Returns:
-            The scales, with as many axes as the tensor, float32.
+            The scales, float32, with as many axes as the tensor. The size of an axis is the number
+            of scales along this axis.
 
         Raises:
             InputError: If a scale is not a finite number.
         """
-        entry = self.file.tensors[self.stored_name]
-        whole_tensor = tuple(slice(0, size) for size in entry.shape)
+        header_entry = self.file.tensors[self.stored_name]
+        whole_tensor = tuple(slice(0, size) for size in header_entry.shape)
         scales = self.file.read(self.stored_name, whole_tensor)
         if scales.dtype == np.uint8:
             scales = scales.view(DTYPES["F8_E8M0"])
@@ -339,29 +354,33 @@ class Scales:
         return scales.reshape(scale_counts)
 
 
-def _layouts(shape: Shape, block: tuple[int, int]) -> dict[Shape, Shape]:
+def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     """Returns the shapes that the scales of a tensor may have.
 
     Args:
         shape: The shape of the tensor, (rows, columns) or (experts, rows, columns).
-        block: The number of rows and the number of columns of a block.
+        block_size: The number of rows and the number of columns of a block.
 
     Returns:
-        Shape of the scales -> for each axis of the tensor, the number of consecutive values that
-        share a scale. Empty for a tensor that has neither 2 nor 3 axes.
+        A dict: possible shape of the scales -> for each axis of the tensor, the number of
+        consecutive values that share a scale. The dict is empty for a tensor that has neither 2
+        nor 3 axes.
     """
     if len(shape) not in (2, 3):
         return {}
-    *experts, rows, columns = shape
-    one_expert = (1,) * len(experts)  # empty without experts
+    *expert_axis, rows, columns = shape
+    one_expert = (1,) * len(expert_axis)  # empty without experts
     # The last block of rows and the last block of columns may be smaller than the others.
-    block_counts = -(-rows // block[0]), -(-columns // block[1])
-    layouts = {(1,): shape, (*experts, rows, 1): (*one_expert, 1, columns)}
-    if experts:
-        shapes_per_expert = (*experts,), (*experts, 1), (*experts, 1, 1)
-        layouts |= dict.fromkeys(shapes_per_expert, (*one_expert, rows, columns))
-    layouts |= {(*experts, *block_counts): (*one_expert, *block)}
-    if not experts:
+    block_counts = -(-rows // block_size[0]), -(-columns // block_size[1])
+    values_per_scale_of_shape = {(1,): shape, (*expert_axis, rows, 1): (*one_expert, 1, columns)}
+    if expert_axis:
+        shapes_per_expert = (*expert_axis,), (*expert_axis, 1), (*expert_axis, 1, 1)
+        values_per_scale_of_shape |= dict.fromkeys(shapes_per_expert, (*one_expert, rows, columns))
+    values_per_scale_of_shape |= {(*expert_axis, *block_counts): (*one_expert, *block_size)}
+    if not expert_axis:
         # modelopt writes scales of rows and of blocks in these shapes.
-        layouts |= {(rows,): (1, columns), (block_counts[0], 1, block_counts[1], 1): block}
-    return layouts
+        values_per_scale_of_shape |= {
+            (rows,): (1, columns),
+            (block_counts[0], 1, block_counts[1], 1): block_size,
+        }
+    return values_per_scale_of_shape

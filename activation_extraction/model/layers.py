@@ -42,21 +42,21 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Intermediates]:
-        """Returns the norm and its intermediates.
+        """Normalises an array, and returns the result with the intermediates.
 
         Args:
             x: The array, whose last axis is divided by its root mean square.
 
         Returns:
-            The result, like x in shape and with the dtype of the module.
-            The intermediates: `normalized`, the float32 array before it is multiplied by the
-            weights, and `out`, the result.
+            The result, with the shape of x and the dtype of the module.
+            A dict of the intermediates: `normalized` is the float32 array before it is multiplied
+            by the weights, and `out` is the result.
         """
-        scale = from_bits(parameter(self, "weight", self.axis_letter))
+        weight = from_bits(parameter(self, "weight", self.axis_letter))
         x = x.astype(jnp.float32)
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         normalized = x * inverse_rms
-        weighted_norm = normalized * (scale.astype(jnp.float32) + self.config.norm_offset)
+        weighted_norm = normalized * (weight.astype(jnp.float32) + self.config.norm_offset)
         weighted_norm = weighted_norm.astype(self.dtype)
         return weighted_norm, {"normalized": normalized, "out": weighted_norm}
 
@@ -73,8 +73,8 @@ class Linear(nn.Module):
             example, `D->NH` maps (B, T, D) to (B, T, N, H).
         use_bias: Whether there is a bias.
         dtype: The dtype of the weight and of the bias.
-        split: Whether each device has a part of the input axes, so that the devices add up their
-            products.
+        split: Whether the input axes are split over devices, so that the products of the devices
+            are added up.
     """
 
     config: ModelConfig
@@ -98,7 +98,7 @@ class Linear(nn.Module):
 def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     """Returns the cosines and sines with which `rotate` rotates queries and keys.
 
-    Both are multiplied by the attention factor of the rotary embedding.
+    The cosines and sines are multiplied by the attention factor of the rotary embedding.
 
     Args:
         positions: The position of every token in its sample, (B, T) int32.
@@ -111,10 +111,10 @@ def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
         the rotated dimensions; 0 for dimensions that are not rotated.
     """
     frequencies = config.rope.frequencies(config.head_dim)
-    factor = config.rope.attention_factor
+    attention_factor = config.rope.attention_factor
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    cos = jnp.cos(angles) * factor
-    sin = jnp.sin(angles) * factor
+    cos = jnp.cos(angles) * attention_factor
+    sin = jnp.sin(angles) * attention_factor
     unrotated_zeros = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(frequencies)))
     all_cos = jnp.concatenate([cos, cos, 1 + unrotated_zeros], -1)
     all_sin = jnp.concatenate([-sin, sin, unrotated_zeros], -1)
@@ -136,10 +136,10 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
     """
     cos, sin = rotary
     pair_count = len(config.rope.frequencies(config.head_dim))
-    partners = lax.platform_dependent(
+    partner_values = lax.platform_dependent(
         x, tpu=partial(swap_pairs_on_tpu, pair_count), default=partial(swap_pairs, pair_count)
     )
-    return x.astype(jnp.float32) * cos + partners * sin
+    return x.astype(jnp.float32) * cos + partner_values * sin
 
 
 def swap_pairs(pair_count: int, x: Array) -> Array:
@@ -162,8 +162,14 @@ def swap_pairs_on_tpu(pair_count: int, x: Array) -> Array:
     """Swaps the two dimensions of every rotated pair by a matrix product, which is exact.
 
     XLA can fuse this product with other operations. Half a head, as in `swap_pairs`, would fill
-    only half of a TPU's register, and half of the memory that is written for it. See `swap_pairs`
-    for the arguments and the result.
+    only half of a TPU's register, and half of the memory that is written for it.
+
+    Args:
+        pair_count: The number of pairs of rotated dimensions.
+        x: The queries or keys, (B, T, N, H).
+
+    Returns:
+        The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
     """
     head_size = x.shape[-1]
     permutation = np.eye(head_size, k=pair_count) + np.eye(head_size, k=-pair_count)

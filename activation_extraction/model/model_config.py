@@ -424,7 +424,9 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
     config = ModelConfig(
         model_type=hf.model_type,
         head_dim=head_dim,
-        rope=Rope.from_hf(_rope_parameters(hf, source), head_dim, source, partial=has_delta_net),
+        rope=Rope.from_hf(
+            _rope_parameters(hf, source), head_dim, source, allows_partial=has_delta_net
+        ),
         rms_norm_eps=positive_field(vars(hf), "rms_norm_eps", source),
         tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
         sliding_window=sliding_window,

@@ -56,14 +56,18 @@ def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
 
 
 def rounded(x: Array, dtype: Any) -> Array:
-    """Rounds the float32 result of a product to `dtype`, on TPUs as a part of the product.
+    """Rounds the float32 result of a matrix product, on TPUs before it is written to memory.
 
-    XLA omits a rounding if float32 arithmetic follows it, and a TPU would then write and read twice
-    the bytes. On TPUs, a barrier after the rounding prevents this. CPUs are faster without it.
+    XLA omits a rounding if float32 arithmetic follows it. A TPU would then write and read twice the
+    bytes, so on TPUs an optimization barrier after the rounding prevents this. CPUs are faster
+    without the barrier.
 
     Args:
         x: The result of a product, float32.
-        dtype: The dtype of the rounded values.
+        dtype: The dtype to which the values are rounded.
+
+    Returns:
+        The rounded values.
     """
 
     def round_with_barrier(x: Array) -> Array:
@@ -75,14 +79,21 @@ def rounded(x: Array, dtype: Any) -> Array:
 
 
 def to_bits(x: Array) -> Array:
-    """Returns an array of a two-byte dtype as uint16 with the same bits, and any other unchanged.
+    """Views an array of a two-byte dtype as uint16 with the same bits.
 
-    XLA for CPUs has no slices, gathers or updates of bfloat16. In every step, it would convert
-    whole arrays to float32 for them.
+    Arrays of other dtypes are returned unchanged. XLA for CPUs cannot slice, gather or update
+    bfloat16 arrays. It would convert whole arrays to float32 for such an operation in every step.
     """
     return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
 
 
 def from_bits(x: Array, dtype: Any = jnp.bfloat16) -> Array:
-    """Returns a uint16 array as a two-byte `dtype` with the same bits, and any other unchanged."""
+    """Views a uint16 array as a two-byte `dtype` with the same bits; the inverse of `to_bits`.
+
+    Arrays of other dtypes are returned unchanged.
+
+    Args:
+        x: The array.
+        dtype: The dtype of the result, if x is uint16.
+    """
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x

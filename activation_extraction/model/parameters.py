@@ -44,11 +44,11 @@ LOGICAL_AXES = {
     "I": "one",
     "W": "taps",
 }
-# Letters of the weights that are not split along the mesh axis fsdp unless they are large. Weights
-# with one axis are never split along it. Most layers begin with a product with such a weight, which
-# devices compute while they gather the first weight that is split.
+# The letters of weights that are not split along the mesh axis fsdp unless they are large. Weights
+# with one axis are never split along this mesh axis. Most layers begin with a product with such a
+# weight, which devices compute while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
-SMALL = 2**22  # number of values up to which a weight with these letters is not split
+SMALL = 2**22  # the largest number of values of a NOT_GATHERED weight that is not split
 # The Flax collection of variables with the weights of all layers, which `StackedWeight` reads.
 STACKS = "stacks"
 
@@ -65,6 +65,9 @@ def parameter(module: Any, name: str, letters: str) -> Array:
         module: The module, which has a `config` and a `dtype`.
         name: The name of the parameter in the module.
         letters: The letters of the parameter's axes, which give its shape and its logical axes.
+
+    Returns:
+        The value of the parameter.
     """
     axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     shape = tuple(module.config.sizes[letter] for letter in letters)
@@ -74,7 +77,8 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     return module.param(name, zeros, shape, module.dtype)
 
 
-@cache  # because tracing the model takes a while, and a run calls this function several times
+# The result is cached, because tracing a model takes long, and a run asks for it several times.
+@cache
 def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
     """Returns the shape and the logical axes of every parameter of a model, without allocating it.
 
@@ -85,13 +89,15 @@ def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
         Path of a parameter -> Flax's box of its logical axes (`names`) around a
         `jax.ShapeDtypeStruct` (`value`).
     """
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    abstract = jax.eval_shape(lambda *x: model.init(jax.random.key(0), *x), tokens, tokens, tokens)
-    return MappingProxyType(flatten_dict(abstract["params"]))
+    token_array = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    abstract_variables = jax.eval_shape(
+        lambda *x: model.init(jax.random.key(0), *x), token_array, token_array, token_array
+    )
+    return MappingProxyType(flatten_dict(abstract_variables["params"]))
 
 
 class Weight(nn.Module):
-    """A weight that is not the weight of a `Linear` projection. Calling the module returns it.
+    """A module that contains a single weight and no computation. Calling it returns the weight.
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
@@ -111,9 +117,9 @@ class Weight(nn.Module):
 class StackedWeight(nn.Module):
     """A weight that can be read from a stack of the weights of all layers, without a copy.
 
-    The caller may pass the stack as a variable of the collection STACKS. The variable is a tuple:
-    the weights of all layers, which may be uint16 bits, and the number of the layer. Without such a
-    variable, the weight is a parameter like any other.
+    The caller may pass the stack as a variable of the Flax collection STACKS. The variable is a
+    tuple of the weights of all layers, which may be uint16 bits, and the number of the layer.
+    Without such a variable, the weight is a parameter like any other.
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
@@ -130,11 +136,12 @@ class StackedWeight(nn.Module):
         """Returns a stack of weights, and the number of this module's layer in it.
 
         Returns:
-            The weights, with the axis of layers first: of all layers, or of this layer alone.
-            The number of the layer in this array, () int32.
+            The weights, with the axis of layers first. They are the weights of all layers if the
+            caller passed a stack, otherwise of this layer alone.
+            The index of this module's layer in this array, () int32.
         """
         if self.has_variable(STACKS, "weight"):
-            variable: Any = self.get_variable(STACKS, "weight")
-            stack, layer = variable
+            stack_variable: Any = self.get_variable(STACKS, "weight")
+            stack, layer = stack_variable
             return from_bits(stack, self.dtype), layer
         return parameter(self, "weight", self.letters)[None], jnp.int32(0)

@@ -17,7 +17,7 @@ import numpy as np
 
 from activation_extraction.common.errors import InputError
 
-# YaRN's default bounds of the range of changed frequencies, in turns over the trained context.
+# YaRN blends frequencies between these numbers of turns over the trained context by default.
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 # The field of config.json with the length of the context before scaling.
 TRAINED = "original_max_position_embeddings"
@@ -37,12 +37,12 @@ class Rope:
         factor: Length of the scaled context relative to the trained one. 1 for types without
             scaling.
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
-        blended: First and last value of the range in which frequencies are blended, from undivided
-            to divided. With YaRN, the values are indices of frequencies; with Llama 3.1, numbers of
-            turns over the trained context. None for other types.
-        trained: Length of the context before scaling in tokens, with YaRN and Llama 3.1. 0 for
-            other types.
-        share: Share of the dimensions of a head that are rotated, which are the first ones.
+        blended_range: First and last value of the range in which a frequency is a mixture of the
+            divided and the undivided frequency. With YaRN, the values are indices of frequencies;
+            with Llama 3.1, numbers of turns over the trained context. None for other types.
+        trained_length: Length of the context before scaling in tokens, with YaRN and Llama 3.1. 0
+            for other types.
+        rotated_share: Share of the dimensions of a head that are rotated, which are the first ones.
         attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
             as in transformers. None if there is none.
     """
@@ -51,46 +51,53 @@ class Rope:
     rope_type: str = "default"
     factor: float = 1.0
     attention_factor: float = 1.0
-    blended: tuple[float, float] | None = None
-    trained: float = 0.0
-    share: float = 1.0
+    blended_range: tuple[float, float] | None = None
+    trained_length: float = 0.0
+    rotated_share: float = 1.0
     attn_factor: Any = None
 
     @classmethod
     def from_hf(
-        cls, rope: Mapping[str, Any], head_dim: int, source: str, partial: bool = False
+        cls, rope: Mapping[str, Any], head_dim: int, source: str, allows_partial: bool = False
     ) -> "Rope":
-        """Reads the settings of a rotary embedding.
+        """Returns the settings of a rotary embedding after checking them.
 
         Args:
             rope: The `rope_parameters` of a configuration that transformers has completed.
             head_dim: The size of a head.
             source: The path of config.json, for messages.
-            partial: Whether the family may rotate only a share of the dimensions of a head.
+            allows_partial: Whether the family may rotate only a share of the dimensions of a head.
 
         Raises:
             InputError: If the type is not in TYPES, or a number is missing or unusable.
         """
         rope_type = _rope_type(rope, source)
-        share = _rotated_share(rope, head_dim, partial, source)
+        rotated_share = _rotated_share(rope, head_dim, allows_partial, source)
         theta = positive_field(rope, "rope_theta", source)
         factor = 1.0 if rope_type == "default" else positive_field(rope, "factor", source)
         if rope_type in ("default", "dynamic"):
-            return cls(theta, rope_type, share=share)
+            return cls(theta, rope_type, rotated_share=rotated_share)
         if rope_type == "linear":
-            return cls(theta, rope_type, factor, share=share)
+            return cls(theta, rope_type, factor, rotated_share=rotated_share)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
             turns = _llama3_turns(rope, source)
-            return cls(theta, rope_type, factor, blended=turns, trained=trained_length, share=share)
+            return cls(
+                theta,
+                rope_type,
+                factor,
+                blended_range=turns,
+                trained_length=trained_length,
+                rotated_share=rotated_share,
+            )
         return cls(
             theta,
             rope_type,
             factor,
             _attention_factor(rope, factor, source),
-            _blended_indices(rope, theta, trained_length, int(head_dim * share), source),
+            _blended_indices(rope, theta, trained_length, int(head_dim * rotated_share), source),
             trained_length,
-            share,
+            rotated_share,
             rope.get("attn_factor"),
         )
 
@@ -103,42 +110,42 @@ class Rope:
         "llama3", max_position_embeddings is the length of the extended context. It may be less than
         the factor times the trained length, as in Llama 3.2.
         """
-        return int(self.factor * self.trained) if self.rope_type == "yarn" else 0
+        return int(self.factor * self.trained_length) if self.rope_type == "yarn" else 0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """Returns the frequencies of the pairs of rotated dimensions.
+        """Returns the frequencies with which the pairs of dimensions are rotated.
 
         Args:
             head_dim: The size of a head.
 
         Returns:
-            Radians per position, float32, (rotated dimensions / 2,).
+            The frequency of each pair in radians per position, (rotated dimensions / 2,) float32.
         """
-        rotated_dims = int(head_dim * self.share)
+        rotated_dims = int(head_dim * self.rotated_share)
         exponents = np.arange(0, rotated_dims, 2, dtype=np.float32) / np.float32(rotated_dims)
         # Powers are computed in float64, because NumPy's float32 power is wrong in the last bit,
         # and large positions multiply the error.
-        undivided = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
-        divided = undivided / np.float32(self.factor)
-        if self.blended is None:
-            return divided
-        range_start, range_end = self.blended
+        undivided_frequencies = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        divided_frequencies = undivided_frequencies / np.float32(self.factor)
+        if self.blended_range is None:
+            return divided_frequencies
+        range_start, range_end = self.blended_range
         undivided_share: np.ndarray
         if self.rope_type == "llama3":
-            turns = np.float32(self.trained / (2 * math.pi)) * undivided
+            turns = np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
             undivided_share = (turns - range_start) / (range_end - range_start)
         else:
-            indices = np.arange(rotated_dims // 2, dtype=np.float32)
-            undivided_share = 1 - (indices - range_start) / (range_end - range_start)
+            frequency_indices = np.arange(rotated_dims // 2, dtype=np.float32)
+            undivided_share = 1 - (frequency_indices - range_start) / (range_end - range_start)
         undivided_share = np.clip(undivided_share, 0, 1)
-        return divided * (1 - undivided_share) + undivided * undivided_share
+        return divided_frequencies * (1 - undivided_share) + undivided_frequencies * undivided_share
 
 
 def check_rope(section: dict[str, Any], source: str) -> None:
     """Rejects RoPE settings for which transformers gives no clear error.
 
-    This function also deletes lengths of the trained context that are null, because transformers
-    can read a configuration without the length but not a null.
+    This function also deletes the length of the trained context if it is null, because transformers
+    can read a configuration without this field, but not with a null in it.
 
     Args:
         section: The contents of config.json, or of its text_config. They are changed.
@@ -148,8 +155,8 @@ def check_rope(section: dict[str, Any], source: str) -> None:
         InputError: If the type is not in TYPES, or the length of the trained context is no positive
             number.
     """
-    settings = section.get("rope_scaling") or section.get("rope_parameters")
-    rope = settings if isinstance(settings, dict) else {}
+    rope_settings = section.get("rope_scaling") or section.get("rope_parameters")
+    rope = rope_settings if isinstance(rope_settings, dict) else {}
     if _rope_type(rope, source) not in ("llama3", "yarn"):
         return  # because other types do not use the length of the trained context
     for fields in (section, rope):
@@ -160,7 +167,7 @@ def check_rope(section: dict[str, Any], source: str) -> None:
 
 
 def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
-    """Returns the number in a field of a model's configuration.
+    """Returns the positive number in a field of a model's configuration.
 
     Args:
         fields: The fields of the configuration, by name.
@@ -198,35 +205,41 @@ def _rope_type(rope: Mapping[str, Any], source: str) -> str:
     return rope_type
 
 
-def _rotated_share(rope: Mapping[str, Any], head_dim: int, partial: bool, source: str) -> float:
+def _rotated_share(
+    rope: Mapping[str, Any], head_dim: int, allows_partial: bool, source: str
+) -> float:
     """Returns the share of a head's dimensions that are rotated.
 
     Args:
         rope: The settings of the rotary embedding.
         head_dim: The size of a head.
-        partial: Whether the family may rotate only a share of the dimensions.
+        allows_partial: Whether the family may rotate only a share of the dimensions.
         source: The path of config.json, for messages.
 
     Raises:
         InputError: If the share is not supported, or does not give an even number of dimensions.
     """
-    share = positive_field({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source)
-    if share != 1 and not partial:
-        raise InputError(f"{source}: partial_rotary_factor {share!r} is not supported, only 1.0 is")
-    rotated_dims = int(head_dim * share)
-    if share > 1 or rotated_dims < 2 or rotated_dims % 2:
+    rotated_share = positive_field(
+        {"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor", source
+    )
+    if rotated_share != 1 and not allows_partial:
         raise InputError(
-            f"{source}: partial_rotary_factor {share!r} rotates {rotated_dims} of a head's "
+            f"{source}: partial_rotary_factor {rotated_share!r} is not supported, only 1.0 is"
+        )
+    rotated_dims = int(head_dim * rotated_share)
+    if rotated_share > 1 or rotated_dims < 2 or rotated_dims % 2:
+        raise InputError(
+            f"{source}: partial_rotary_factor {rotated_share!r} rotates {rotated_dims} of a head's "
             f"{head_dim} dimensions; it must be an even number of them, at least 2"
         )
-    return share
+    return rotated_share
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
     """Returns YaRN's attention factor.
 
-    The factor is that of the configuration if there is one, otherwise it follows from the factor of
-    the scaling as in YaRN's paper.
+    If the configuration contains an attention factor, this factor is returned. Otherwise the
+    attention factor follows from the factor of the scaling, as in YaRN's paper.
 
     Args:
         rope: The settings of the rotary embedding.
@@ -250,14 +263,18 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 
 
 def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
-    """Returns the lowest and the highest number of turns at which Llama 3.1 blends frequencies.
+    """Returns the range in which Llama 3.1 blends frequencies, as numbers of turns.
 
-    The number of turns of a frequency is counted over the trained context. Frequencies with fewer
-    turns are divided by the factor, and frequencies with more turns are not changed.
+    A frequency makes a number of turns over the trained context. Frequencies with fewer turns than
+    the range are divided by the factor, and frequencies with more turns are not changed.
 
     Args:
         rope: The settings of the rotary embedding.
         source: The path of config.json, for messages.
+
+    Returns:
+        The lowest number of turns in the range.
+        The highest number of turns in the range.
 
     Raises:
         InputError: If a number is missing or unusable, or the lowest one is not below the highest
@@ -287,20 +304,30 @@ def _blended_indices(
         rotated_dims: The number of dimensions of a head that are rotated.
         source: The path of config.json, for messages.
 
+    Returns:
+        The index of the first frequency that is blended.
+        The index of the last frequency that is blended.
+
     Raises:
         InputError: If a number is unusable, or no index can be computed from the numbers.
     """
 
     def index_with_turns(turns: float) -> float:
-        """Returns the index of the frequency with this number of turns over the trained context."""
+        """Returns the index of the frequency that makes a number of turns over the trained context.
+
+        Args:
+            turns: The number of turns.
+        """
         inverse_frequency = trained_length / (turns * 2 * math.pi)
         return rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
-    turns = []
+    boundary_turns = []
     for field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
-        turns.append(positive_field(rope, field, source) if rope.get(field) else default_turns)
+        boundary_turns.append(
+            positive_field(rope, field, source) if rope.get(field) else default_turns
+        )
     try:
-        first_index, last_index = map(index_with_turns, turns)
+        first_index, last_index = map(index_with_turns, boundary_turns)
         if rope.get("truncate", True):
             first_index = math.floor(first_index)
             last_index = math.ceil(last_index)

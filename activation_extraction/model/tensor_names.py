@@ -1,16 +1,16 @@
 """Maps the names of the tensors in a checkpoint to the names in its language model alone.
 
-In a checkpoint, the name of a tensor depends on the class that was saved. It may be `layers.0...`,
-or the same after a prefix such as `model.`, `model.language_model.` or `thinker.model.`. A library
-once wrote such a prefix twice. In the language model, all names begin with `model.`, except
-`lm_head.weight`.
+In a checkpoint, the name of a tensor depends on the class that was saved. The name may begin with
+`layers.0.`, or with a prefix before it, such as `model.`, `model.language_model.` or
+`thinker.model.`. A library once wrote such a prefix twice. In the language model alone, all names
+begin with `model.`, except `lm_head.weight`.
 """
 
 from collections.abc import Iterable
 
 from activation_extraction.common.errors import InputError
 
-# Modules that may contain the language model, so that their names are parts of prefixes.
+# The names of modules that may contain the language model. Prefixes consist of them.
 CONTAINERS = {"thinker", "model", "language_model", "transformer"}
 # Modules that are not part of the language model, and that no hook needs: encoders and decoders of
 # images and sound, modules that draft further tokens, and heads of reward models, value models and
@@ -27,8 +27,8 @@ OTHER_MODULES = {
     "classifier",
     "qa_outputs",
 }
-# The end of the name of a tensor that some exporters write. It is not read, because its values
-# follow from rope_theta.
+# The end of the name of a tensor that some exporters write. The tensor is not read, because its
+# values follow from rope_theta.
 RECOMPUTED = ".rotary_emb.inv_freq"
 
 
@@ -39,8 +39,8 @@ def text_name(name: str) -> str | None:
         name: The name in a checkpoint.
 
     Returns:
-        The name in the language model. None for a tensor that is not part of the language model,
-        or that is not read. A name without a known module is returned unchanged.
+        The name in the language model. None for a tensor that is not part of the language model, or
+        whose values are not read. A name without a known module is returned unchanged.
     """
     module_names = name.split(".")
     while module_names and module_names[0] in CONTAINERS:
@@ -56,14 +56,14 @@ def text_name(name: str) -> str | None:
 
 
 def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
-    """Returns the names of the language model's tensors, with their names in the checkpoint.
+    """Finds the tensors of the language model among the tensors of a checkpoint.
 
     Args:
         checkpoint_names: The names of tensors in the checkpoint.
         source: The path of the checkpoint or of the file, for the message.
 
     Returns:
-        Name in the language model -> name in the checkpoint.
+        Name of a tensor in the language model -> its name in the checkpoint.
 
     Raises:
         InputError: If two tensors have the same name in the language model.
