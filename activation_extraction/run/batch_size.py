@@ -39,13 +39,13 @@ def default_rows(
 
     Args:
         length: Tokens per row.
-        every_device: Whether all devices of the host compute; otherwise only one does.
+        every_device: Whether all devices of the host compute. Otherwise only one device computes.
         auto: Whether --batch_size is "auto". The number is then rounded up on accelerators, too, so
             that every mesh accepts it until `fit_rows` finds a better number.
         planned: The devices of a machine that is only planned. None for this machine's devices.
 
     Raises:
-        InputError: JAX finds no devices.
+        InputError: If JAX finds no devices.
     """
     devices = devices_of_this_host(usable_devices(every_device, planned))
     rows = DEFAULT_ROWS
@@ -66,28 +66,29 @@ def fit_rows(
 ) -> tuple[Forward, dict[str, Any] | None]:
     """Finds the largest number of rows with which a step fits in memory.
 
-    All hosts must call this together. The tried numbers of rows are the number of a host's devices
-    times a power of two, up to MOST_ROWS. A continued run may have recorded its number of rows with
-    the kind and number of the devices and the mesh. If these are the same now, the recorded number
-    is used without trying others. On devices that do not report their memory (CPUs), the default
-    number of rows is used.
+    All hosts must call this together. The function tries the number of a host's devices times 1, 2,
+    4 and so on, up to MOST_ROWS rows. A run that continues may have recorded its number of rows
+    together with the mesh and the kind and number of the devices. If mesh and devices have not
+    changed, the recorded number is used without trying others. On devices that do not report their
+    memory (CPUs), the default number of rows is used.
 
     Args:
         host: This host.
         request: The request for a step, with the default rows.
         forward: The model for this request.
-        earlier: The content of metadata.json of each output of this host that contains the run.
-            Empty for a new run.
+        earlier: The contents of metadata.json that the run has stored already, in the local folder
+            and in the bucket. Empty for a new run.
 
     Returns:
-        The model for the chosen number of rows, which is the same on all hosts. Then the JSON
-        object that metadata.json records as "auto_batch_size", with the keys rows, device, devices
-        and mesh. The object is None if the default number of rows is used.
+        A tuple of:
+            The model for the chosen number of rows, which is the same on all hosts.
+            The JSON object that metadata.json records as "auto_batch_size", with the keys "rows",
+            "device", "devices" and "mesh". None if the default number of rows is used.
 
     Raises:
-        InputError: The model cannot be made for other rows, here or on another host.
-        RunError: The compiler failed on another host, and not for lack of memory.
-        JaxRuntimeError: The compiler failed on this host, and not for lack of memory.
+        InputError: If the model cannot be made for other rows, here or on another host.
+        RunError: If the compiler failed on another host for another reason than lack of memory.
+        JaxRuntimeError: If the compiler failed on this host for another reason than lack of memory.
     """
     devices = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
     device_kind = devices[0].device_kind
@@ -120,11 +121,11 @@ def fit_rows(
 def _largest_fitting(
     host: Host, prepare: Callable[[int], Forward], smallest_rows: int, usable_bytes: float
 ) -> tuple[Forward, str]:
-    """Finds the largest number of rows with which a step fits in memory.
+    """Finds the largest number of rows with which a step fits in memory, by trying.
 
-    A step fits under two conditions. Every host has memory for the activations of STEPS_ON_HOST
-    steps, because one step is received while others wait to be stored. And the compiler plans for
-    no more than `usable_bytes` on a device.
+    A step fits under two conditions. First, every host has memory for the activations of
+    STEPS_ON_HOST steps, because one step is received while others wait to be stored. Second, the
+    compiler needs no more than `usable_bytes` on each device.
 
     Args:
         host: This host.
@@ -134,8 +135,9 @@ def _largest_fitting(
         usable_bytes: Bytes of memory of a device that may be used.
 
     Returns:
-        The model for the largest number of rows that fits, and the reason why there are not more
-        rows, in words.
+        A tuple of:
+            The model for the largest number of rows that fits.
+            The reason why there are not more rows, in words.
     """
     largest_fitting = prepare(smallest_rows)
     candidate = largest_fitting
@@ -154,7 +156,7 @@ def _largest_fitting(
 
 
 def _shortage_on_host(forward: Forward) -> str:
-    """Returns a message if the activations do not fit in this host's memory, otherwise ""."""
+    """Returns a message if the activations of a step do not fit in this host's memory; else ""."""
     rows, length = forward.shape
     token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
     needed_bytes = STEPS_ON_HOST * rows * length * token_bytes
@@ -162,7 +164,7 @@ def _shortage_on_host(forward: Forward) -> str:
 
 
 def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
-    """Returns a message if a step needs more than `usable_bytes` of a device, otherwise ""."""
+    """Returns a message if a step needs more than `usable_bytes` of a device's memory; else ""."""
     rows, _ = forward.shape
     try:
         return _shortage(f"{rows}", bytes_of_step(forward), "device", usable_bytes)
@@ -175,7 +177,7 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
 def _shortage(
     rows_in_words: str, needed_bytes: float, memory_owner: str, usable_bytes: float
 ) -> str:
-    """Returns a message if more bytes are needed than can be used, otherwise "".
+    """Returns a message if rows need more memory than can be used; otherwise "".
 
     Args:
         rows_in_words: The rows that need the memory, in words, such as "4 steps of 8".

@@ -30,7 +30,7 @@ CHANGED_FILE_REMEDY = (
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """The record of one file of a data set in metadata.json.
+    """The record in metadata.json of one file of a data set.
 
     Attributes:
         name: The name under which rows refer to the file.
@@ -49,7 +49,7 @@ class DataFiles:
     """The files of a data set, in the order in which they are read.
 
     Args:
-        files: The files. Their sizes determine how many bytes of each file are read.
+        files: The files. `DataFile.size` determines how many bytes of each file are read.
         records: The records of these files in metadata.json. None to compute the fingerprints now.
 
     Attributes:
@@ -57,7 +57,7 @@ class DataFiles:
         records: The record of each file.
 
     Raises:
-        InputError: A file cannot be read.
+        InputError: If a file cannot be read.
     """
 
     def __init__(
@@ -88,8 +88,9 @@ class DataFiles:
                 files, for example in a new run, the files keep their order and sizes.
 
         Raises:
-            InputError: A file differs from its record, is missing, or was added after the run
-                began; the message names the file. Or the hosts have recorded different files.
+            InputError: If a file differs from its record, if a file is missing, if a file was added
+                after the run began, or if the hosts have recorded different files. The message
+                names the file.
         """
         recorded_lists: set[tuple[RecordedFile, ...]] = set()
         for metadata in earlier:
@@ -148,12 +149,12 @@ class DataFiles:
         A fingerprint is computed again only if the size or modification time of the file differs.
 
         Args:
-            rows: The rows in the form of `SampleFacts.row`. The key "file" contains the name of the
-                row's file; rows without this key are ignored. In a mixture, the files of this name
-                in all sources are checked.
+            rows: The positions of the rows, as `SampleFacts.row` contains them. The key "file"
+                contains the name of the row's file. Rows without this key are ignored. In a
+                mixture, the files of this name in all sources are checked.
 
         Raises:
-            RunError: A file has changed or cannot be read.
+            RunError: If a file has changed or cannot be read.
         """
         for file_name in {row["file"] for row in rows if "file" in row}:
             for file, recorded_file in self._local.get(file_name, ()):
@@ -173,7 +174,7 @@ class DataFiles:
 def _in_recorded_order(
     files: Sequence[DataFile], records: Sequence[RecordedFile]
 ) -> list[DataFile]:
-    """Returns the files in recorded order and under their recorded names.
+    """Returns the files in the recorded order and with their recorded names.
 
     A file that now has another name is recognised by its content. The content of a file with a
     recorded name is not compared here.
@@ -183,7 +184,7 @@ def _in_recorded_order(
         records: The records of the files that the run reads.
 
     Raises:
-        InputError: A recorded file is missing, or a file was not recorded.
+        InputError: If a recorded file is missing, or if a file was not recorded.
     """
     files_by_name = {file.name: file for file in files}
     recorded_names = {file.name for file in records}
@@ -224,7 +225,7 @@ def _record(file: DataFile) -> RecordedFile:
         file: The file, whose `size` determines how many bytes the record covers.
 
     Raises:
-        InputError: A local file cannot be read.
+        InputError: If a local file cannot be read.
     """
     if file.local:
         fingerprint = f"blocks {file_fingerprint(Path(file.url), file.size)}"

@@ -70,7 +70,7 @@ def make_demo(output: Path) -> tuple[Path, Path]:
         The path of the model's folder, and the path of the Parquet file with the documents.
 
     Raises:
-        InputError: The files cannot be written.
+        InputError: If the files cannot be written.
     """
     folder = output / "demo_inputs"
     model_folder = folder / "model"

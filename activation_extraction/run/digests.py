@@ -22,14 +22,14 @@ BLOCKS_AT_ONCE = 32  # number of blocks or files that are read at the same time
 
 
 def model_digest(repository: Repository) -> str:
-    """Returns the identity of a model: its commit on the hub, otherwise its `content_digest`.
+    """Returns the commit of a model on the hub, or the `content_digest` of any other model.
 
     Args:
         repository: The files of the model.
 
     Raises:
-        InputError: A file cannot be read.
-        RunError: A request for weights at a URL failed.
+        InputError: If a file cannot be read.
+        RunError: If a request for weights at a URL failed.
     """
     if repository.commit is not None:
         return f"commit {repository.commit}"
@@ -37,7 +37,7 @@ def model_digest(repository: Repository) -> str:
 
 
 def content_digest(repository: Repository) -> str:
-    """Returns a digest of the configuration and of the fingerprints of the weights.
+    """Returns a digest of config.json and of the fingerprints of the weight files.
 
     Copies of the files in another folder, or weight files with other names, have the same digest.
 
@@ -45,8 +45,8 @@ def content_digest(repository: Repository) -> str:
         repository: The files of a model or an adapter.
 
     Raises:
-        InputError: A file cannot be read.
-        RunError: A request for weights at a URL failed.
+        InputError: If a file cannot be read.
+        RunError: If a request for weights at a URL failed.
     """
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
         fingerprints = sorted(
@@ -63,7 +63,7 @@ def digest_fingerprints(paths: Sequence[Path]) -> str:
         paths: The files. The digest depends on their order.
 
     Raises:
-        InputError: A file cannot be read.
+        InputError: If a file cannot be read.
     """
     fingerprints = [file_fingerprint(path, path.stat().st_size) for path in paths]
     return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
@@ -76,7 +76,7 @@ def digest_files(paths: Sequence[Path]) -> str:
         paths: The files, in any order.
 
     Raises:
-        InputError: A file cannot be read.
+        InputError: If a file cannot be read.
     """
     digest_lines = []
     for path in paths:
@@ -93,7 +93,7 @@ def file_fingerprint(path: Path, size: int) -> str:
         size: The number of bytes that the fingerprint covers.
 
     Raises:
-        InputError: The file cannot be read.
+        InputError: If the file cannot be read.
     """
     blocks = []
     with naming_unreadable(path), open(path, "rb", buffering=0) as file:
@@ -112,7 +112,9 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
         size: The size of the file in bytes.
 
     Yields:
-        The offset of the first byte of a block, and the offset after its last byte.
+        A tuple for each block:
+            The offset of its first byte.
+            The offset after its last byte.
     """
     starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
@@ -124,7 +126,7 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def naming_unreadable(path: Path | str) -> Iterator[None]:
-    """Turns an OSError in the `with` block into an InputError that names the file.
+    """Turns an OSError in a `with` block into an InputError that names the file.
 
     Args:
         path: The file that the block reads.

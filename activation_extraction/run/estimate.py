@@ -99,7 +99,7 @@ def print_estimate(config: Config) -> int:
         The exit status, 0.
 
     Raises:
-        InputError: The machine is unknown, or config.json shows that a run would refuse the flags.
+        InputError: If the machine is unknown, or if the run would reject the flags for this model.
     """
     check_adapter(config.model.lora)
     run = planned_run(config)
@@ -126,14 +126,14 @@ def print_estimate(config: Config) -> int:
 def planned_run(config: Config) -> PlannedRun:
     """Returns the run that the flags describe, with the machine that it is planned for.
 
-    This function reads the model's config.json and the autoencoders. From then on, JAX uses only
+    This function reads the model's config.json and the autoencoders. After the call, JAX uses only
     the CPU.
 
     Args:
         config: The configuration, in which --plan names the machine.
 
     Raises:
-        InputError: The machine is unknown, or config.json or an autoencoder cannot be read.
+        InputError: If the machine is unknown, or if config.json or an autoencoder cannot be read.
     """
     topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
     # JAX would otherwise reserve the memory of this machine's accelerators, which are not needed.
@@ -147,14 +147,15 @@ def planned_run(config: Config) -> PlannedRun:
 def read_config(config: Config) -> Mapping[str, Any]:
     """Returns the content of the model's config.json.
 
-    If the file cannot be read, but the model is a released model whose sizes this program contains,
-    these sizes are returned.
+    Some sizes of released models are part of this program. They are returned if the file of such a
+    model cannot be read.
 
     Args:
         config: The configuration, which names the model.
 
     Raises:
-        InputError: config.json cannot be read, and this program does not contain the model's sizes.
+        InputError: If config.json cannot be read, and this program does not contain the model's
+            sizes.
     """
     if config.demo:
         return MODEL_CONFIG
@@ -178,7 +179,8 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
         request: The request for the step. Its mesh or devices may differ from `run.request`.
 
     Raises:
-        InputError: A run would refuse the model or the mesh, or the mesh has a pipeline.
+        InputError: If the run would reject the model or the mesh, or if the mesh has the axis
+            pipeline.
     """
     config = parse_model_config(run.model_config, request.model.model_path)
     model, rows = build_model(request, config)
@@ -248,8 +250,8 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
         The bytes, as the compiler reports them. None if libtpu, the compiler, is not installed.
 
     Raises:
-        InputError: The compiler knows no such machine, or does not say how much memory it needs.
-        JaxRuntimeError: The program cannot be compiled, for example because it does not fit.
+        InputError: If the compiler does not know the machine, or if it does not report the memory.
+        JaxRuntimeError: If the program cannot be compiled, for example because it does not fit.
     """
     if find_spec("libtpu") is None:
         log.info(
@@ -294,7 +296,7 @@ def amount_of(config: Config) -> Amount | None:
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:
-    """Returns the assumed number of tokens of a sample, which is a mean document cut to a row.
+    """Returns the assumed number of tokens of a sample: an average document, cut to a row.
 
     Args:
         max_seq_length: The number of tokens of a row.
@@ -315,8 +317,11 @@ def estimate_totals(
         config: The configuration, which may contain --tokens_per_second and --chip_hour_dollars.
 
     Returns:
-        A dict with the keys "hours" and "dollars", each with a list of the least and the most, and
-        "terabytes", with the stored terabytes before compression. A value is None if it is unknown.
+        A dict with these keys, whose values are None if they are unknown:
+
+        - "hours": A list of the lowest and the highest number of hours.
+        - "dollars": A list of the lowest and the highest price.
+        - "terabytes": The terabytes that are stored, before compression.
     """
     hours = dollars = terabytes = None
     if run.amount is not None:

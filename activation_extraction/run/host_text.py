@@ -61,9 +61,9 @@ class Text:
         options: The flags about text.
         model: The files of the model.
         vocabulary_size: The number of token ids that the model has.
-        earlier_metadata: The content of metadata.json of each output that contains the run already;
-            see `open_dataset`. Empty for a new run.
-        source_names: The names of the sources of a mixture; see `open_dataset`.
+        earlier_metadata: The contents of metadata.json that the run has stored already (see
+            `open_dataset`). Empty for a new run.
+        source_names: The names of the sources of a mixture. Empty for the names in the flags.
         adapter: The files of the LoRA adapter. None without an adapter.
     """
 
@@ -144,8 +144,9 @@ class Text:
         """Checks the chat template, and the first row of each data set.
 
         Raises:
-            InputError: The template cannot render conversations. The flags need the roles of tokens
-                and the template does not show them. Or the first row of a data set cannot be used.
+            InputError: If the template cannot render conversations, if the flags need the roles of
+                tokens but the template does not show them, or if the first row of a data set cannot
+                be used.
         """
         if self.template is not None:
             check_roles(self.options, self.template)
@@ -190,21 +191,22 @@ class Text:
         storage: ActivationStorage,
         watchdog: Watchdog,
     ) -> Prefetch[Batch, Mark | None]:
-        """Returns the batches of the samples that are not stored yet, prepared in advance.
+        """Opens the stream of batches that contain the samples that are not stored yet.
 
         Args:
             worker: The machine and the host.
             shape: The number of rows of a batch, and the number of tokens of a row.
             storage: The storage of the host, which knows the samples that are stored already.
             watchdog: The watchdog, which ends the process if the first batch does not come in time.
-                Each stored sample that is skipped restarts its time.
+                Each stored sample that is skipped counts as progress.
 
         Returns:
-            An iterable of batches. Its attribute `result` becomes the mark at the end of the data,
-            or at the limits of the run. It stays None if everything is stored already.
+            An iterable of batches, which a background thread prepares. After the last batch, its
+            attribute `result` is the mark at the end of the data or at the limits of the run. It is
+            None if everything is stored already.
 
         Raises:
-            InputError: The first batch cannot be read, or the data set contains no text.
+            InputError: If the first batch cannot be read, or if the data set contains no text.
         """
         rows_of_batch, row_tokens = shape
         if storage.complete:
@@ -255,7 +257,7 @@ def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> Special
         tokenizer: The tokenizer, which determines the special tokens. None to add none.
 
     Raises:
-        InputError: A document that is cut to --max_seq_length would have only special tokens.
+        InputError: If a document that is cut to --max_seq_length would have only special tokens.
     """
     is_plain_text = not (options.messages_column or options.ids_column)
     if tokenizer is None or not is_plain_text or options.special_tokens == "none":
@@ -278,11 +280,12 @@ def known_special_tokens(config: Config) -> SpecialTokens:
         config: The configuration.
 
     Returns:
-        The special tokens by the adapter's tokenizer.json or, if the adapter has none, the model's.
-        No special tokens if the file is missing or cannot be read.
+        The special tokens that the adapter's tokenizer.json declares or, if the adapter has no such
+        file, the model's tokenizer.json. No special tokens if the file is missing or cannot be
+        read.
 
     Raises:
-        InputError: A document that is cut to --max_seq_length would have only special tokens.
+        InputError: If a document that is cut to --max_seq_length would have only special tokens.
     """
     tokenizer = None
     model_options = config.model
@@ -310,8 +313,8 @@ def dropped_ids(
         vocabulary_size: The number of token ids that the model has.
 
     Raises:
-        InputError: The tokenizer lacks a name, the model lacks an id, or all tokens of the model
-            would be dropped.
+        InputError: If the tokenizer has no token of a name, if the model has no token of an id, or
+            if all tokens of the model would be dropped.
     """
     token_ids = {token for token in tokens if isinstance(token, int)}
     token_names = [token for token in tokens if isinstance(token, str)]
@@ -336,14 +339,14 @@ def dropped_ids(
 
 
 def check_roles(options: TextOptions, template: ChatTemplate) -> None:
-    """Checks that the chat template shows the roles of tokens if the flags need them.
+    """Checks that the chat template lets the run determine roles of tokens, if flags need them.
 
     Args:
         options: The flags about text. --roles and some rules of --positions need roles.
         template: The chat template.
 
     Raises:
-        InputError: The flags need roles that the turns of the template do not show.
+        InputError: If the flags need roles that cannot be read from the turns of the template.
     """
     flag_with_roles = f"--roles {' '.join(options.roles)}" if options.roles else ""
     if options.positions.last_of_turn:

@@ -70,15 +70,16 @@ def join(options: HostOptions) -> Host:
     """Connects this host to the other hosts of its pod, through jax.distributed.
 
     Args:
-        options: The flags about hosts. If they name no hosts, JAX finds the hosts of a pod of Cloud
-            TPU, GKE or Slurm.
+        options: The flags about hosts. If they do not give the address of host 0, JAX finds the
+            hosts of a pod of Cloud TPU, GKE or Slurm.
 
     Returns:
         This host.
 
     Raises:
-        InputError: JAX finds no pod or no devices, or hosts have different numbers of devices.
-        RunError: The other hosts do not answer in time.
+        InputError: If JAX finds no pod or no devices, or if hosts have different numbers of
+            devices.
+        RunError: If the other hosts do not answer in time.
     """
     coordinator_address = options.coordinator_address
     host_count = options.num_hosts
@@ -149,7 +150,7 @@ def _check_port(address: str) -> None:
         address: The coordinator's address, HOST:PORT.
 
     Raises:
-        RunError: This process cannot listen at the port.
+        RunError: If this process cannot listen at the port.
     """
     port = int(address.rsplit(":", 1)[1])
     dual_stack = socket.has_dualstack_ipv6()
@@ -175,7 +176,7 @@ def _wait_for_port(address: str, seconds: float, failure_message: str) -> None:
         failure_message: The message of the error if no process listens.
 
     Raises:
-        RunError: No process has listened at the port in time.
+        RunError: If no process has listened at the port in time.
     """
     host_name, port = address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
@@ -238,11 +239,11 @@ def leave(host: Host) -> None:
 def raise_together(
     host: Host, problem: Exception | None, fields: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Raises an error on all hosts if one has a problem, or if fields differ between hosts.
+    """Raises an error on all hosts if one host has a problem, or if fields differ between hosts.
 
-    All hosts must call this together and wait for each other. Before an error is raised, all hosts
-    disconnect. If the problem of any host would recur with the same command, the RunErrors of all
-    hosts have `recurs` set.
+    All hosts must call this together, and they wait for each other. Before an error is raised, all
+    hosts disconnect. If the problem of any host would come again with the same command, `recurs` is
+    true in the RunErrors of all hosts.
 
     Args:
         host: This host.
@@ -251,11 +252,11 @@ def raise_together(
             with a problem may leave the fields out.
 
     Raises:
-        Exception: `problem` itself, on a host that has one.
-        InputError: Another host has found bad input, and the message names that host. Or no host
-            has a problem, but a field differs or is missing on some hosts, and the message names
-            the field, its contents and their hosts.
-        RunError: Another host has failed in another way. The message names that host.
+        Exception: If this host has a problem. The exception is `problem` itself.
+        InputError: If another host has found bad input; the message names that host. Also if no
+            host has a problem, but a field differs between hosts or is missing on some of them; the
+            message names the field, its contents and their hosts.
+        RunError: If another host has failed in another way. The message names that host.
     """
     if problem is None:
         problem_kind = NO_PROBLEM
@@ -305,7 +306,7 @@ def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
 
 
 def _shown(content: object) -> str:
-    """Returns the content of a field as text, or a digest of it if it exceeds MOST_SHOWN."""
+    """Returns the content of a field as text, or its digest if the text exceeds MOST_SHOWN."""
     content_text = str(content)
     if len(content_text) <= MOST_SHOWN:
         return content_text
@@ -328,7 +329,8 @@ def together(
             all hosts, by their names in messages.
 
     Raises:
-        Exception: The action failed on some host, or the hosts differ; see `raise_together`.
+        Exception: If the action failed on any host, or if the compared contents differ between
+            hosts (see `raise_together` for the types).
     """
     try:
         result = action()
@@ -359,7 +361,7 @@ class Watchdog:
         self._done = threading.Event()
 
     def reset(self) -> None:
-        """Records progress, so that the time starts again at 0."""
+        """Records progress, so that the time without progress starts again at 0."""
         self._last_progress = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
@@ -392,7 +394,7 @@ class Watchdog:
 
 @contextmanager
 def explain_abort(host: Host, message: str) -> Iterator[None]:
-    """Prints a message to stderr if JAX ends this process inside the `with` block.
+    """Prints a message to stderr if JAX ends this process inside a `with` block.
 
     JAX aborts a process when another host is gone, without running `finally` blocks. Therefore, a
     helper process waits at the other end of a pipe and prints the message when the pipe breaks.
@@ -422,15 +424,16 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
 class Lockstep:
     """Yields the batches of this host, one for each step that all hosts take together.
 
-    Hosts run out of data at different times, and any of them may fail or be asked to stop. Before
-    step n + 2, all hosts must know whether they take it. Therefore, each host sends its `votes` on
-    step n + 2 with step n. The devices sum the votes over all hosts, and the sums come back with
-    the results of step n. They are passed to `learn` before step n + 2, so no host waits for them.
+    Hosts run out of data at different times, and any host may fail or be asked to stop. Before step
+    n + 2, all hosts must know whether they take this step. Therefore, each host sends its `votes`
+    on step n + 2 together with step n. The devices sum the votes over all hosts, and return the
+    sums with the results of step n. The caller passes the sums to `learn` before step n + 2, so no
+    host waits for the votes of others.
 
-    Iterating yields None if this host has no batch for a step. Either its data has ended while
-    another host has a batch, or no batch is ready because this host skips samples that are stored
-    already. All hosts end at the same step. They end when no host has data, or two steps after any
-    host has failed or was asked to stop.
+    Iterating yields None if this host has no batch for a step. In this case, its data has ended
+    while another host has a batch, or no batch is ready because this host skips samples that are
+    stored already. All hosts end at the same step. They end when no host has data, or two steps
+    after any host has failed or was asked to stop.
 
     Args:
         batches: The batches of this host, with None for a batch that is not ready yet.
@@ -476,9 +479,10 @@ class Lockstep:
             yield batch
 
     def _fetch(self) -> Batch | None:
-        """Returns the batch for the step STEPS_AHEAD later.
+        """Returns the batch of this host for the step that is STEPS_AHEAD steps later.
 
-        `_has_data` is set to whether this host may have batches at that step or later.
+        It sets `_has_data` to True if this host may have batches at that step or later, otherwise
+        to False.
 
         Returns:
             The batch. None if this host has no batch for that step.
@@ -500,8 +504,10 @@ class Lockstep:
     def votes(self) -> tuple[bool, bool, bool]:
         """The votes of this host, which are sent with the step of the batch that was yielded last.
 
-        The three votes are whether this host has data, whether it was asked to stop, and whether it
-        failed.
+        A tuple of:
+            Whether this host has data.
+            Whether it was asked to stop.
+            Whether it failed.
         """
         return self._has_data, bool(self._stopped()), self.failure is not None
 
@@ -531,7 +537,7 @@ class Lockstep:
 
 
 def one_step_behind(items: Iterable[T]) -> Iterator[T]:
-    """Yields each item only after the next item has been made, and the last item at the end.
+    """Yields each item after the next item has been made; yields the last item at the end.
 
     If making an item starts a step, the devices compute a step while the caller uses the results of
     the previous one.

@@ -49,10 +49,10 @@ class Input(Generic[ModelOrText]):
         field: The name of the field of Identity that identifies the content of the input.
         field_value: A function that takes the model or the text and returns the value of this
             field.
-        flags: The names of the flags that determine the input. A message shows the first one that
-            is set.
-        paths: The names of the flags that contain its path. The paths may differ between hosts if
-            the content is the same.
+        flags: The names of the flags that determine the input. A message shows the first of these
+            flags that is set.
+        paths: The names of the flags that contain the path of the input. The paths may differ
+            between hosts if the content is the same.
     """
 
     name: str
@@ -136,7 +136,7 @@ def check_model_inputs(forward: Forward, config: Config, identity: Identity) -> 
         identity: The identity of the run that stored the activations.
 
     Raises:
-        InputError: The run used another model, adapter or autoencoder.
+        InputError: If the run used another model, adapter or autoencoder.
     """
     _check_inputs(MODEL_INPUTS, forward, config.values, identity)
 
@@ -150,8 +150,8 @@ def check_text_inputs(text: Text, config: Config, identity: Identity) -> None:
         identity: The identity of the run that stored the activations.
 
     Raises:
-        InputError: The run used another tokenizer, chat template or data set, or a file of the data
-            set has changed.
+        InputError: If the run used another tokenizer, chat template or data set, or if a file of
+            the data set has changed.
     """
     _check_inputs(TEXT_INPUTS, text, config.values, identity)
 
@@ -165,7 +165,7 @@ def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
         identity: The identity of the run that stored the activations.
 
     Raises:
-        InputError: The run used another tokenizer.
+        InputError: If the run used another tokenizer.
     """
     _check_inputs((TOKENIZER,), text, config.values, identity)
 
@@ -185,7 +185,7 @@ def _check_inputs(
         identity: The identity of the run.
 
     Raises:
-        InputError: An input differs; the message names the first one and its flag.
+        InputError: If an input differs. The message names the first such input and its flag.
     """
     for run_input in inputs:
         if run_input.field_value(model_or_text) == getattr(identity, run_input.field):
@@ -214,7 +214,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
         worker: The machine and the host that store the shards.
 
     Raises:
-        InputError: An input cannot be read.
+        InputError: If an input cannot be read.
     """
     code_names = tuple(encoder.hook.name for encoder in forward.encoders)
     dtypes_by_name = {

@@ -28,8 +28,8 @@ class Source(NamedTuple):
     Attributes:
         rows: The rows of the data set.
         name: The name of the source in a mixture. None if there is no mixture.
-        weight: The weight of the source in a mixture. The number of its documents is proportional
-            to it.
+        weight: The weight of the source in a mixture. The number of documents from a source is
+            proportional to its weight.
     """
 
     rows: Rows
@@ -46,10 +46,10 @@ class Dataset:
 
     Attributes:
         sources: The open data sets, one or, in a mixture, several.
-        name: FILES for files. For a hub data set, its name, configuration and split. For a mixture,
-            its sources with their weights.
+        name: Description of the data. For files, this is FILES. For a hub data set, it is the name,
+            configuration and split. For a mixture, it is the sources with their weights.
         revisions: The revision of a hub data set, or the names and revisions of all hub data sets
-            in a mixture. "" for files, whose content `files` compares one by one.
+            in a mixture. "" for files, because `files` compares their content.
         files: The files of all sources.
     """
 
@@ -70,9 +70,9 @@ def open_dataset(
     Args:
         options: The flags about text.
         row_schema: The settings by which rows become documents.
-        earlier_metadata: The content of metadata.json of each output that contains the run already,
-            this host's first. A hub data set is opened at the recorded revision, and files must be
-            the recorded ones (see `DataFiles.as_recorded`). Empty for a new run.
+        earlier_metadata: The contents of metadata.json that the run has stored already, in the
+            local folder and in the bucket. A hub data set is opened at the recorded revision, and
+            files must have the recorded content (see `DataFiles.as_recorded`). Empty for a new run.
         source_names: The names of the sources of a mixture, which are the same on all hosts. Empty
             for the names in the flags.
 
@@ -80,7 +80,8 @@ def open_dataset(
         The open data.
 
     Raises:
-        InputError: A data set cannot be opened, or differs from the one that the run began with.
+        InputError: If a data set cannot be opened, or if it differs from the data set that the run
+            began with.
     """
     if options.mix:
         try:
@@ -114,11 +115,12 @@ def _recorded_metadata(
 
     Args:
         data_name: The name of the data set in identities.
-        earlier_metadata: The content of metadata.json of each output that contains the run already.
+        earlier_metadata: The contents of metadata.json that the run has stored already.
 
     Returns:
-        The metadata, and the revision of the data set that the first metadata records. The revision
-        is "" if no metadata is left.
+        A tuple of:
+            The metadata of the starts that read the same data set.
+            The revision of the data set that the first of them records; "" if there is none.
     """
     matching_runs = [
         metadata
@@ -140,7 +142,7 @@ def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]
         recorded_runs: The metadata of the hosts of the run. Metadata may record no version.
 
     Raises:
-        InputError: Another version has read the data set before.
+        InputError: If the run has read the data set with another version before.
     """
     installed_version = version("datasets")
     for metadata in recorded_runs:
@@ -168,12 +170,13 @@ def _open_mixture(
     Args:
         sources_and_weights: The sources and weights of --mix.
         row_schema: The settings by which rows become documents.
-        earlier_metadata: The content of metadata.json of each output that contains the run already;
-            see `open_dataset`.
-        source_names: The names of the sources; see `open_dataset`.
+        earlier_metadata: The contents of metadata.json that the run has stored already (see
+            `open_dataset`).
+        source_names: The names of the sources. Empty for the names in the flags.
 
     Raises:
-        InputError: A source cannot be opened, or differs from the source that the run began with.
+        InputError: If a source cannot be opened, or if it differs from the source that the run
+            began with.
     """
     source_names = source_names or [plain_url(source) for source, _ in sources_and_weights]
     named_weights = []

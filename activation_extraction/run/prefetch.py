@@ -1,7 +1,6 @@
 """Prepares items in a background thread while the caller works on earlier items.
 
-A run prepares batches in this way while its devices compute. The module does not depend on what the
-items are.
+A run prepares batches in this way while its devices compute. The module accepts items of any type.
 """
 
 import queue
@@ -59,7 +58,8 @@ class Prefetch(Generic[T, R]):
                 it skips samples, None is yielded every `patience` seconds instead of an item, so
                 that the other hosts of a pod need not wait for this host. If `skipping` is None,
                 the iteration waits for an item without a limit of time.
-            patience: Seconds without an item after which None is yielded while samples are skipped.
+            patience: Time in seconds without an item after which None is yielded while samples are
+                skipped.
         """
         self.result: R | None = None
         self._skipping = skipping

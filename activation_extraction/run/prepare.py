@@ -88,7 +88,7 @@ class Run:
         """Returns the same run with new batches, without the samples that are stored by now.
 
         Raises:
-            InputError: The first batch cannot be read.
+            InputError: If the first batch cannot be read.
         """
         worker, shape = self.folders.worker, self.forward.shape
         return replace(self, batches=self.text.open(worker, shape, self.storage, self.watchdog))
@@ -106,9 +106,9 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         The run, ready to be compiled.
 
     Raises:
-        InputError: The request cannot be met, or hosts differ in settings or inputs that must be
-            the same.
-        RunError: A stage failed on this host or on another one.
+        InputError: If the run that the flags request is not possible, or if settings or inputs that
+            must be the same differ between hosts.
+        RunError: If a stage failed on this host or on another host.
     """
     folders = together(host, lambda: check_output(config, host), lambda _: settings_of(config))
     earlier_outputs = together(host, lambda: find_earlier_outputs(config, folders))
@@ -150,7 +150,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
 
 
 def check_output(config: Config, host: Host) -> RunFolders:
-    """Checks the output of this host, and returns its folders.
+    """Checks the folders to which this host will write, and returns them.
 
     This stage reads neither the model nor the data.
 
@@ -159,8 +159,8 @@ def check_output(config: Config, host: Host) -> RunFolders:
         host: This host.
 
     Raises:
-        InputError: The output cannot be written to, its disk has too little free space, or a run
-            with other numbers of machines or hosts has left folders there.
+        InputError: If a folder cannot be written to, if its disk has too little free space, or if a
+            run with other numbers of machines or hosts has left folders beside it.
     """
     host_options, output_options = config.hosts, config.output
     worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.count)
@@ -183,10 +183,10 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
 
     Args:
         folder: A folder on the disk, which need not exist yet.
-        gigabytes: GB that must be free.
+        gigabytes: The space that must be free, in GB (10^9 bytes).
 
     Raises:
-        InputError: There is too little free space.
+        InputError: If there is too little free space.
     """
     free_gigabytes = shutil.disk_usage(nearest(folder)).free / 1e9
     if free_gigabytes < gigabytes:
@@ -197,15 +197,17 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
 
 
 def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str, dict[str, Any]]]:
-    """Reads metadata.json in the outputs of this host that contain the run already.
+    """Reads the metadata.json that the run has stored already, locally and in the bucket.
 
     Args:
         config: The configuration.
         folders: The folders of the run.
 
     Returns:
-        The URL of each output that contains the run, with the content of its metadata.json. Empty
-        for a new run and with --overwrite.
+        A tuple for each metadata.json:
+            The URL or path of its folder.
+            Its content.
+        The list is empty for a new run and with --overwrite.
     """
     return [] if config.storage.overwrite else folders.earlier()
 
@@ -214,8 +216,8 @@ class CommitChoice(NamedTuple):
     """The commit of a model on the hub that one host would use.
 
     Attributes:
-        is_new: Whether the metadata of the run records no commit yet.
-        commit: The commit.
+        is_new: Whether the host has found no commit in the metadata of the run.
+        commit: The commit that the host would use.
     """
 
     is_new: bool
@@ -238,7 +240,7 @@ def choose_commit(
         The commit. None for a local model and for the demo.
 
     Raises:
-        InputError: --model_revision is another commit than the recorded one.
+        InputError: If --model_revision names another commit than the metadata of the run.
     """
     if config.demo:
         return None
@@ -313,7 +315,7 @@ def smallest_device_memory(config: Config, host: Host) -> float | None:
         The memory in bytes. None if no device reports its memory.
 
     Raises:
-        InputError: JAX finds no devices.
+        InputError: If JAX finds no devices.
     """
     use_all_devices = config.computing.use_data_parallel
 
@@ -348,7 +350,7 @@ def with_inputs_of_demo(config: Config, folder: Path) -> Config:
         The configuration with the paths. Without --demo, the unchanged configuration.
 
     Raises:
-        InputError: The flags do not suit the demo's model, or the folder cannot be written to.
+        InputError: If the flags do not fit the demo's model, or if the folder cannot be written to.
     """
     if not config.demo:
         return config
@@ -376,12 +378,12 @@ def step_request(
     Args:
         config: The configuration.
         commit: The commit of the model on the hub. None for --model_revision.
-        device_memory: Bytes of memory of a device. None for the memory that this host's devices
-            report.
+        device_memory: The memory of each device in bytes. None for the memory that this host's
+            devices report.
         planned: The devices of a machine that is only planned. None for this machine's devices.
 
     Raises:
-        InputError: An autoencoder cannot be read, or JAX finds no devices.
+        InputError: If an autoencoder cannot be read, or if JAX finds no devices.
     """
     computing = config.computing
     row_tokens = config.text.max_seq_length
@@ -417,8 +419,8 @@ def check_and_identify(
         watchdog: The watchdog, which watches over the check of the text.
 
     Raises:
-        InputError: The text cannot be read, or another machine or host has stored a run with
-            another identity in the output.
+        InputError: If the text cannot be read, or if another machine or host has stored a run with
+            another identity in the same place.
     """
     # The data set is opened before the watchdog starts, because listing its files may take long.
     _ = text.dataset
@@ -439,9 +441,9 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         text: The text.
 
     Returns:
-        The facts by their keys in metadata.json. The keys are configuration, model, model_commit,
-        backend, mesh, a key for each kernel, and versions. If there is a tokenizer, the keys
-        tokenizer_path and added_tokens are there, too.
+        The facts by their keys in metadata.json: "configuration", "model", "model_commit",
+        "backend", "mesh", a key for each kernel, and "versions". If there is a tokenizer, also
+        "tokenizer_path" and "added_tokens".
     """
     resolved_config = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
     configuration = {**resolved_config.to_json(), "batch_size": forward.shape[0]}
@@ -481,7 +483,7 @@ def plan_storage(
     facts: Mapping[str, Any],
     watchdog: Watchdog,
 ) -> ActivationStorage:
-    """Returns the storage of this host, which has read the run log but not written anything.
+    """Returns the storage of this host, which has read the run log but has written nothing yet.
 
     Args:
         config: The configuration.
@@ -490,11 +492,11 @@ def plan_storage(
         text: The text.
         identity: The identity of the run.
         facts: The facts that metadata.json records in addition to the identity.
-        watchdog: The watchdog, which is reset while an upload is waited for, because each upload
-            has a time limit already.
+        watchdog: The watchdog. It is reset while the storage waits for an upload, because each
+            upload has its own time limit.
 
     Raises:
-        InputError: The output contains another run, or a run that cannot be continued.
+        InputError: If the folders contain another run, or a run that cannot be continued.
     """
     worker, storage_options = folders.worker, config.storage
     # --max_samples and --max_tokens are limits of a machine, and each host gets a part of them.

@@ -32,9 +32,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     """Loads the model of a stored run, to recompute samples.
 
     Args:
-        config: The configuration of --verify. It contains the model, the adapter, the options of
-            computing and, if the data set has moved, its path. The data set is opened only if the
-            run does not store all tokens.
+        config: The configuration of --verify. It contains the paths of the model and the adapter,
+            the options of computing and, if the data set has been moved, its new path. The data set
+            is opened only if the run does not store all tokens.
         metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:
@@ -42,7 +42,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         runs.
 
     Raises:
-        InputError: An input cannot be read, or differs from the input of the stored run.
+        InputError: If an input cannot be read, or if it differs from the input of the stored run.
     """
     identity = identity_of(metadata, METADATA)
     config = replace(

@@ -42,11 +42,12 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
         metadata: The content of metadata.json.
 
     Returns:
-        The files of the model, at the commit on the hub that the run used, and the files of the
-        adapter. The latter are None if the run had no adapter.
+        A tuple of:
+            The files of the model, at the commit on the hub that the run used.
+            The files of the adapter; None if the run had no adapter.
 
     Raises:
-        InputError: A path is neither a folder nor the name of a repository.
+        InputError: If a path is neither a folder nor the name of a repository.
     """
     options = Config.from_json(metadata["configuration"]).model
     commit = recorded_commit(options.model_path, metadata)
@@ -76,7 +77,7 @@ def load_for_rereading(
         A function that reads samples again; see `Reread`.
 
     Raises:
-        InputError: The tokenizer, the chat template, the data set or a file cannot be read, or
+        InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
             differs from the one of the run. The message names the input and its flag.
     """
     text, present_config = _text_of_run(metadata, model, adapter, dataset_path)
@@ -88,16 +89,16 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
     """Loads the tokenizer of a stored run, and opens its data set if it does not store all tokens.
 
     Args:
-        config: The configuration. If its flags contain the model, the adapter or the path of the
-            data set, these are used. Otherwise, the inputs that the run recorded are used.
+        config: The configuration. Its model, its adapter and its path of the data set are used if
+            the flags name them. Otherwise, the inputs that the run recorded are used.
         metadata: The content of metadata.json of one of the run's hosts.
 
     Returns:
-        An object with a function that decodes token ids and a function that reads samples again.
-        The latter is None if the run stores all tokens.
+        An object with a function that decodes token ids, and a function that reads samples again.
+        The second function is None if the run stores all tokens.
 
     Raises:
-        InputError: The tokenizer, the chat template, the data set or a file cannot be read, or
+        InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
             differs from the one of the run. The message names the input and its flag.
     """
     identity = identity_of(metadata, METADATA)
@@ -141,7 +142,9 @@ def _text_of_run(
             read it.
 
     Returns:
-        The text, and the configuration of the run with the present paths.
+        A tuple of:
+            The text.
+            The configuration of the run with the present paths.
     """
     identity = identity_of(metadata, METADATA)
     recorded_config = Config.from_json(metadata.get("configuration", {}))
@@ -164,15 +167,15 @@ def _text_of_run(
 
 
 def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-    """Reads samples again from the data set; see `Reread`.
+    """Reads samples again from the data set, as `Reread` describes.
 
     Args:
         text: The text, whose inputs have been checked.
         stored_samples: The stored tokens of the samples to read.
 
     Returns:
-        All token ids of each sample, int32 (tokens,). Instead, a message if the data set contains
-        other tokens at the place of the sample, or ends before the sample.
+        For each sample, all its token ids, int32 (tokens,). If the data set contains other tokens
+        at the place of the sample, or ends before the sample, a message instead.
     """
     ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
     # Samples of one host with the same start are read in one pass over the host's data. The keys
@@ -204,8 +207,8 @@ def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
 
     Args:
         sample: The sample as it was read again, which --max_tokens has not cut.
-        stored: The stored tokens. If --max_tokens had cut the sample, these are the first of its
-            kept tokens.
+        stored: The stored tokens. If --max_tokens had cut the sample, they are only the first of
+            its kept tokens.
     """
     kept_positions = sample.kept_positions[: len(stored.positions)]
     has_same_positions = np.array_equal(kept_positions, stored.positions)

@@ -1,4 +1,4 @@
-"""Words the progress of a run, the summary at its end, and the table of --list_hooks.
+"""Writes the messages of a run: its progress, the summary at its end, and --list_hooks.
 
 The summary says what this host has stored, and how to read it or continue the run.
 inspect/status.py prints the totals over all machines and hosts.
@@ -126,8 +126,8 @@ def _reading_lines(url: str, totals: Totals) -> list[str]:
 
     Args:
         url: The folder or URL of the run.
-        totals: The totals of this host. The lines for a sample or a batch are left out if it has
-            stored no sample or no token.
+        totals: The totals of this host. The lines for a sample are left out if no sample is stored,
+            and the lines for a batch are left out if no token is stored.
     """
     hook = next(iter(totals.statistics))
     lines = [
@@ -146,10 +146,13 @@ def _reading_lines(url: str, totals: Totals) -> list[str]:
 
 
 def _shortfall_message(run: Run) -> str:
-    """Returns a message if this host's data ended before --max_samples or --max_tokens.
+    """Returns a message if this host's data ended before a limit of samples or tokens was reached.
+
+    Args:
+        run: The run.
 
     Returns:
-        The message. "" if the host reached one of the limits, or has no limit.
+        The message. "" if the host reached one of the limits, or if it has no limit.
     """
     options, totals = run.storage.options, run.storage.totals
     stored_and_limits: dict[str, tuple[int, int]] = {}  # counts by unit
@@ -198,8 +201,8 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
 
     Args:
         hosts: The number of hosts.
-        overwrite: Whether --overwrite is set. The advice is then to omit it, because it would
-            delete what is stored.
+        overwrite: Whether --overwrite is set. If so, the advice is to omit this flag, because it
+            would delete the stored shards.
     """
     advice = "run the same command again"
     if hosts > 1:
@@ -217,8 +220,8 @@ def list_hooks(
 ) -> list[str]:
     """Returns the lines of --list_hooks: a table of a model's hooks, and notes below it.
 
-    Each row describes one kind of hooks. It contains all names of the hook, with K for the layer,
-    its width and dtype, and the bytes of a stored token.
+    Each row of the table describes one kind of hook, with K in place of the number of the layer. It
+    contains all names of the hook, the width, the dtype, and the bytes of a stored token.
 
     Args:
         table: The hooks of the model.

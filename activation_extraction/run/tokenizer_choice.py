@@ -68,7 +68,7 @@ def choose_tokenizer(
         vocabulary: The number of token ids that the model has.
 
     Raises:
-        InputError: A tokenizer cannot be read, or has more token ids than the model.
+        InputError: If a tokenizer cannot be read, or if it has more token ids than the model.
     """
     if adapter is None or vocabulary_file(adapter.tokenizer_files()) is None:
         return _load(model, vocabulary)
@@ -89,14 +89,14 @@ def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
 def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTemplates:
     """Returns the adapter's chat templates if they differ from the model's, otherwise the model's.
 
-    An adapter without chat templates uses the model's.
+    If the adapter has no chat templates, the model's are returned.
 
     Args:
         model: The files of the model.
         adapter: The files of its adapter. None without an adapter.
 
     Raises:
-        InputError: A file with a chat template cannot be read.
+        InputError: If a file with a chat template cannot be read.
     """
     model_templates = templates_in(model)
     if adapter is not None:
@@ -118,7 +118,7 @@ def templates_in(repository: Repository) -> dict[str, str]:
         tools, "tool_use". Templates with other names are ignored. Empty if there is no template.
 
     Raises:
-        InputError: A file with a template cannot be read.
+        InputError: If a file with a template cannot be read.
     """
     jinja_sources: dict[str, str] = {}
     for template_name, file_name in TEMPLATE_FILES.items():

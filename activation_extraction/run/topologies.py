@@ -28,8 +28,8 @@ class ChipKind(NamedTuple):
     Attributes:
         chip: The name of the chip in CHIPS.
         shapes: The shapes of machines with this kind of chip, separated by spaces; "" for GPUs.
-        units: The number that the name of a machine counts for each chip. It is 2 for v4, because
-            v4-32 has 16 chips.
+        units: The number in the name of a machine, divided by its number of chips. It is 2 for v4,
+            because v4-32 has 16 chips.
         devices: The number of JAX devices per chip.
     """
 
@@ -102,11 +102,11 @@ class Topology:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether the chips are TPUs; otherwise they are GPUs."""
+        """Whether the chips are TPUs. Otherwise they are GPUs."""
         return bool(self.kind.shapes)
 
     def described(self) -> list[Device]:
-        """Returns stand-ins for the devices of the machine, from which a mesh can be made."""
+        """Returns a `Device` for each device of the machine, from which a mesh can be made."""
         platform = "tpu" if self.is_tpu else "gpu"
         device_count = self.chips * self.kind.devices
         devices = []
@@ -116,10 +116,10 @@ class Topology:
         return devices
 
     def compilable(self) -> list[Any]:
-        """Returns JAX's objects for the devices of a TPU, for which programs can be compiled.
+        """Returns JAX's descriptions of a TPU's devices, for which programs can be compiled.
 
         Raises:
-            InputError: JAX cannot describe the machine, for example because libtpu is missing.
+            InputError: If JAX cannot describe the machine, for example because libtpu is missing.
         """
         from jax.experimental import topologies
 
@@ -146,8 +146,8 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         chips_per_host: The number of chips of a host. None for the usual number.
 
     Raises:
-        InputError: There is no machine with this name, or its chips cannot be divided among hosts
-            of `chips_per_host` chips. The message lists the valid names or numbers.
+        InputError: If there is no machine with this name, or if its chips cannot be divided among
+            hosts of `chips_per_host` chips. The message lists the valid names or numbers.
     """
     pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
     match = re.fullmatch(pattern, name.lower().replace("v5litepod", "v5e"))
@@ -196,7 +196,7 @@ def _tpu_sides(
         shape: The shape in the name, such as 8x8. None if the name has no shape.
 
     Raises:
-        InputError: There is no TPU with this number or shape. The message lists the valid names.
+        InputError: If there is no TPU with this number or shape. The message lists the valid names.
     """
     shapes_by_number = {}
     for shape_of_kind in kind.shapes.split():
