@@ -1,17 +1,19 @@
 """Serves local repositories as the Hugging Face hub does, for tests without internet.
 
 It implements the part of the hub's protocol that downloads and streaming use: repository
-information, file trees, and files with their commit, ETag (safetensors are LFS files) and byte
-ranges; no Xet and no login. Set HF_ENDPOINT to its address before huggingface_hub is imported.
-Files are read at each request from `models/ORG/NAME/` and `datasets/ORG/NAME/` under one root, as
-the revision `main`. The revision `v1` is in `NAME@v1` beside these. A commit is a hash of the files
-of its revision.
+information, file trees in pages, files with their commit, ETag and byte ranges, and private
+repositories; no Xet and no login. Binary files are LFS files: requests for them are redirected to a
+second address, as the hub redirects them to its content delivery network (CDN). Set HF_ENDPOINT to
+the server's address before huggingface_hub is imported. Files are read at each request from
+`models/ORG/NAME/` and `datasets/ORG/NAME/` under one root, as the revision `main`. The revision
+`v1` is in `NAME@v1` beside these. A commit is a hash of the files of its revision.
 """
 
 import hashlib
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,7 +23,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 _NAME = r"(\w[\w.-]*/\w[\w.-]*)"
 _API = re.compile(rf"/api/(models|datasets)/{_NAME}(?:/(tree|paths-info|revision)/([^/]+)(.*))?")
-_RESOLVE = re.compile(rf"/(?:(datasets)/)?{_NAME}/resolve/([^/]+)/(.+)")
+_RESOLVE = re.compile(rf"(/cdn)?/(?:(datasets)/)?{_NAME}/resolve/([^/]+)/(.+)")
+# Extensions of the files that the hub keeps in LFS.
+_LFS = {".safetensors", ".gz", ".npz", ".parquet"}
 
 
 class Hub(ThreadingHTTPServer):
@@ -30,18 +34,30 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         root: The folder of the repositories.
         endpoint: Its address.
-        requests: The paths of all requests in order.
-        authorizations: The Authorization headers of all requests; None for those without one.
-        sent: The bytes of safetensors files that it has sent.
+        cdn: The address to which requests for LFS files are redirected. It is that of the same
+            server under another name, so that clients take it for another server.
+        page: The most entries in an answer to a request for a file tree.
+        tokens: Names of private repositories (ORG/NAME), and the token that may read each.
+        failures: Number of the next requests that are answered with "503 Service Unavailable".
+        requests: The paths of all requests to `endpoint` in order.
+        authorizations: The Authorization headers of all requests to `endpoint`; None for those
+            without one.
+        cdn_authorizations: The same, for the requests to `cdn`.
+        sent: The bytes of the content of each file that the server has sent, by the file's name.
         counting: Is held while `sent` changes.
     """
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.endpoint = root, f"http://127.0.0.1:{self.server_port}"
+        self.cdn = f"http://localhost:{self.server_port}/cdn"
+        self.page = 1000
+        self.tokens: dict[str, str] = {}
+        self.failures = 0
         self.requests: list[str] = []
         self.authorizations: set[str | None] = set()
-        self.sent, self.counting = 0, threading.Lock()
+        self.cdn_authorizations: set[str | None] = set()
+        self.sent, self.counting = Counter[str](), threading.Lock()
 
 
 @contextmanager
@@ -58,7 +74,7 @@ def serve_hub(root: Path) -> Iterator[Hub]:
 
 
 class _NotFound(Exception):
-    """The answer is 404.
+    """The answer is 404, or 401 for a repository that a request without a token may not see.
 
     Its arguments are the code by which clients choose their exception, and optionally the commit.
     """
@@ -75,7 +91,7 @@ def _entry(folder: Path, path: Path) -> dict:
         return {"type": "directory", "oid": name, "size": 0, "path": name}
     digest = _sha256(path, stat.st_size, stat.st_mtime_ns)
     entry = {"type": "file", "oid": digest[:40], "size": stat.st_size, "path": name}
-    if path.suffix == ".safetensors":
+    if path.suffix in _LFS:
         entry["lfs"] = {"oid": digest, "size": stat.st_size, "pointerSize": 134}
     return entry
 
@@ -112,21 +128,39 @@ class _Handler(BaseHTTPRequestHandler):
         """Prints nothing, because `Hub.requests` is the log."""
 
     def do_GET(self) -> None:
-        self.server.requests.append(self.path)
-        self.server.authorizations.add(self.headers.get("Authorization"))
         form = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
         url = urlsplit(self.path)
+        authorization = self.headers.get("Authorization")
+        if url.path.startswith("/cdn/"):
+            self.server.cdn_authorizations.add(authorization)
+        else:
+            self.server.requests.append(self.path)
+            self.server.authorizations.add(authorization)
+        if self.server.failures and "agent-harnesses" not in url.path:
+            self.server.failures -= 1
+            return self._send(503, b"{}")
         try:
             if match := _RESOLVE.fullmatch(url.path):
-                *repository, filename = map(unquote, match.groups("models"))
-                self._send_file(filename, *_revision(self.server.root, *repository))
+                cdn, kind, name, revision, filename = match.groups()
+                repository = kind or "models", unquote(name), unquote(revision)
+                if cdn is None:
+                    self._check_token(repository[1])
+                self._send_file(unquote(filename), *_revision(self.server.root, *repository))
             elif match := _API.fullmatch(url.path):
+                self._check_token(match[2])
                 self._send_information(form | parse_qs(url.query), *map(unquote, match.groups("")))
             else:
                 raise _NotFound("NotFound")
         except _NotFound as error:
             names = "X-Error-Code", "X-Repo-Commit"
-            self._send(404, b"{}", dict(zip(names, error.args, strict=False)))
+            status = 401 if error.args == ("RepoNotFound",) and authorization is None else 404
+            self._send(status, b"{}", dict(zip(names, error.args, strict=False)))
+
+    def _check_token(self, name: str) -> None:
+        """Raises _NotFound if the repository is private, and the request lacks its token."""
+        token = self.server.tokens.get(name)
+        if token is not None and self.headers.get("Authorization") != f"Bearer {token}":
+            raise _NotFound("RepoNotFound")
 
     do_HEAD = do_POST = do_GET
 
@@ -137,6 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         prefix = folder.strip("/") + "/" if folder.strip("/") else ""
         files = [path for path, entry in entries.items() if entry["type"] == "file"]
         siblings = [{"rfilename": path} for path in files]
+        headers: dict[str, str] = {}
         answer: dict | list = {"id": name, "sha": commit, "tags": [], "siblings": siblings}
         if action == "paths-info":
             answer = [entries[path] for path in query["paths"] if path in entries]
@@ -146,7 +181,14 @@ class _Handler(BaseHTTPRequestHandler):
             deep = query.get("recursive") in (["true"], ["True"])
             inside = [path for path in entries if path.startswith(prefix)]
             answer = [entries[p] for p in inside if deep or "/" not in p.removeprefix(prefix)]
-        self._send(200, json.dumps(answer).encode())
+            start = int(query.get("cursor", ["0"])[0])
+            stop = start + self.server.page
+            if len(answer) > stop:
+                path = urlsplit(self.path).path
+                parameters = f"cursor={stop}" + "&recursive=true" * deep
+                headers["Link"] = f'<{self.server.endpoint}{path}?{parameters}>; rel="next"'
+            answer = answer[start:stop]
+        self._send(200, json.dumps(answer).encode(), headers)
 
     def _send_file(self, filename: str, folder: Path, entries: dict, commit: str) -> None:
         entry = entries.get(filename, {"type": "none"})
@@ -158,12 +200,17 @@ class _Handler(BaseHTTPRequestHandler):
         if byte_range := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             status, start, end = 206, int(byte_range[1]), min(int(byte_range[2] or size) + 1, size)
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+            if start >= size:
+                return self._send(416, b"", {"Content-Range": f"bytes */{size}"})
         content = (folder / filename).read_bytes()[start:end]
         if "lfs" in entry:
             headers |= {"X-Linked-ETag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(size)}
-            if self.command != "HEAD":
-                with self.server.counting:
-                    self.server.sent += len(content)
+            if not self.path.startswith("/cdn/"):
+                location = {"Location": f"{self.server.cdn}{self.path}"}
+                return self._send(302, b"", headers | location)
+        if self.command != "HEAD":
+            with self.server.counting:
+                self.server.sent[filename] += len(content)
         self._send(status, content, headers)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:

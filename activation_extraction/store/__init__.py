@@ -37,6 +37,7 @@ These modules access a folder, which is local, in a bucket, or at another URL:
     folder.py               lists, reads, writes and deletes files, and repeats failed requests
     local_files.py          accesses a folder on this machine
     bucket.py               accesses a folder in a bucket
+    hub_folder.py           reads a folder in a repository of the Hugging Face hub
     bucket_kinds.py         declares the kinds of buckets, with the settings to connect to each
     sending.py              waits for writes to a bucket
     answers.py              determines the meaning of a failed request

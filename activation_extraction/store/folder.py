@@ -2,8 +2,8 @@
 
 A `Folder` lists, reads, writes and deletes files, and repeats failed requests if that is safe. A
 write can be conditional: it creates a file or replaces a certain version of it, and otherwise
-fails. The requests themselves are sent by local_files.py, bucket.py, and `ForeignFolder` in this
-module. The content of the files is left to the callers.
+fails. The requests themselves are sent by local_files.py, bucket.py, hub_folder.py, and
+`ForeignFolder` in this module. The content of the files is left to the callers.
 """
 
 import os
@@ -25,6 +25,7 @@ from activation_extraction.common.visible import plain_url
 from activation_extraction.store.answers import Meaning, meaning_of
 from activation_extraction.store.bucket import MIN_BYTES_PER_SECOND, Bucket
 from activation_extraction.store.bucket_kinds import BUCKET_KINDS
+from activation_extraction.store.hub_folder import HubFolder, is_repository
 from activation_extraction.store.local_files import (
     ANY,
     ChangedError,
@@ -110,6 +111,10 @@ class Folder:
     Methods may be called from several threads. Each of them raises FolderError if its request
     fails, and repeats a request that fails for a reason that may pass, such as a lost connection.
 
+    A folder on the Hugging Face hub is read from the commit that is current when this object is
+    made, or from the revision that the URL names. Its `full_url` and `url` then name the commit, so
+    that other processes that get one of these URLs read the same commit.
+
     Args:
         url: URL or local path of the folder, which need not exist.
         patience: Seconds for which a request is repeated after its first failure, and for which a
@@ -124,6 +129,10 @@ class Folder:
         by_flag: Name of the flag in parentheses, after a space, for messages; "" without a flag.
         local: Whether the folder is on this machine.
         retries: Number of failed attempts so far, over all requests.
+
+    Raises:
+        InputError: If the folder is on the hub, and its repository or revision cannot be read.
+        FolderError: If the URL cannot be used, or the hub did not answer.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
@@ -138,15 +147,30 @@ class Folder:
         self.local = not separator or scheme in ("file", "local")
         try:
             self._files = self._open(scheme)
+        except InputError:
+            raise
         except Exception as error:  # some file systems connect at once, and raise any exception
             raise FolderError(f"{self.url}: {one_line(error)}") from error
+        if isinstance(self._files, HubFolder):
+            self._pin(self._files)
 
-    def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
+    def _open(self, scheme: str) -> LocalFolder | Bucket | HubFolder | ForeignFolder:
         if self.local:
             return LocalFolder(Path(os.path.abspath(local_path(self.full_url) or "/")))
         if scheme in BUCKET_KINDS:
             return Bucket(self.full_url, self.patience)
-        return ForeignFolder(self.full_url)
+        return _open_foreign(self.full_url)
+
+    def _pin(self, files: HubFolder) -> None:
+        """Chooses the commit from which a folder on the hub is read."""
+        try:
+            self._retry("opening", files.pin)
+        except FolderError as error:
+            if error.final:
+                raise InputError(str(error)) from error
+            raise
+        self.full_url = files.url
+        self.url = plain_url(self.full_url)
 
     def child(self, name: str) -> "Folder":
         """Returns the folder `name` inside this folder; this folder itself if `name` is ""."""
@@ -467,8 +491,13 @@ class Attempts:
 class SourceFolder(Folder):
     """A folder of input files, such as a model, which is read through fsspec even in a bucket."""
 
-    def _open(self, scheme: str) -> LocalFolder | Bucket | ForeignFolder:
-        return ForeignFolder(self.full_url)
+    def _open(self, scheme: str) -> LocalFolder | Bucket | HubFolder | ForeignFolder:
+        return _open_foreign(self.full_url)
+
+
+def _open_foreign(url: str) -> HubFolder | ForeignFolder:
+    """Opens a folder that can only be read: on the hub, or at another URL that fsspec supports."""
+    return HubFolder(url) if is_repository(url) else ForeignFolder(url)
 
 
 def _views(parts: bytes | Sequence[Any]) -> list[memoryview]:

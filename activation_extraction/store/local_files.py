@@ -259,7 +259,8 @@ def unlock(descriptor: int | None) -> None:
 class LocalFolder:
     """A folder on this machine. Its methods raise OSError and FolderError.
 
-    `Bucket` (bucket.py) and `ForeignFolder` (folder.py) have the same methods.
+    `Bucket` (bucket.py), `HubFolder` (hub_folder.py) and `ForeignFolder` (folder.py) have the same
+    methods.
 
     Args:
         path: Path of the folder, which need not exist.
