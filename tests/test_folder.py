@@ -113,9 +113,9 @@ def test_ranges_folders_sizes_and_what_is_missing(folder):
     child.write("x#?y", b"0123456789", None)
     cases = {(2, 4): b"23", (8, 12): b"89", (3, 3): b"", (4, 3): b"", (10, 12): b""}
     assert {span: bytes(child.read_range("x#?y", *span)) for span in cases} == cases
-    assert child.read("x#?y", most=10) == b"0123456789"
+    assert child.read("x#?y", max_bytes=10) == b"0123456789"
     with pytest.raises(FolderError, match="x#.y: has 10 bytes, expected at most 9"):
-        child.read("x#?y", most=9)
+        child.read("x#?y", max_bytes=9)
     folder.write("file", b"", None)
     assert [*folder.listing()] == ["a b%c", "file"] and folder.files() == {"file": 0}
     assert child.files() == {"x#?y": 10} and folder.child("") is folder
@@ -791,7 +791,7 @@ def test_any_other_url_is_only_read(tmp_path):
     assert folder.read_range("a", 1, 3) == b"23" and folder.head("a") == (3, None)
     assert folder.read("x") is None and folder.child("x").files() == {}
     with pytest.raises(FolderError, match="reading a: has 3 bytes, expected at most 2"):
-        folder.read("a", most=2)
+        folder.read("a", max_bytes=2)
     for ask in (ASK["writing new"], ASK["deleting file"], Folder.check_conditions):
         with pytest.raises(InputError, match=f"{url}: .* cannot be written there; expected a loc"):
             ask(folder)

@@ -172,7 +172,7 @@ def check_output(config: Config, host: Host) -> RunFolders:
     )
     check_output_dir(folders.folder, METRICS)
     check_free_disk(folders.folder, output_options.min_free_gb)
-    use_compilation_cache(config.computing.compilation_cache, folders.local, host.several)
+    use_compilation_cache(config.computing.compilation_cache, folders.local_output, host.several)
     folders.check_bucket()
     folders.check_stale_folders(config.storage.overwrite)
     return folders

@@ -117,7 +117,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if totals.shards:
         say(
             "read it with:",
-            *_reading_lines(run.folders.bucket_url or str(run.folders.local), totals),
+            *_reading_lines(run.folders.bucket_url or str(run.folders.local_output), totals),
         )
 
 

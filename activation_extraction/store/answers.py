@@ -22,7 +22,8 @@ from obstore.exceptions import GenericError
 # Environment variables that may contain the address at which a machine provides credentials for S3.
 # If they are not set, the address lies in 169.254.0.0/16, which is reachable only from the machine.
 CREDENTIAL_ADDRESSES = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
-# Heading in the message of an obstore error; the failure follows it, printed as a Rust structure.
+# Heading in the message of an obstore error. After it, obstore prints the failure as a Rust
+# structure.
 DETAILS = "\n\nDebug source:\n"
 
 
@@ -130,25 +131,25 @@ def failure_of_obstore(error: Exception) -> Failure:
     _, separator, details = str(error).rpartition(DETAILS)
     if not separator:
         details = ""
-    answer = re.search(
+    answer_match = re.search(
         r'^ *inner: Status {\n *status: (\d+),\n *body: (?:None|Some\(\n *"(.*)",\n *\)),$',
         details,
         re.MULTILINE,
     )
-    # obstore may delete an object by a request for a list of deletions. The answer to it contains a
-    # result for each object of the list.
-    deletion = re.search(
+    # obstore may delete an object by a request that contains a list of objects to delete. The
+    # answer to such a request contains a result for each object of the list.
+    deletion_match = re.search(
         r'^ *(?:source: )?DeleteFailed {\n *path: .*\n *code: "(.*)",\n *\w+: "(.*)",$',
         details,
         re.MULTILINE,
     )
-    if answer:
-        failure = _of_answer(int(answer[1]), _unescaped(answer[2] or ""))
-    elif deletion:
-        code = _unescaped(deletion[1])
-        message = _unescaped(deletion[2])
+    if answer_match:
+        failure = _of_answer(int(answer_match[1]), _unescaped(answer_match[2] or ""))
+    elif deletion_match:
+        code = _unescaped(deletion_match[1])
+        message = _unescaped(deletion_match[2])
         status = int(code) if code.isdigit() else 0
-        failure = Failure(meaning_of(status, code), _sentence(code, message), status)
+        failure = Failure(meaning_of(status, code), _as_one_line(code, message), status)
     elif _has(details, "inner: BareRedirect,"):
         failure = Failure(Meaning.ELSEWHERE, "redirected without an address", 301)
     elif _has(details, "(?:source: )?HttpError {"):
@@ -156,7 +157,7 @@ def failure_of_obstore(error: Exception) -> Failure:
     elif isinstance(error, FileNotFoundError):
         failure = Failure(Meaning.MISSING, "the object does not exist")
     elif isinstance(error, GenericError):
-        # The file or program with the credentials cannot be used, or the answer cannot be parsed.
+        # For example, a file with credentials cannot be used, or the answer cannot be parsed.
         failure = Failure(Meaning.UNUSABLE, setting_error(error))
     else:
         failure = Failure(Meaning.REFUSED, setting_error(error))
@@ -179,10 +180,10 @@ def _of_answer(status: int, body: str) -> Failure:
     """
     code, message = _code_and_message(body)
     try:
-        phrase = http.HTTPStatus(status).phrase
+        status_phrase = http.HTTPStatus(status).phrase
     except ValueError:
-        phrase = "unknown status"
-    reason = _sentence(code, message) or f"{status} {phrase}"
+        status_phrase = "unknown status"
+    reason = _as_one_line(code, message) or f"{status} {status_phrase}"
     return Failure(meaning_of(status, code), reason, status)
 
 
@@ -193,26 +194,28 @@ def _code_and_message(body: str) -> tuple[str, str]:
     the body does not contain it.
     """
     with suppress(ValueError):
-        content = json.loads(body)
-        if isinstance(content, dict):
-            return str(content.get("error", "")), str(content.get("error_description", ""))
+        error_fields = json.loads(body)
+        if isinstance(error_fields, dict):
+            return str(error_fields.get("error", "")), str(
+                error_fields.get("error_description", "")
+            )
     return _xml_field(body, "Code"), _xml_field(body, "Message")
 
 
 def _xml_field(body: str, tag: str) -> str:
-    """Returns the text of the first XML element with a tag; "" if there is none."""
-    element = re.search(f"<{tag}>([^<]*)</", body)
-    return unescape(element[1]) if element else ""
+    """Returns the text of the first XML element `tag` in a body; "" if there is none."""
+    element_match = re.search(f"<{tag}>([^<]*)</", body)
+    return unescape(element_match[1]) if element_match else ""
 
 
-def _sentence(code: str, message: str) -> str:
+def _as_one_line(code: str, message: str) -> str:
     """Returns the code and the message of an answer as one line, "CODE: MESSAGE".
 
     Only the first line of the message is used, because Azure adds lines with an id and the time.
     """
     first_line = next(iter(message.strip().splitlines()), "")
-    words = [" ".join(text.split()) for text in (code, first_line)]
-    return ": ".join(filter(None, words))
+    shortened_texts = [" ".join(text.split()) for text in (code, first_line)]
+    return ": ".join(filter(None, shortened_texts))
 
 
 def _of_connection(details: str) -> Failure:
@@ -221,9 +224,9 @@ def _of_connection(details: str) -> Failure:
     Args:
         details: Failure that obstore printed as a Rust structure.
     """
-    certificate = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
-    if certificate:
-        reason = f"the certificate of the server is not valid ({certificate[1]})"
+    certificate_match = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
+    if certificate_match:
+        reason = f"the certificate of the server is not valid ({certificate_match[1]})"
         return Failure(Meaning.UNREACHABLE, reason)
     if _has(details, r"error: InvalidMessage\("):
         return Failure(
@@ -233,8 +236,8 @@ def _of_connection(details: str) -> Failure:
         return Failure(Meaning.UNREACHABLE, "its address cannot be used")
     if _has(details, r"(?:kind|source): (?:Timeout|TimedOut),"):
         return Failure(Meaning.MAY_PASS, "no answer")
-    system_message = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
-    reason = _unescaped(system_message[1]) if system_message else "the connection broke"
+    message_match = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
+    reason = _unescaped(message_match[1]) if message_match else "the connection broke"
     if _has(details, '"dns error",') and "Temporary failure" not in reason:
         return Failure(Meaning.UNREACHABLE, reason)
     return Failure(Meaning.MAY_PASS, reason)
@@ -250,22 +253,28 @@ def _asks_for_credentials(details: str) -> bool:
         return True
     # obstore hides addresses that contain secrets (`uri: None`). In requests to S3, only the
     # address of Amazon's token service contains secrets. In requests to Azure, the address of an
-    # object may contain a SAS token, so a hidden address says nothing there.
+    # object may contain a SAS token, so a hidden address does not show that credentials were
+    # requested.
     if _has(details, 'store: "S3",') and _has(details, "uri: None,"):
         return True
-    address = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
-    if address is None:
+    address_match = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
+    if address_match is None:
         return False
-    server = urlsplit(address[1]).netloc
+    server = urlsplit(address_match[1]).netloc
     credential_servers = {
         urlsplit(os.environ.get(variable, "")).netloc for variable in CREDENTIAL_ADDRESSES
     }
     return server.startswith("169.254.") or server in credential_servers
 
 
-def _has(details: str, line: str) -> bool:
-    """Returns whether a line of `details` begins with the regular expression `line`."""
-    return re.search(f"^ *{line}", details, re.MULTILINE) is not None
+def _has(details: str, pattern: str) -> bool:
+    """Returns whether a line in the details of an error begins with a pattern.
+
+    Args:
+        details: Failure that obstore printed as a Rust structure.
+        pattern: Regular expression, which spaces may precede in the line.
+    """
+    return re.search(f"^ *{pattern}", details, re.MULTILINE) is not None
 
 
 def _unescaped(text: str) -> str:

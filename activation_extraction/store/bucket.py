@@ -40,10 +40,11 @@ from activation_extraction.store.local_files import (
 if TYPE_CHECKING:
     from obstore import GetOptions
 
-# Repetitions of a failed read by obstore, within a second or two, before `Folder` repeats the read.
+# Number of times that obstore repeats a failed read, within a second or two. `Folder` repeats the
+# read after that.
 RETRIES = 3
 READ_TIMEOUT = 60.0  # seconds without a byte of an answer after which a read is sent again
-# Speed of an upload on a slow line: a line of 16 Mbit/s that 16 uploads share.
+# Speed of an upload on a slow line, in bytes per second: a line of 16 Mbit/s that 16 uploads share.
 MIN_BYTES_PER_SECOND = 0.125e6
 GB = 10**9
 FORKED = (
@@ -79,17 +80,17 @@ class Bucket:
         max_file_bytes: Largest size of a file that can be written, in bytes.
     """
 
-    # The id of the process that sent the first request. A fork of it lacks obstore's threads, and
-    # would wait forever.
+    # The id of the process that sent the first request; None before that. A fork of this process
+    # lacks obstore's threads, and would wait forever.
     _process: ClassVar[int | None] = None
 
     def __init__(self, url: str, patience: float) -> None:
-        scheme, _, path = url.partition("://")
-        self._bucket, _, self._prefix = path.partition("/")
+        scheme, _, bucket_and_prefix = url.partition("://")
+        self._bucket, _, self._prefix = bucket_and_prefix.partition("/")
         self._kind = BUCKET_KINDS[scheme]
         self._patience = patience
         self.max_file_bytes = self._kind.max_request_bytes
-        self._worked = False  # whether a request has ever succeeded
+        self._has_succeeded = False  # whether a request of this object has succeeded
 
     def entries(self) -> dict[str, FileEntry | None]:
         prefix = self._prefix or None
@@ -112,49 +113,58 @@ class Bucket:
         return None
 
     def read(
-        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+        self,
+        name: str,
+        version: str | None,
+        max_bytes: int | None,
+        byte_range: tuple[int, int] | None,
     ) -> tuple[Bytes, str | None] | None:
-        options: GetOptions = {} if version is None else {"if_match": version}
-        if span is not None:
-            options["range"] = span
-        expected_bytes = most or GB if span is None else span[1] - span[0]
+        get_options: GetOptions = {} if version is None else {"if_match": version}
+        if byte_range is not None:
+            get_options["range"] = byte_range
+        expected_bytes = max_bytes or GB if byte_range is None else byte_range[1] - byte_range[0]
 
         def get() -> tuple[Bytes, str | None]:
             try:
-                answer = obstore.get(self._store(expected_bytes), self._key(name), options=options)
+                get_result = obstore.get(
+                    self._store(expected_bytes), self._key(name), options=get_options
+                )
             except GenericError as error:
                 if failure_of_obstore(error).status == 416:  # the range begins past the end
                     return Bytes(b""), version
                 raise
-            current_version = self._version(answer.meta)
-            # Some gateways to S3 ignore the header If-Match of reads, so versions are compared.
+            current_version = self._version(get_result.meta)
+            # Some gateways to S3 ignore the header If-Match of reads, so the version of the answer
+            # is compared with the requested version.
             if version not in (None, current_version):
                 raise ChangedError
-            if span is None:
-                check_size(answer.meta["size"], most)
-            return answer.bytes(), current_version
+            if byte_range is None:
+                check_size(get_result.meta["size"], max_bytes)
+            return get_result.bytes(), current_version
 
         with suppress(FileNotFoundError):
             return self._ask(get)
         return None
 
-    def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
-        file_bytes = sum(buffer.nbytes for buffer in parts)
-        mode: Any
+    def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
+        file_bytes = sum(buffer.nbytes for buffer in buffers)
+        write_mode: Any
         if expected is None:
-            mode = "create"
+            write_mode = "create"
         elif expected == ANY:
-            mode = "overwrite"
+            write_mode = "overwrite"
         elif isinstance(expected, GoogleVersion):
-            mode = {"e_tag": expected, "version": expected.generation}
+            write_mode = {"e_tag": expected, "version": expected.generation}
         else:
-            mode = {"e_tag": expected}
+            write_mode = {"e_tag": expected}
 
         def put() -> str | None:
             store = self._store(file_bytes, may_retry=False)
             # `put` is used because `put_async` often aborts a process that ends soon afterwards.
-            answer = obstore.put(store, self._key(name), parts, mode=mode, use_multipart=False)
-            return self._version(answer)
+            put_result = obstore.put(
+                store, self._key(name), buffers, mode=write_mode, use_multipart=False
+            )
+            return self._version(put_result)
 
         try:
             return self._ask(put)
@@ -166,24 +176,24 @@ class Bucket:
             store = self._store(0, may_retry=False)
             self._ask(lambda: obstore.delete(store, self._key(name)))
 
-    def _version(self, answer: Mapping[str, Any]) -> str | None:
+    def _version(self, object_meta: Mapping[str, Any]) -> str | None:
         """Returns the version of an object; None if the store has no versions.
 
         Args:
-            answer: Metadata of the object in the answer to a request for this object alone, which
-                contain the generation on Google.
+            object_meta: Metadata of the object in the answer to a request for this object alone,
+                which contain the generation on Google.
         """
-        e_tag = _quoted_tag(answer["e_tag"])
+        e_tag = _quoted_tag(object_meta["e_tag"])
         if self._kind is not GOOGLE or e_tag is None:
             return e_tag
         version = GoogleVersion(e_tag)
-        version.generation = answer["version"]
+        version.generation = object_meta["version"]
         return version
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
 
-    def _store(self, size: int, may_retry: bool = True) -> Any:
+    def _store(self, transfer_bytes: int, may_retry: bool = True) -> Any:
         """Returns the obstore client for requests of a certain size.
 
         A timeout of obstore begins with the request, and cannot tell a slow line from a server that
@@ -192,13 +202,15 @@ class Bucket:
         client. sending.py gives up a write before its timeout.
 
         Args:
-            size: Number of bytes that a request transfers.
+            transfer_bytes: Number of bytes that a request transfers.
             may_retry: Whether obstore may repeat a request that fails.
 
         Raises:
             FolderError: If the settings for the store cannot be used.
         """
-        timeout = self._patience * math.ceil(1 + size / MIN_BYTES_PER_SECOND / self._patience)
+        timeout = self._patience * math.ceil(
+            1 + transfer_bytes / MIN_BYTES_PER_SECOND / self._patience
+        )
         retries = RETRIES if may_retry else 0
         try:
             settings = tuple(sorted(self._kind.settings(self._bucket).items()))
@@ -207,7 +219,7 @@ class Bucket:
         try:
             return _connect(self._kind, settings, timeout, self._patience, retries)
         except (BaseError, OSError, ValueError) as error:  # obstore cannot use the settings
-            raise FolderError(f"{setting_error(error)}; {self._kind.renew}") from error
+            raise FolderError(f"{setting_error(error)}; {self._kind.credential_help}") from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
         """Sends a request and returns its answer.
@@ -223,19 +235,19 @@ class Bucket:
         if Bucket._process != os.getpid():
             raise FolderError(FORKED)
         try:
-            answer = action()
-            self._worked = True
-            return answer
+            response = action()
+            self._has_succeeded = True
+            return response
         except (BaseError, FileNotFoundError) as error:
             raise self._failure(failure_of_obstore(error)) from error
 
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
         """Returns the exception for a failed request, with the remedies for this kind of store."""
         reason = failure.reason
-        kind = self._kind
+        bucket_kind = self._kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
-        is_final = not self._worked
+        is_final = not self._has_succeeded
         match failure.meaning:
             case Meaning.MISSING:
                 return FileNotFoundError(reason)
@@ -244,18 +256,22 @@ class Bucket:
             case Meaning.NO_BUCKET:
                 return FolderError(f"no such bucket: {self._bucket}")
             case Meaning.CREDENTIALS:
-                problem = "the credentials are missing, invalid or have expired"
-                return FolderError(f"{problem} ({reason}); {kind.renew}")
+                problem_message = "the credentials are missing, invalid or have expired"
+                return FolderError(f"{problem_message} ({reason}); {bucket_kind.credential_help}")
             case Meaning.NO_CREDENTIALS:
-                problem = "no credentials were found, nor given by the machine"
-                return FolderError(f"{problem} ({reason}); {kind.renew}", is_final)
+                problem_message = "no credentials were found, nor given by the machine"
+                return FolderError(
+                    f"{problem_message} ({reason}); {bucket_kind.credential_help}", is_final
+                )
             case Meaning.FORBIDDEN:
-                return FolderError(f"permission denied ({reason}); needed: {kind.permission}")
+                return FolderError(
+                    f"permission denied ({reason}); needed: {bucket_kind.permissions}"
+                )
             case Meaning.ELSEWHERE:
-                problem = "the bucket is in another region or at another address"
-                return FolderError(f"{problem} ({reason}); {kind.address}")
+                problem_message = "the bucket is in another region or at another address"
+                return FolderError(f"{problem_message} ({reason}); {bucket_kind.address_help}")
             case Meaning.UNREACHABLE:
-                return FolderError(f"{reason}; {kind.address}", is_final)
+                return FolderError(f"{reason}; {bucket_kind.address_help}", is_final)
             case Meaning.UNUSABLE:
                 return FolderError(reason, is_final)
             case Meaning.REFUSED:
@@ -285,7 +301,7 @@ def _connect(
     if any(str(setting).startswith("http://") for _, setting in settings):
         client_options["allow_http"] = True
     # The read timeout also counts from the beginning of a request, so a long upload would always
-    # exceed it. Clients for writes have no retries.
+    # exceed it. Therefore clients for writes, which have no retries, get no read timeout.
     if retries:
         client_options["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
     retry_config = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}

@@ -16,7 +16,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from activation_extraction.common.visible import plain_url
 
-# Environment variables with the same meaning; the first one that is set is used.
+# In each of these tuples, the environment variables have the same meaning. The first variable that
+# is set is used.
 S3_ADDRESS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 AZURE_ADDRESS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT")
 AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
@@ -37,24 +38,24 @@ class BucketKind(NamedTuple):
         settings: Function that takes the name of the bucket in a URL, and returns the arguments of
             `store` by name. It raises ValueError if an environment variable cannot be used.
         max_request_bytes: Largest number of bytes that one request may write.
-        permission: Permissions that a run needs, for messages.
-        renew: Ways to provide credentials, for messages.
-        address: Settings that determine the region and the address, for messages.
+        permissions: Permissions that a run needs, as text for messages.
+        credential_help: Ways to provide credentials, as text for messages.
+        address_help: Settings that determine the region and the address, as text for messages.
     """
 
     store: Callable[..., Any]
     settings: Callable[[str], dict[str, Any]]
     max_request_bytes: int
-    permission: str
-    renew: str
-    address: str
+    permissions: str
+    credential_help: str
+    address_help: str
 
 
 def _google_settings(bucket: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"bucket": bucket}
-    variable, emulator = _first_set("STORAGE_EMULATOR_HOST")
-    if emulator:
-        address = emulator if "://" in emulator else f"http://{emulator}"
+    variable, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
+    if emulator_address:
+        address = emulator_address if "://" in emulator_address else f"http://{emulator_address}"
         settings["base_url"] = _checked_address(variable, address)
         settings["credential_provider"] = _no_token
     return settings
@@ -65,7 +66,8 @@ def _no_token() -> dict[str, Any]:
 
 
 def _s3_settings(bucket: str) -> dict[str, Any]:
-    # S3 compares the checksum of an upload, and refuses the upload if it differs.
+    # With this setting, obstore sends the SHA-256 of an upload, and S3 refuses the upload if the
+    # SHA-256 of the received bytes differs.
     settings = {"bucket": bucket, "checksum_algorithm": "SHA256"}
     variable, address = _first_set(*S3_ADDRESS)
     if address:
@@ -85,23 +87,23 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
         ValueError: If an environment variable cannot be used, or names another account than the
             host.
     """
-    container, _, host = bucket.partition("@")
+    container, _, account_host = bucket.partition("@")
     connection_string = os.environ.get(CONNECTION_STRING, "")
     if connection_string:
         settings = _azure_connection(connection_string)
     else:
         _, account = _first_set(*AZURE_ACCOUNT)
-        _, key = _first_set(*AZURE_KEY)
-        settings = {"account_name": account, "account_key": key}
-    if host:
-        account = host.partition(".")[0]
+        _, account_key = _first_set(*AZURE_KEY)
+        settings = {"account_name": account, "account_key": account_key}
+    if account_host:
+        account = account_host.partition(".")[0]
         if connection_string and settings["account_name"] != account:
             raise ValueError(
                 f"{CONNECTION_STRING} is for the account {settings['account_name']}, expected "
                 f"{account} as in the URL"
             )
         settings["account_name"] = account
-        settings.setdefault("endpoint", f"https://{host.replace('.dfs.', '.blob.', 1)}")
+        settings.setdefault("endpoint", f"https://{account_host.replace('.dfs.', '.blob.', 1)}")
     variable, address = _first_set(*AZURE_ADDRESS)
     if address:
         settings["endpoint"] = _checked_address(variable, address)
@@ -137,8 +139,8 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
                 "them, as in the Azure portal"
             )
         protocol = fields.get("DefaultEndpointsProtocol", "https")
-        suffix = fields.get("EndpointSuffix", "core.windows.net")
-        address = f"{protocol}://{account}.blob.{suffix}"
+        endpoint_suffix = fields.get("EndpointSuffix", "core.windows.net")
+        address = f"{protocol}://{account}.blob.{endpoint_suffix}"
     settings = {
         "endpoint": _checked_address(f"BlobEndpoint in {CONNECTION_STRING}", address),
         "account_name": account or (urlsplit(address).hostname or "").partition(".")[0],
@@ -154,13 +156,18 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
 
 
 def _first_set(*variables: str) -> tuple[str, str]:
-    """Returns the name and the content of the first environment variable that is set.
+    """Returns the first of several environment variables that is set.
 
-    Both are "" if none of the variables is set.
+    Args:
+        variables: Names of the environment variables.
+
+    Returns:
+        A tuple of the name and the value of the variable. Both are "" if none of the variables is
+        set.
     """
     for variable in variables:
-        if content := os.environ.get(variable, ""):
-            return variable, content
+        if variable_value := os.environ.get(variable, ""):
+            return variable, variable_value
     return "", ""
 
 

@@ -40,7 +40,7 @@ __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
 PATIENCE = 300.0  # seconds for which a failing request is repeated by default
 FIRST_PAUSE = 0.5  # seconds between the first two attempts at a request
 MAX_PAUSE = 30.0  # largest number of seconds between two attempts at a request
-UPLOAD_TIMEOUT = "--upload_timeout"  # flag that sets the patience of the folders in a run's bucket
+UPLOAD_TIMEOUT = "--upload_timeout"  # flag that sets the patience of folders in a bucket
 T = TypeVar("T")
 # Without this setting, gcsfs would ask Google over gRPC for the type of every bucket, and would
 # wait minutes for the answer of an emulator.
@@ -60,10 +60,10 @@ class ForeignFolder:
         gcs_options: dict[str, Any] = {"requests_timeout": 120}  # the timeout is in seconds
         if "STORAGE_EMULATOR_HOST" in os.environ:
             gcs_options["token"] = "anon"
-        options = gcs_options if url.startswith(("gs://", "gcs://")) else {}
-        self._fs, path = url_to_fs(url, **options)
+        connection_options = gcs_options if url.startswith(("gs://", "gcs://")) else {}
+        self._fs, folder_path = url_to_fs(url, **connection_options)
         self._url = plain_url(url)
-        self._path = path.rstrip("/")
+        self._path = folder_path.rstrip("/")
 
     def entries(self) -> dict[str, FileEntry | None]:
         self._fs.invalidate_cache()
@@ -84,16 +84,20 @@ class ForeignFolder:
         return None
 
     def read(
-        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+        self,
+        name: str,
+        version: str | None,
+        max_bytes: int | None,
+        byte_range: tuple[int, int] | None,
     ) -> tuple[bytes, str | None] | None:
-        if most is not None and (entry := self.head(name)) is not None:
-            check_size(entry.size, most)
-        start, stop = span or (None, None)
+        if max_bytes is not None and (entry := self.head(name)) is not None:
+            check_size(entry.size, max_bytes)
+        start, stop = byte_range or (None, None)
         # The file system of the Hugging Face hub would read ahead, again for every range.
-        no_cache = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
+        cache_options = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
         with suppress(FileNotFoundError):
-            path = f"{self._path}/{name}"
-            return self._fs.cat_file(path, start=start, end=stop, **no_cache), None
+            file_path = f"{self._path}/{name}"
+            return self._fs.cat_file(file_path, start=start, end=stop, **cache_options), None
         return None
 
     def write(self, name: str, *_: Any) -> NoReturn:
@@ -142,7 +146,7 @@ class Folder:
         self._flag = flag
         self.by_flag = f" ({flag})" if flag else ""
         self.retries = 0
-        self._failing = False  # whether a request has failed since the last success
+        self._is_failing = False  # whether a request has failed since the last success
         scheme, separator, _ = self.full_url.partition("://")
         self.local = not separator or scheme in ("file", "local")
         try:
@@ -204,36 +208,36 @@ class Folder:
         return self._retry(f"reading {name}", lambda: self._files.head(name))
 
     def read(
-        self, name: str, *, version: str | None = None, most: int | None = None
+        self, name: str, *, version: str | None = None, max_bytes: int | None = None
     ) -> bytes | None:
         """Reads a whole file.
 
         Args:
             name: Name of the file.
             version: Version of the file to read. None for the current one.
-            most: Largest size of the file in bytes, which is checked before the file is read. None
-                for no limit.
+            max_bytes: Largest size of the file in bytes, which is checked before the file is read.
+                None for no limit.
 
         Returns:
             The content of the file; None if there is no such file.
 
         Raises:
             ChangedError: If the file has another version now.
-            FolderError: If the request failed, or the file has more than `most` bytes.
+            FolderError: If the request failed, or the file has more than `max_bytes` bytes.
         """
-        content_and_version = self.read_with_version(name, version, most)
+        content_and_version = self.read_with_version(name, version, max_bytes)
         return content_and_version and content_and_version[0]
 
     def read_with_version(
-        self, name: str, version: str | None = None, most: int | None = None
+        self, name: str, version: str | None = None, max_bytes: int | None = None
     ) -> tuple[bytes, str | None] | None:
         """Reads a whole file and its version.
 
         Args:
             name: Name of the file.
             version: Version of the file to read. None for the current one.
-            most: Largest size of the file in bytes, which is checked before the file is read. None
-                for no limit.
+            max_bytes: Largest size of the file in bytes, which is checked before the file is read.
+                None for no limit.
 
         Returns:
             A tuple of the content and the version of the file, or None if there is no such file.
@@ -241,9 +245,9 @@ class Folder:
 
         Raises:
             ChangedError: If the file has another version now.
-            FolderError: If the request failed, or the file has more than `most` bytes.
+            FolderError: If the request failed, or the file has more than `max_bytes` bytes.
         """
-        content_and_version = self._read(name, version, most, None)
+        content_and_version = self._read(name, version, max_bytes, None)
         if content_and_version is None:
             return None
         content, current_version = content_and_version
@@ -274,24 +278,47 @@ class Folder:
         return content_and_version and content_and_version[0]
 
     def _read(
-        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+        self,
+        name: str,
+        version: str | None,
+        max_bytes: int | None,
+        byte_range: tuple[int, int] | None,
     ) -> tuple[Bytes | bytes, str | None] | None:
-        """Does the same as `LocalFolder.read`, and repeats a request that fails."""
-        return self._retry(f"reading {name}", lambda: self._files.read(name, version, most, span))
+        """Reads a whole file or a range of its bytes, and repeats a request that fails.
 
-    def patience_for(self, parts: bytes | Sequence[Any]) -> Patience:
+        Args:
+            name: Name of the file.
+            version: Version of the file to read. None for the current one.
+            max_bytes: Largest allowed size of the file in bytes, which is checked if the whole file
+                is read. None for no limit.
+            byte_range: Offsets of the first byte to read and of the byte after the last one. None
+                to read the whole file.
+
+        Returns:
+            A tuple of the bytes and the version of the file, or None if there is no such file. The
+            version is None if the store has no versions.
+
+        Raises:
+            ChangedError: If the file has another version now.
+            FolderError: If the request failed, or the file is too large.
+        """
+        return self._retry(
+            f"reading {name}", lambda: self._files.read(name, version, max_bytes, byte_range)
+        )
+
+    def patience_for(self, file_content: bytes | Sequence[Any]) -> Patience:
         """Returns the time that a write may take from now on, including all retries.
 
         Args:
-            parts: Content of the file that is written, as bytes or as consecutive buffers.
+            file_content: Content of the file that is written, as bytes or as consecutive buffers.
         """
-        size = sum(view.nbytes for view in _views(parts))
-        return Patience(self.patience, size / MIN_BYTES_PER_SECOND)
+        file_bytes = sum(view.nbytes for view in _views(file_content))
+        return Patience(self.patience, file_bytes / MIN_BYTES_PER_SECOND)
 
     def write(
         self,
         name: str,
-        parts: bytes | Sequence[Any],
+        file_content: bytes | Sequence[Any],
         expected: str | None,
         patience: Patience | None = None,
     ) -> str | None:
@@ -302,7 +329,7 @@ class Folder:
 
         Args:
             name: Name of the file.
-            parts: Content of the file, as bytes or as consecutive buffers.
+            file_content: Content of the file, as bytes or as consecutive buffers.
             expected: Version of the file that is replaced. None to create the file, which then must
                 not exist. ANY to create or replace it without a condition.
             patience: Time that is left for the write. None if this is the first attempt.
@@ -315,8 +342,8 @@ class Folder:
                 unknown whether the file was written.
             FolderError: If the write failed for another reason.
         """
-        views = _views(parts)
-        time_left = patience or self.patience_for(parts)
+        views = _views(file_content)
+        time_left = patience or self.patience_for(file_content)
 
         def send() -> str | None:
             return self._files.write(name, views, expected)
@@ -364,35 +391,36 @@ class Folder:
                 version than its write did, so that a condition on the version would always fail.
             FolderError: If a request failed.
         """
-        name = f".write_test_{uuid.uuid4().hex[:8]}"
-        first_version = self.write(name, b"1", ANY)
+        test_file = f".write_test_{uuid.uuid4().hex[:8]}"
+        first_version = self.write(test_file, b"1", ANY)
         try:
-            second_version = self.write(name, b"two", ANY)
-            content_and_version = self.read_with_version(name)
+            second_version = self.write(test_file, b"two", ANY)
+            content_and_version = self.read_with_version(test_file)
             if content_and_version is not None and content_and_version[1] != second_version:
                 raise InputError(
-                    f"{self.url}: {name} has one ETag where it is written and another one where "
-                    "it is read; expected a store in which they are the same, as in Google Cloud "
-                    "Storage, S3 and Azure"
+                    f"{self.url}: {test_file} has one ETag where it is written and another one "
+                    "where it is read; expected a store in which they are the same, as in Google "
+                    "Cloud Storage, S3 and Azure"
                 )
             for stale_version in (None, first_version):
                 with suppress(ChangedError):
-                    write_again = partial(self._files.write, name, [], stale_version)
-                    self._retry(f"writing {name}", write_again)
+                    write_again = partial(self._files.write, test_file, [], stale_version)
+                    self._retry(f"writing {test_file}", write_again)
                     raise InputError(
-                        f"{self.url}: a second write of {name} was not refused: the store ignores "
-                        "If-None-Match or If-Match; expected one that obeys them, as Google Cloud "
-                        "Storage, S3 and Azure do"
+                        f"{self.url}: a second write of {test_file} was not refused: the store "
+                        "ignores If-None-Match or If-Match; expected one that obeys them, as "
+                        "Google Cloud Storage, S3 and Azure do"
                     )
         except (InputError, FolderError) as error:
-            # If the store does not answer anymore, a request to delete the file is useless.
+            # If the store does not answer anymore (`error.final` is False), a request to delete the
+            # file is useless.
             if not isinstance(error, FolderError) or error.final:
                 with suppress(Exception):  # the failure of the check is the one to report
-                    self._files.remove(name)
+                    self._files.remove(test_file)
             raise
-        if not self.remove_once(name):
+        if not self.remove_once(test_file):
             log.warning(
-                "%s/%s: this test file may not have been deleted; delete it", self.url, name
+                "%s/%s: this test file may not have been deleted; delete it", self.url, test_file
             )
 
     def _retry(
@@ -433,18 +461,18 @@ class Folder:
                 if failure.final or self.local:  # a local disk would fail in the same way again
                     raise FolderError(message) from error
                 self.retries += 1
-                next_step = f"trying again for up to {self.patience:g} s{self.by_flag}"
+                next_action = f"trying again for up to {self.patience:g} s{self.by_flag}"
                 if once:
-                    next_step = "looking at what is there now"
-                log_failure = log.debug if self._failing else log.warning
+                    next_action = "looking at what is there now"
+                log_failure = log.debug if self._is_failing else log.warning
                 shown_failure = f"{failure!s:.200}"
-                log_failure("%s: %s failed (%s); %s", self.url, request, shown_failure, next_step)
-                self._failing = True
+                log_failure("%s: %s failed (%s); %s", self.url, request, shown_failure, next_action)
+                self._is_failing = True
                 if once:
                     raise ChangedError(message) from error
                 attempts.failed(failure)
             else:
-                self._failing = False
+                self._is_failing = False
                 return response
 
 
@@ -478,9 +506,9 @@ class Attempts:
         if self._patience is None:
             self._patience = Patience(folder.patience)
         if failure_time + self._pause > self._patience.end:
-            seconds = failure_time - self._patience.began
+            seconds_since_start = failure_time - self._patience.began
             raise FolderError(
-                f"{folder.url}: {self._request} kept failing for {seconds:.0f} s"
+                f"{folder.url}: {self._request} kept failing for {seconds_since_start:.0f} s"
                 f"{folder.by_flag}: {reason}",
                 final=False,
             )
@@ -500,13 +528,13 @@ def _open_foreign(url: str) -> HubFolder | ForeignFolder:
     return HubFolder(url) if is_repository(url) else ForeignFolder(url)
 
 
-def _views(parts: bytes | Sequence[Any]) -> list[memoryview]:
+def _views(file_content: bytes | Sequence[Any]) -> list[memoryview]:
     """Returns the content of a file as views of its bytes, leaving out empty buffers.
 
     Args:
-        parts: Content of the file, as bytes or as consecutive buffers.
+        file_content: Content of the file, as bytes or as consecutive buffers.
     """
-    buffers: Sequence[Any] = [parts] if isinstance(parts, bytes) else parts
+    buffers: Sequence[Any] = [file_content] if isinstance(file_content, bytes) else file_content
     views = [memoryview(buffer) for buffer in buffers]
     return [view.cast("B") for view in views if view.nbytes]
 

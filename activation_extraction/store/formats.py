@@ -3,9 +3,9 @@
 pickle_file.py and safetensors_file.py make the uncompressed bytes of the two formats; this module
 compresses them and computes checksums. A compressed shard is cut into blocks of equal size, except
 for the last one. Threads compress each block to a gzip member, and the concatenated members are one
-gzip file. So the bytes depend on neither the number of threads nor their timing. They do depend on
-the version of isal, and may depend on the processor family, because isal has different code for
-some.
+gzip file. So the compressed bytes depend on neither the number of threads nor their timing. They do
+depend on the version of isal, and may depend on the processor family, because isal has different
+code for some.
 
 Every file contains the id of the process that wrote it, at a place that readers ignore. In a gzip
 file, this is the comment in the first header. run_log.py explains why the id is needed.
@@ -75,70 +75,75 @@ class FileFacts:
     crc32c: str = ""
 
 
-def blocks_of(pieces: Iterable[memoryview], size: int = GZIP_BLOCK) -> Iterator[list[memoryview]]:
+def blocks_of(
+    buffers: Iterable[memoryview], block_bytes: int = GZIP_BLOCK
+) -> Iterator[list[memoryview]]:
     """Divides consecutive bytes into blocks of equal size, without copying them.
 
     Args:
-        pieces: Consecutive pieces of the bytes, of any sizes.
-        size: Size of a block in bytes.
+        buffers: Consecutive buffers with the bytes, of any sizes.
+        block_bytes: Size of a block in bytes.
 
     Yields:
-        The consecutive pieces of each block. The last block may be smaller than `size`.
+        The consecutive buffers of each block. The last block may be smaller than `block_bytes`.
     """
     block: list[memoryview] = []
-    missing_bytes = size
-    for piece in pieces:
-        while piece.nbytes > missing_bytes:
-            yield [*block, piece[:missing_bytes]]
-            piece = piece[missing_bytes:]
+    missing_bytes = block_bytes
+    for buffer in buffers:
+        while buffer.nbytes > missing_bytes:
+            yield [*block, buffer[:missing_bytes]]
+            buffer = buffer[missing_bytes:]
             block = []
-            missing_bytes = size
-        block.append(piece)
-        missing_bytes -= piece.nbytes
+            missing_bytes = block_bytes
+        block.append(buffer)
+        missing_bytes -= buffer.nbytes
     if block:
         yield block
 
 
-def gzip_member(block: Sequence[memoryview]) -> list[bytes]:
+def gzip_member(block_buffers: Sequence[memoryview]) -> list[bytes]:
     """Compresses a block of bytes to a gzip member.
 
     Args:
-        block: Consecutive pieces of the block.
+        block_buffers: Consecutive buffers of the block.
 
     Returns:
-        Consecutive pieces of the member. They are not joined, because joining would hold the GIL.
+        Consecutive buffers of the member. They are not joined, because joining would hold the GIL.
     """
     compressor = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
-    return [*map(compressor.compress, block), compressor.flush()]
+    return [*map(compressor.compress, block_buffers), compressor.flush()]
 
 
-def with_comment(member: Sequence[bytes], comment: str) -> list[bytes]:
-    """Returns a gzip member, in pieces, with a comment in its header.
+def with_comment(member_buffers: Sequence[bytes], comment: str) -> list[bytes]:
+    """Inserts a comment into the header of a gzip member.
 
     Args:
-        member: Consecutive pieces of the member. The first piece contains the whole header, which
-            has no optional field yet.
+        member_buffers: Consecutive buffers of the member. The first buffer contains the whole
+            header, which has no optional field yet.
         comment: Comment to insert. Gzip stores it in Latin-1, so characters that Latin-1 lacks
             become question marks.
+
+    Returns:
+        Consecutive buffers of the member with the comment.
     """
-    first_piece, *later_pieces = filter(None, member)
-    header = bytearray(first_piece[:GZIP_HEADER])
+    first_buffer, *later_buffers = filter(None, member_buffers)
+    header = bytearray(first_buffer[:GZIP_HEADER])
     header[3] |= COMMENT
     comment_field = comment.encode("latin-1", "replace") + b"\0"
-    return [bytes(header), comment_field, first_piece[GZIP_HEADER:], *later_pieces]
+    return [bytes(header), comment_field, first_buffer[GZIP_HEADER:], *later_buffers]
 
 
 class PackedFile(NamedTuple):
     """The content of a shard's file of activations, which is to be written.
 
     Attributes:
-        parts: Consecutive parts of the content.
+        buffers: Consecutive buffers of the content.
         facts: Facts about the file for the shard's commit, without the version, which the file gets
             when it is written.
         uncompressed_bytes: Size of the content before compression, in bytes.
     """
 
-    parts: list[bytes | memoryview]
+    buffers: list[bytes | memoryview]
     facts: FileFacts
     uncompressed_bytes: int
 
@@ -149,13 +154,13 @@ class ShardFormat:
 
     Attributes:
         suffix: End of the names of files in this format, such as ".pkl.gz".
-        pieces: Function that takes a shard and the id of the process that writes the file, and
-            returns consecutive pieces of the uncompressed bytes. The id "" is left out.
+        serialize: Function that takes a shard and the id of the process that writes the file, and
+            returns consecutive buffers of the uncompressed file. The id "" is left out.
         compressed: Whether the bytes are compressed with gzip.
     """
 
     suffix: str
-    pieces: Callable[[Shard, str], list[memoryview]]
+    serialize: Callable[[Shard, str], list[memoryview]]
     compressed: bool = False
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:
@@ -166,25 +171,27 @@ class ShardFormat:
             threads: Threads that compress blocks of the file.
             writer: Id of the process that writes the file; "" to leave it out.
         """
-        pieces = self.pieces(shard, "" if self.compressed else writer)
-        file_parts: Iterable[bytes | memoryview] = pieces
+        uncompressed_buffers = self.serialize(shard, "" if self.compressed else writer)
+        unhashed_buffers: Iterable[bytes | memoryview] = uncompressed_buffers
         if self.compressed:
-            members = iter(threads.map(gzip_member, blocks_of(pieces)))
+            members = iter(threads.map(gzip_member, blocks_of(uncompressed_buffers)))
             if writer:
                 members = chain([with_comment(next(members), writer)], members)
-            file_parts = chain.from_iterable(members)
-        parts: list[bytes | memoryview] = []
+            unhashed_buffers = chain.from_iterable(members)
+        file_buffers: list[bytes | memoryview] = []
         digest = hashlib.sha256()
-        for part in file_parts:
-            digest.update(part)
-            parts.append(part)
+        for file_buffer in unhashed_buffers:
+            digest.update(file_buffer)
+            file_buffers.append(file_buffer)
         crc_digits = ""
-        for mebibyte in blocks_of(map(memoryview, parts), MIB):
-            crc = reduce(lambda crc, piece: crc32c(piece, crc), mebibyte, 0)
+        for mebibyte in blocks_of(map(memoryview, file_buffers), MIB):
+            crc = reduce(lambda crc, buffer: crc32c(buffer, crc), mebibyte, 0)
             crc_digits += f"{crc:08x}"
-        file_bytes = sum(memoryview(part).nbytes for part in parts)
-        facts = FileFacts(file_bytes, digest.hexdigest(), crc32c=crc_digits)
-        return PackedFile(parts, facts, sum(piece.nbytes for piece in pieces))
+        file_bytes = sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers)
+        file_facts = FileFacts(file_bytes, digest.hexdigest(), crc32c=crc_digits)
+        return PackedFile(
+            file_buffers, file_facts, sum(buffer.nbytes for buffer in uncompressed_buffers)
+        )
 
 
 # Dtypes of values that shards can store without encoding them.
@@ -217,5 +224,5 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
 
 def format_of(file_name: str) -> ShardFormat | None:
     """Returns the format of a file of activations, from its name; None for any other file."""
-    match = SHARD_FILE.fullmatch(file_name)
-    return BY_SUFFIX[match[1]] if match else None
+    name_match = SHARD_FILE.fullmatch(file_name)
+    return BY_SUFFIX[name_match[1]] if name_match else None

@@ -21,7 +21,7 @@ from typing import IO, NamedTuple
 
 from activation_extraction.common.errors import InputError, RunError, reason_of
 
-ANY = "*"  # in place of an expected version: a write creates the file or replaces any version
+ANY = "*"  # `expected` of a write that creates the file or replaces any version of it
 CHANGED = "is another version now"
 IS_A_LINK = "is a symbolic link; expected a file or folder of its own, or none"
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -69,21 +69,23 @@ class ChangedError(FolderError):
         super().__init__(message, final=False)
 
 
-def check_size(size: int, most: int | None) -> None:
+def check_size(file_bytes: int, max_bytes: int | None) -> None:
     """Checks the size of a file.
 
     Args:
-        size: Size of the file in bytes.
-        most: Largest allowed size in bytes; None to allow any size.
+        file_bytes: Size of the file in bytes.
+        max_bytes: Largest allowed size in bytes; None to allow any size.
 
     Raises:
         FolderError: If the file is larger.
     """
-    if most is not None and size > most:
-        raise FolderError(f"has {size:,} bytes, expected at most {most:,}")
+    if max_bytes is not None and file_bytes > max_bytes:
+        raise FolderError(f"has {file_bytes:,} bytes, expected at most {max_bytes:,}")
 
 
-def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | None = ANY) -> str:
+def write_file(
+    path: Path, buffers: Sequence[bytes | memoryview], expected: str | None = ANY
+) -> str:
     """Writes a whole file, which creates the file or replaces a version of it.
 
     The file has a temporary name until it is synced to the disk. So whenever the process or the
@@ -91,7 +93,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
 
     Args:
         path: Path of the file.
-        parts: Content of the file, as consecutive buffers.
+        buffers: Content of the file, as consecutive buffers.
         expected: Version of the file that is replaced. None to create the file, which then must not
             exist. ANY to create or replace it without a condition.
 
@@ -107,7 +109,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
     temporary.unlink(missing_ok=True)  # a killed process may have left a temporary file
     with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
         try:
-            write_synced(file, parts)
+            write_synced(file, buffers)
             current_version = None
             with suppress(FileNotFoundError):
                 status = os.lstat(path)
@@ -126,9 +128,9 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], expected: str | 
                 temporary.unlink()
 
 
-def write_synced(file: IO[bytes], parts: Sequence[bytes | memoryview]) -> None:
-    """Writes consecutive buffers to an open file, and syncs the file to the disk."""
-    file.writelines(parts)
+def write_synced(file: IO[bytes], buffers: Sequence[bytes | memoryview]) -> None:
+    """Writes consecutive buffers to an open file, and waits until the disk has stored them."""
+    file.writelines(buffers)
     file.flush()
     os.fsync(file.fileno())
 
@@ -165,7 +167,7 @@ def _give_name(temporary: Path, path: Path, create: bool) -> None:
             raise
         if os.path.lexists(path):
             raise FileExistsError from error
-        # Without hard links, another process could create the file at this moment. The lock of the
+        # Between the check and this rename, another process could create the file. The lock of the
         # folder prevents that.
         os.rename(temporary, path)
     descriptor = os.open(path.parent, os.O_RDONLY)
@@ -298,17 +300,21 @@ class LocalFolder:
         return None
 
     def read(
-        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+        self,
+        name: str,
+        version: str | None,
+        max_bytes: int | None,
+        byte_range: tuple[int, int] | None,
     ) -> tuple[bytes, str | None] | None:
         """Reads a whole file or a range of its bytes.
 
         Args:
             name: Name of the file.
             version: Version that the file must have. None for any version.
-            most: Largest allowed size of the file in bytes, which is checked if the whole file is
-                read. None for no limit.
-            span: Offsets of the first byte to read and of the byte after the last one, which may
-                lie behind the end of the file. None to read the whole file.
+            max_bytes: Largest allowed size of the file in bytes, which is checked if the whole file
+                is read. None for no limit.
+            byte_range: Offsets of the first byte to read and of the byte after the last one, which
+                may lie behind the end of the file. None to read the whole file.
 
         Returns:
             A tuple of the bytes and the version of the file, or None if there is no such file.
@@ -323,19 +329,19 @@ class LocalFolder:
                 status = os.fstat(file.fileno())
                 if version not in (None, version_of(status)):
                     raise ChangedError
-                start, stop = span or (0, status.st_size)
-                if span is None:
-                    check_size(status.st_size, most)
+                start, stop = byte_range or (0, status.st_size)
+                if byte_range is None:
+                    check_size(status.st_size, max_bytes)
                 file.seek(start)
                 return file.read(stop - start), version_of(status)
         return None
 
-    def write(self, name: str, parts: Sequence[memoryview], expected: str | None) -> str | None:
+    def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
         """Writes a whole file.
 
         Args:
             name: Name of the file.
-            parts: Content of the file, as consecutive buffers.
+            buffers: Content of the file, as consecutive buffers.
             expected: Version of the file that is replaced. None to create the file, which then must
                 not exist. ANY to create or replace it without a condition.
 
@@ -347,7 +353,7 @@ class LocalFolder:
         """
         path = self._path / name
         os.makedirs(path.parent, exist_ok=True)
-        return write_file(path, parts, expected)
+        return write_file(path, buffers, expected)
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists."""
@@ -363,7 +369,7 @@ def version_of(status: os.stat_result) -> str:
 
 
 def _check_regular(status: os.stat_result) -> None:
-    """Raises FolderError unless a status belongs to a regular file."""
+    """Raises FolderError if `status` describes a folder, a pipe or a device, not a regular file."""
     if stat.S_ISLNK(status.st_mode):
         raise FolderError(IS_A_LINK)
     if not stat.S_ISREG(status.st_mode):

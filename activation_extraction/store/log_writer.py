@@ -66,16 +66,18 @@ class RunDescription:
         Args:
             totals: Totals over the stored shards.
         """
-        hooks = []
+        described_hooks = []
         for key, hook_name in self.hooks.items():
             statistics = totals.statistics.get(hook_name, Statistics())
-            facts = self.facts.hooks.get(key, {})
-            hooks.append({"key": key, "name": hook_name, **facts, **statistics.to_json()})
+            hook_facts = self.facts.hooks.get(key, {})
+            described_hooks.append(
+                {"key": key, "name": hook_name, **hook_facts, **statistics.to_json()}
+            )
         sources = self.facts.sources
         return {
             **totals.counts,
             **self.limits,
-            "hooks": hooks,
+            "hooks": described_hooks,
             "identity": self.identity.to_json(),
             "data_files": sources.to_json() if sources else [],
             **self.facts.metadata,
@@ -91,8 +93,8 @@ class LogWriter:
     Args:
         folder: Folder of the host, local or in a bucket.
         description: Description of the run.
-        local: Local folder for a copy of metadata.json, which is written without conditions. None
-            if `folder` is local.
+        local_folder: Local folder for a copy of metadata.json, which is written without conditions.
+            None if `folder` is local.
         keeps_shards: Whether the local folder gets a copy of the shards as well.
 
     Attributes:
@@ -100,7 +102,7 @@ class LogWriter:
         id: Id of this process.
         run: Id of the run; "" until `begin` has written it.
         began: Unix time at which this process began.
-        made: Commits that this process has written, in order.
+        new_commits: Commits that this process has written, in order.
         totals: Totals over all stored shards, including those of earlier processes.
     """
 
@@ -108,18 +110,18 @@ class LogWriter:
         self,
         folder: Folder,
         description: RunDescription,
-        local: Folder | None = None,
+        local_folder: Folder | None = None,
         keeps_shards: bool = False,
     ) -> None:
         self.folder = folder
         self.id = _new_id()
         self.run = ""
         self.began = round(time.time(), 3)
-        self.made: list[Commit] = []
+        self.new_commits: list[Commit] = []
         self._description = description
-        self._local = local
+        self._local_folder = local_folder
         self._keeps_shards = keeps_shards
-        self._reserved = ""
+        self._reserved_name = ""
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
@@ -156,25 +158,35 @@ class LogWriter:
             if not self.begin(self._plan.run or new_run, run_log.version):
                 continue
             run_log = RunLog.read(self.folder)
-            # The versions of the entries that become reservations, by the number of the shard.
-            bad_entries: dict[int, str | None] = {}
+            # Versions of the entries that are replaced by reservations, by the numbers of the
+            # shards.
+            versions_to_withdraw: dict[int, str | None] = {}
             if overwrite:
-                # Damaged entries cannot belong to the new run, so the planner does not see them.
+                # Damaged entries cannot belong to the new run, so they are withdrawn, and the
+                # planner does not see them.
                 for name in run_log.damaged_files:
                     if name != METADATA:
-                        bad_entries[number_of(name)] = run_log.versions[name]
+                        versions_to_withdraw[number_of(name)] = run_log.versions[name]
                 run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
-                bad_entries |= self._plan.repair.withdrawn_versions
-            if not self._withdraw_all(bad_entries):
+                versions_to_withdraw |= self._plan.repair.withdrawn_versions
+            if not self._withdraw_all(versions_to_withdraw):
                 continue  # an entry has changed, so the log is read and checked again
             if self._plan.complete or self.reserve(self._plan.next_number):
                 return self._plan
 
-    def _withdraw_all(self, bad_entries: Mapping[int, str | None]) -> bool:
-        """Withdraws entries until one has changed, and returns whether all were withdrawn."""
-        return all(self.withdraw(number, version) for number, version in bad_entries.items())
+    def _withdraw_all(self, entry_versions: Mapping[int, str | None]) -> bool:
+        """Replaces entries of the log by reservations, until one of the entries has changed.
+
+        Args:
+            entry_versions: Versions of the entries that were checked, by the numbers of the shards.
+                A version is None if there was no entry.
+
+        Returns:
+            Whether all entries were replaced.
+        """
+        return all(self.withdraw(number, version) for number, version in entry_versions.items())
 
     def begin(self, run: str, version: str | None) -> bool:
         """Writes the first metadata.json of this process, which makes it the owner of the folder.
@@ -188,23 +200,23 @@ class LogWriter:
             this process read it.
         """
         self.began = round(time.time(), 3)
-        data = self._metadata(run, "running")
-        patience = self.folder.patience_for(data)
+        metadata_bytes = self._metadata(run, "running")
+        patience = self.folder.patience_for(metadata_bytes)
         attempts = Attempts(self.folder, f"writing {METADATA}", patience)
         while True:
             try:
-                self.folder.write(METADATA, data, version, patience)
+                self.folder.write(METADATA, metadata_bytes, version, patience)
                 break
             except ChangedError as error:
-                current_data, current_version = self._read(METADATA)
-                if current_data == data:
+                current_bytes, current_version = self._read(METADATA)
+                if current_bytes == metadata_bytes:
                     break
                 if current_version != version:
                     return False
                 attempts.failed(error)
         self.run = run
-        if self._local is not None:
-            self._local.write(METADATA, data, ANY)
+        if self._local_folder is not None:
+            self._local_folder.write(METADATA, metadata_bytes, ANY)
         return True
 
     def write_metadata(self, status: str, upload: bool = True) -> None:
@@ -214,11 +226,13 @@ class LogWriter:
             status: Status of the run: "complete", "interrupted" or "failed".
             upload: Whether to write the file to the bucket, too, if there is one.
         """
-        data = self._metadata(self.run, status)
-        if self._local is not None:
-            self._local.write(METADATA, data, ANY)
-        if upload or self._local is None:
-            self._write(METADATA, data, lambda current_data: current_data == data)
+        metadata_bytes = self._metadata(self.run, status)
+        if self._local_folder is not None:
+            self._local_folder.write(METADATA, metadata_bytes, ANY)
+        if upload or self._local_folder is None:
+            self._write(
+                METADATA, metadata_bytes, lambda current_bytes: current_bytes == metadata_bytes
+            )
 
     def _metadata(self, run: str, status: str) -> bytes:
         """Returns the content of metadata.json as this process writes it now.
@@ -227,16 +241,16 @@ class LogWriter:
             run: Id of the run.
             status: Status of the run.
         """
-        content = {
+        metadata = {
             "format_version": FORMAT_VERSION,
             "status": status,
             **self._description.to_json(self.totals),
             "written": round(time.time(), 3),
-            "remote": None if self._local is None else self.folder.url,
+            "remote": None if self._local_folder is None else self.folder.url,
         }
         if self._plan.repair is not None:
-            content = self._plan.repair.revised(content)
-        return seal({**content, "run": run, "owner": self.id})
+            metadata = self._plan.repair.revised(metadata)
+        return seal({**metadata, "run": run, "owner": self.id})
 
     def check(self, owner: str | None = None) -> None:
         """Checks that this process is the owner of the folder.
@@ -262,37 +276,37 @@ class LogWriter:
         Raises:
             LostError: If metadata.json is missing or damaged, or names no owner.
         """
-        where = f"{self.folder.url}/{METADATA}"
-        data = self.folder.read(METADATA, most=MOST_BYTES)
-        if data is None:
-            state = f"{where}: is gone"
+        metadata_url = f"{self.folder.url}/{METADATA}"
+        metadata_bytes = self.folder.read(METADATA, max_bytes=MOST_BYTES)
+        if metadata_bytes is None:
+            owner_problem = f"{metadata_url}: is gone"
         else:
             try:
-                owner = parse_metadata(data, where).get("owner")
+                owner = parse_metadata(metadata_bytes, metadata_url).get("owner")
             except DamagedError as error:
-                state = str(error)
+                owner_problem = str(error)
             else:
                 if owner:
                     return owner
-                state = f"{where}: names no owner"
+                owner_problem = f"{metadata_url}: names no owner"
         raise LostError(
-            f"{state}; so this process cannot know whether it is still the owner, and stops; "
-            "find out who changed or deleted the file; --repair writes it again"
+            f"{owner_problem}; so this process cannot know whether it is still the owner, and "
+            "stops; find out who changed or deleted the file; --repair writes it again"
         )
 
-    def write_file(self, name: str, parts: Sequence[bytes | memoryview]) -> str | None:
+    def write_file(self, name: str, buffers: Sequence[bytes | memoryview]) -> str | None:
         """Writes a file of a shard.
 
         Args:
             name: Name of the file.
-            parts: Content of the file, as consecutive buffers.
+            buffers: Content of the file, as consecutive buffers.
 
         Returns:
             The version of the file; None if the store has no versions.
         """
-        if self._local is not None and self._keeps_shards:
-            self._local.write(name, parts, ANY)
-        _, version = self._write(name, parts)
+        if self._local_folder is not None and self._keeps_shards:
+            self._local_folder.write(name, buffers, ANY)
+        _, version = self._write(name, buffers)
         return version
 
     def reserve(self, number: int) -> bool:
@@ -305,8 +319,8 @@ class LogWriter:
             Whether the number was reserved. False if another process of the run has committed the
             shard in the meantime.
         """
-        self._reserved = commit_name(number)
-        return self._write_json(self._reserved, reservation(self.run, self.id)) is None
+        self._reserved_name = commit_name(number)
+        return self._write_json(self._reserved_name, reservation(self.run, self.id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
         """Replaces the log's entry of a bad shard by a reservation.
@@ -320,25 +334,25 @@ class LogWriter:
             that has arrived since, which must be checked before it may be withdrawn.
         """
         name = commit_name(number)
-        data = seal(reservation(self.run, self.id))
-        patience = self.folder.patience_for(data)
+        reservation_bytes = seal(reservation(self.run, self.id))
+        patience = self.folder.patience_for(reservation_bytes)
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
-            current_data, current_version = self._read(name)
-            if current_data == data:
+            current_bytes, current_version = self._read(name)
+            if current_bytes == reservation_bytes:
                 return True
             self.check()
             if current_version != version:
                 return False
             try:
-                self.folder.write(name, data, version, patience)
+                self.folder.write(name, reservation_bytes, version, patience)
                 return True
             except ChangedError as error:  # the write failed, or its answer was lost
                 attempts.failed(error)
 
     def _read(self, name: str) -> tuple[bytes | None, str | None]:
-        """Returns the content and the version of a JSON file; None for both if it is missing."""
-        return self.folder.read_with_version(name, most=MOST_BYTES) or (None, None)
+        """Returns the content and the version of a JSON file; both are None if it is missing."""
+        return self.folder.read_with_version(name, max_bytes=MOST_BYTES) or (None, None)
 
     def commit(self, commit: Commit) -> Commit:
         """Commits a shard whose files are all written, and adds it to the totals.
@@ -350,45 +364,45 @@ class LogWriter:
             The commit that was written.
         """
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
-        if self._local is not None and self._keeps_shards:
-            self._local.write(commit.name, seal(commit.to_json()), ANY)
+        if self._local_folder is not None and self._keeps_shards:
+            self._local_folder.write(commit.name, seal(commit.to_json()), ANY)
         current_commit = self._write_json(commit.name, commit.to_json())
         if current_commit is not None:
             self.check(current_commit.owner)
-        self.made.append(commit)
+        self.new_commits.append(commit)
         self.totals.add(commit)
         return commit
 
-    def _write_json(self, name: str, content: Mapping[str, Any]) -> Commit | None:
+    def _write_json(self, name: str, entry_fields: Mapping[str, Any]) -> Commit | None:
         """Writes an entry of the log, but never replaces a commit of this run.
 
         Args:
             name: Name of the entry's file.
-            content: Content of the entry.
+            entry_fields: Content of the entry.
 
         Returns:
             The commit of this run that the file already contained; None if the entry was written.
             It is the process's own commit if the answer to the write was lost.
         """
-        data = seal(content)
+        entry_bytes = seal(entry_fields)
 
-        def is_final(current_data: bytes) -> bool:
-            return current_data == data or self._commit_in(current_data) is not None
+        def is_final(current_bytes: bytes) -> bool:
+            return current_bytes == entry_bytes or self._commit_in(current_bytes) is not None
 
-        current_data, _ = self._write(name, data, is_final)
-        return None if current_data is None else self._commit_in(current_data)
+        current_bytes, _ = self._write(name, entry_bytes, is_final)
+        return None if current_bytes is None else self._commit_in(current_bytes)
 
-    def _commit_in(self, data: bytes) -> Commit | None:
+    def _commit_in(self, entry_bytes: bytes) -> Commit | None:
         """Returns the commit in an entry of the log; None if it is not a commit of this run."""
         with suppress(DamagedError):
-            commit = parse_commit(data, "")
+            commit = parse_commit(entry_bytes, "")
             return commit if commit is not None and commit.run == self.run else None
         return None
 
     def _write(
         self,
         name: str,
-        parts: bytes | Sequence[bytes | memoryview],
+        file_content: bytes | Sequence[bytes | memoryview],
         is_final: Callable[[bytes], bool] | None = None,
     ) -> tuple[bytes | None, str | None]:
         """Writes a file in the order of steps that run_log.py requires of every write.
@@ -397,27 +411,28 @@ class LogWriter:
 
         Args:
             name: Name of the file.
-            parts: Content of the file, as bytes or as consecutive buffers.
+            file_content: Content of the file, as bytes or as consecutive buffers.
             is_final: Function that takes the current content of the file, and returns whether it
                 must stay. None to replace any content.
 
         Returns:
-            A tuple of the current content if it must stay, otherwise None, and the version of the
-            file.
+            A tuple of two elements. The first is the current content of the file if it must stay,
+            and None if the file was written. The second is the version of the file; None if the
+            store has no versions.
         """
-        patience = self.folder.patience_for(parts)  # for all attempts together
+        patience = self.folder.patience_for(file_content)  # for all attempts together
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
             if is_final is None:
-                entry = self.folder.head(name)
-                version = entry and entry.version
+                file_entry = self.folder.head(name)
+                version = file_entry and file_entry.version
             else:
-                current_data, version = self._read(name)
-                if current_data is not None and is_final(current_data):
-                    return current_data, version
+                current_bytes, version = self._read(name)
+                if current_bytes is not None and is_final(current_bytes):
+                    return current_bytes, version
             self.check()
             try:
-                return None, self.folder.write(name, parts, version, patience)
+                return None, self.folder.write(name, file_content, version, patience)
             except ChangedError as error:
                 attempts.failed(error)
 
@@ -444,10 +459,10 @@ class LogWriter:
         Raises:
             FolderError: If a committed file is missing or has changed.
         """
-        commits = [*self._plan.commits, *self.made]
+        commits = [*self._plan.commits, *self.new_commits]
         committed_names = {name for commit in commits for name in (commit.name, *commit.files)}
         # As long as the reservation exists, no earlier process can commit a shard.
-        committed_names.add(self._reserved)
+        committed_names.add(self._reserved_name)
         undeleted_names = []
         for name in own_files(self.folder.files(), temporary=True):
             if name.startswith(("shard_", ".shard_")) and name not in committed_names:
@@ -463,19 +478,19 @@ class LogWriter:
             )
         listing = self.folder.listing()
         for commit in commits:
-            for name, facts in commit.files.items():
-                entry = listing.get(name)
-                if entry is None:
-                    problem = "is missing"
-                elif entry.size != facts.bytes:
-                    problem = f"has {entry.size} bytes"
-                elif commit.owner == self.id and entry.version != facts.version:
-                    problem = "was replaced"
+            for name, file_facts in commit.files.items():
+                file_entry = listing.get(name)
+                if file_entry is None:
+                    difference = "is missing"
+                elif file_entry.size != file_facts.bytes:
+                    difference = f"has {file_entry.size} bytes"
+                elif commit.owner == self.id and file_entry.version != file_facts.version:
+                    difference = "was replaced"
                 else:
                     continue
-                self.check()  # the file may have been changed by another process, the owner now
+                self.check()  # another process may be the owner now, and have changed the file
                 raise FolderError(
-                    f"{self.folder.url}/{name}: {problem} although shard {commit.number} is "
+                    f"{self.folder.url}/{name}: {difference} although shard {commit.number} is "
                     "committed"
                 )
 

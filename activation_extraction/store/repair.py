@@ -113,25 +113,25 @@ class Repair:
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
         """Returns the largest numbers of samples and of tokens to store, by name.
 
-        If there are gaps, they are the limits that metadata.json records, so far as it records
-        them; otherwise they are the limits of this process.
+        If there are gaps, the limits in metadata.json are returned. A limit that metadata.json
+        does not record, and both limits if there are no gaps, are those of this process.
 
         Args:
             limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no
                 limit.
         """
-        recorded = self.metadata if self.gaps else {}
-        return {name: recorded.get(name, limit) for name, limit in limits.items()}
+        recorded_limits = self.metadata if self.gaps else {}
+        return {name: recorded_limits.get(name, limit) for name, limit in limits.items()}
 
-    def samples_missing(self, count: int) -> int:
+    def samples_missing(self, added_samples: int) -> int:
         """Returns the number of samples that a program with a loop of its own still has to add.
 
         Args:
-            count: Number of samples that the program has added, including skipped ones.
+            added_samples: Number of samples that the program has added, including skipped ones.
         """
-        return max(self.samples_to_add - count, 0)
+        return max(self.samples_to_add - added_samples, 0)
 
-    def status(self, samples: int) -> str:
+    def status(self, stored_samples: int) -> str:
         """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
 
         A run on a data set is complete again if it was complete before and has as many samples as
@@ -139,46 +139,47 @@ class Repair:
         complete, because the program has added all its samples.
 
         Args:
-            samples: Number of samples that are stored now.
+            stored_samples: Number of samples that are stored now.
         """
         previous_samples = self.metadata.get("samples", 0)
         if self.samples_to_read is None:
-            is_complete = samples >= previous_samples
+            is_complete = stored_samples >= previous_samples
         else:
-            is_complete = self._was_complete and samples == previous_samples
+            is_complete = self._was_complete and stored_samples == previous_samples
         return "complete" if is_complete else "interrupted"
 
     @property
     def _was_complete(self) -> bool:
         return self.metadata.get("status") == "complete"
 
-    def revised(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    def revised(self, new_metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of metadata.json during this repair.
 
-        Without gaps, it is `content`. Otherwise, it is the content before the repair, and only the
-        totals, the hooks and the status change, when all gaps are filled.
+        If the repair fills no gaps, this is `new_metadata`. Otherwise, it is the content before the
+        repair, in which only the totals, the hooks and the status change, when all gaps are filled.
 
         Args:
-            content: Content that a run with the flags of this process would write. The status
+            new_metadata: Content that a run with the flags of this process would write. The status
                 "complete" in it means that all gaps are filled.
         """
         if not self.gaps:
-            return dict(content)
+            return dict(new_metadata)
         status = "complete" if self._was_complete else "interrupted"
         changed_keys = ["written", "remote"]
-        if content["status"] == "complete":
-            status = self.status(content["samples"])
+        if new_metadata["status"] == "complete":
+            status = self.status(new_metadata["samples"])
             changed_keys += [*COUNTED, *CUT, "hooks"]
-        changes = {key: content[key] for key in changed_keys}
-        return {**content, **self.metadata, **changes, "status": status}
+        changed_fields = {key: new_metadata[key] for key in changed_keys}
+        return {**new_metadata, **self.metadata, **changed_fields, "status": status}
 
 
 @dataclass
 class RepairPlanner:
-    """A function that checks the shards in the folder of one host, and plans their repair.
+    """A planner that checks the shards in the folder of one host, and plans their repair.
 
-    It is called before the repair begins, and again if another process may have written to the
-    folder. A later call only checks shards with new commits.
+    An object of this class is called like a function, before the repair begins, and again if
+    another process may have written to the folder. A later call only checks shards with new
+    commits.
 
     Attributes:
         target: Folder that contains the shards.
@@ -190,9 +191,9 @@ class RepairPlanner:
     target: Folder
     identity: Identity
     limits: Mapping[str, int | None]
-    # Results of the checks, by the number of the shard.
-    _checked: dict[int, CheckedShard] = field(default_factory=dict)
-    _warned: bool = False
+    # Results of checking shards, by the numbers of the shards.
+    _checked_shards: dict[int, CheckedShard] = field(default_factory=dict)
+    _has_warned: bool = False
 
     def __call__(self, run_log: RunLog) -> StoragePlan:
         """Returns the plan of the repair.
@@ -220,14 +221,14 @@ class RepairPlanner:
         """
         if not run_log.commits:
             raise InputError(f"{self.target.url}: holds no run that could be repaired")
-        newest = max(run_log.commits.values(), key=lambda commit: commit.committed)
-        hooks = tuple(newest.names.values())
+        newest_commit = max(run_log.commits.values(), key=lambda commit: commit.committed)
+        hooks = tuple(newest_commit.names.values())
         if hooks and hooks != self.identity.hooks:
             raise InputError(
                 f"{self.target.url}: its shards have the hooks {' '.join(hooks)}, expected "
                 f"{' '.join(self.identity.hooks)}, as asked now; ask for the same as before"
             )
-        return newest.run
+        return newest_commit.run
 
     def _refuse_others(self, run_log: RunLog, run: str) -> None:
         """Refuses a folder that this repair must not change.
@@ -240,9 +241,9 @@ class RepairPlanner:
             InputError: If the folder contains another run, or files of another version of this
                 program, which are not damaged.
         """
-        for damage in run_log.damaged_files.values():
-            if OTHER_VERSION in damage:
-                raise InputError(f"{damage}; {VERSION_REMEDY}")
+        for damage_message in run_log.damaged_files.values():
+            if OTHER_VERSION in damage_message:
+                raise InputError(f"{damage_message}; {VERSION_REMEDY}")
         if run_log.identity is not None:
             refuse_difference(run_log.url, self.identity.compare(run_log.identity))
         else:
@@ -262,17 +263,23 @@ class RepairPlanner:
         Raises:
             InputError: If a shard was stored with other settings.
         """
-        where = f"{self.target.url}/{METADATA}"
-        digests = {commit.identity for commit in _commits_of(run_log, run).values()}
-        if digests - {self.identity.digest, ""}:
+        metadata_url = f"{self.target.url}/{METADATA}"
+        stored_digests = {commit.identity for commit in _commits_of(run_log, run).values()}
+        if stored_digests - {self.identity.digest, ""}:
             raise InputError(
-                f"{where}: is damaged or missing, and the shards were stored with other settings "
-                "than those of this repair; give the same flags or arguments as before"
+                f"{metadata_url}: is damaged or missing, and the shards were stored with other "
+                "settings than those of this repair; give the same flags or arguments as before"
             )
-        if not self._warned:
-            self._warned = True
-            note = "nothing compares them with the run" if "" in digests else "as before"
-            log.warning("%s is written again with the settings of this repair: %s", where, note)
+        if not self._has_warned:
+            self._has_warned = True
+            comparison_note = (
+                "nothing compares them with the run" if "" in stored_digests else "as before"
+            )
+            log.warning(
+                "%s is written again with the settings of this repair: %s",
+                metadata_url,
+                comparison_note,
+            )
 
     def _good_shards(self, run_log: RunLog) -> list[CheckedShard]:
         """Checks every shard whose commit was not checked before.
@@ -289,23 +296,27 @@ class RepairPlanner:
         new_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
         if new_commits:
             log.info("looking for damaged shards")
-        arguments = [(commit, (self.target, "", run_log, commit)) for commit in new_commits]
-        for shard in for_each_shard(check_shard, arguments):
-            if (failure := shard.failure) is not None:
+        commits_and_arguments = [
+            (commit, (self.target, "", run_log, commit)) for commit in new_commits
+        ]
+        for checked_shard in for_each_shard(check_shard, commits_and_arguments):
+            if (failure := checked_shard.failure) is not None:
                 raise FolderError(
-                    f"{shard.problem}; shard {shard.commit.number} could not be checked, so "
-                    "the repair ends",
+                    f"{checked_shard.problem}; shard {checked_shard.commit.number} could not be "
+                    "checked, so the repair ends",
                     failure.final,
                 ) from failure
-            if shard.problem:
-                log.warning("%s/%s", self.target.url, shard.problem)
-            self._checked[shard.commit.number] = shard
-        shards = [self._checked[commit.number] for commit in run_log.in_order]
-        return self._without_duplicates([shard for shard in shards if not shard.problem])
+            if checked_shard.problem:
+                log.warning("%s/%s", self.target.url, checked_shard.problem)
+            self._checked_shards[checked_shard.commit.number] = checked_shard
+        checked_shards = [self._checked_shards[commit.number] for commit in run_log.in_order]
+        return self._without_duplicates(
+            [checked_shard for checked_shard in checked_shards if not checked_shard.problem]
+        )
 
     def _has_checked(self, commit: Commit) -> bool:
-        checked = self._checked.get(commit.number)
-        return checked is not None and checked.commit == commit
+        checked_shard = self._checked_shards.get(commit.number)
+        return checked_shard is not None and checked_shard.commit == commit
 
     def _without_duplicates(self, shards: list[CheckedShard]) -> list[CheckedShard]:
         """Leaves out shards that contain a sample which an earlier shard contains as well.
@@ -314,19 +325,21 @@ class RepairPlanner:
             shards: Shards without damage, in the order of their numbers.
         """
         numbers, counts = np.unique(_sample_numbers(shards), return_counts=True)
-        duplicates = set(numbers[counts > 1].tolist())
-        if not duplicates:
+        duplicate_numbers = set(numbers[counts > 1].tolist())
+        if not duplicate_numbers:
             return shards
         good_shards = []
-        seen_duplicates = set[int]()
+        seen_numbers = set[int]()
         for shard in shards:
-            shard_duplicates = duplicates.intersection(_sample_numbers([shard]).tolist())
-            repeated = shard_duplicates & seen_duplicates
-            if repeated:
-                path = f"{self.target.url}/{shard.commit.name}"
-                log.warning("%s: sample %d is also in a shard before it", path, min(repeated))
+            shard_numbers = duplicate_numbers.intersection(_sample_numbers([shard]).tolist())
+            repeated_numbers = shard_numbers & seen_numbers
+            if repeated_numbers:
+                shard_url = f"{self.target.url}/{shard.commit.name}"
+                log.warning(
+                    "%s: sample %d is also in a shard before it", shard_url, min(repeated_numbers)
+                )
             else:
-                seen_duplicates |= shard_duplicates
+                seen_numbers |= shard_numbers
                 good_shards.append(shard)
         return good_shards
 
@@ -340,20 +353,24 @@ class RepairPlanner:
         """
         metadata = run_log.metadata or {}
         good_commits = {shard.commit.number: shard.commit for shard in good_shards}
-        last_good = max(good_commits, default=0)
+        last_good_number = max(good_commits, default=0)
         damaged_numbers = {number_of(name) for name in run_log.damaged_files if name != METADATA}
-        all_numbers = damaged_numbers | set(_commits_of(run_log, run))
-        numbers_after = sorted((n for n in all_numbers if n > last_good), reverse=True)
-        gaps = tuple(number for number in range(1, last_good) if number not in good_commits)
+        existing_numbers = damaged_numbers | set(_commits_of(run_log, run))
+        numbers_at_end = sorted(
+            (number for number in existing_numbers if number > last_good_number), reverse=True
+        )
+        gaps = tuple(number for number in range(1, last_good_number) if number not in good_commits)
         withdrawn_versions = {
-            number: run_log.versions.get(commit_name(number)) for number in (*numbers_after, *gaps)
+            number: run_log.versions.get(commit_name(number)) for number in (*numbers_at_end, *gaps)
         }
         mark = furthest_mark(good_commits.values(), self._first_missing(good_shards))
         if gaps:
             plan = StoragePlan(
-                [*good_commits.values()], run=run, next_number=last_good + 1, mark=mark
+                [*good_commits.values()], run=run, next_number=last_good_number + 1, mark=mark
             )
-            return replace(plan, repair=self._filling(gaps, withdrawn_versions, plan, metadata))
+            return replace(
+                plan, repair=self._repair_of_gaps(gaps, withdrawn_versions, plan, metadata)
+            )
         plan = plan_rest(replace(run_log, commits=good_commits), self.limits)
         has_wrong_totals = plan.complete and any(total_problems(good_commits.values(), metadata))
         return replace(
@@ -364,14 +381,14 @@ class RepairPlanner:
             repair=Repair(withdrawn_versions, samples_to_add=self._samples_to_add(plan)),
         )
 
-    def _filling(
+    def _repair_of_gaps(
         self,
         gaps: tuple[int, ...],
         withdrawn_versions: Mapping[int, str | None],
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
-        """Returns the repair that fills gaps between good shards.
+        """Returns a repair that fills gaps between good shards.
 
         Args:
             gaps: Numbers of the gaps, in ascending order.
@@ -408,8 +425,8 @@ class RepairPlanner:
         """
         stored_numbers = np.sort(_sample_numbers(good_shards))
         worker = self.identity.worker
-        first_numbers = worker.sample_idx(0) + worker.stride * np.arange(len(stored_numbers))
-        return int(np.argmax(np.append(stored_numbers != first_numbers, True)))
+        numbers_without_gaps = worker.sample_idx(0) + worker.stride * np.arange(len(stored_numbers))
+        return int(np.argmax(np.append(stored_numbers != numbers_without_gaps, True)))
 
 
 def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
@@ -423,5 +440,5 @@ def _sample_numbers(shards: list[CheckedShard]) -> np.ndarray:
     Args:
         shards: Shards whose samples were read.
     """
-    numbers = [shard.sample_idx for shard in shards if shard.sample_idx is not None]
-    return np.concatenate([NO_NUMBERS, *numbers])
+    numbers_of_shards = [shard.sample_idx for shard in shards if shard.sample_idx is not None]
+    return np.concatenate([NO_NUMBERS, *numbers_of_shards])

@@ -32,7 +32,7 @@ from activation_extraction.text.batch import Worker
 from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import StoredSample
 
-if TYPE_CHECKING:  # repair.py imports this module, so another import would be circular
+if TYPE_CHECKING:  # repair.py imports this module, so an import at run time would be circular
     from activation_extraction.store.repair import Repair
 
 VERSION_REMEDY = (
@@ -87,9 +87,11 @@ class StoragePlan:
             worker: Worker that writes to the folder.
         """
         mark = furthest_mark(self.commits)
-        counts = [worker.number_of(commit.last) + 1 for commit in self.commits if commit.count]
-        counts.append(0 if mark is None else mark.samples)
-        return max(counts)
+        sample_counts = [
+            worker.number_of(commit.last) + 1 for commit in self.commits if commit.count
+        ]
+        sample_counts.append(0 if mark is None else mark.samples)
+        return max(sample_counts)
 
     @property
     def gaps(self) -> tuple[int, ...]:
@@ -108,7 +110,7 @@ class StoragePlan:
             mark: Mark from which the run could continue after the last sample of the shard.
 
         Returns:
-            The same mark. If a repair fills gaps, the mark at which the repair began instead.
+            The argument `mark`. If a repair fills gaps, the mark at which the repair began.
         """
         return self.mark if self.gaps else mark
 
@@ -127,16 +129,16 @@ class ShardNumbers:
         self._next = plan.next_number
 
     def take(self) -> int:
-        """Returns the number for the next shard, which must not be the last one."""
+        """Returns the number for the next shard, which must not be the last shard to be stored."""
         if len(self._gaps) > 1:
             return self._gaps.pop(0)
         self._next += 1
         return self._next - 1
 
     def take_gaps(self) -> list[int]:
-        """Returns the numbers of all gaps that are still open, and uses them up.
+        """Returns the numbers of all gaps that are still open, which are closed for later calls.
 
-        It must be called when the samples that are left fit into one shard.
+        This must be called when the remaining samples fit into one shard.
         """
         open_gaps = self._gaps
         self._gaps = []
@@ -163,9 +165,9 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
             contain more samples or tokens than the limits allow.
     """
     repair_remedy = f"{identity.repair_option} repairs it"
-    for damage in run_log.damaged_files.values():
-        remedy = VERSION_REMEDY if OTHER_VERSION in damage else repair_remedy
-        raise InputError(f"{damage}; {remedy}")
+    for damage_message in run_log.damaged_files.values():
+        remedy = VERSION_REMEDY if OTHER_VERSION in damage_message else repair_remedy
+        raise InputError(f"{damage_message}; {remedy}")
     if run_log.identity is not None:
         refuse_difference(run_log.url, identity.compare(run_log.identity))
     elif any(name.startswith("shard_") for name in own_files(run_log.files)):
@@ -189,25 +191,31 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
 
     Raises:
         InputError: If the shards contain more samples or tokens than the limits allow. A limit is
-            not checked if metadata.json records the same limit. With this limit, a repair may have
-            stored whole samples that a smaller limit had cut.
+            not checked if metadata.json records the same limit, because a repair may have stored
+            the whole of a lost sample that a limit had cut.
     """
     commits = run_log.in_order
     totals = Totals.of_log(run_log)
     metadata = run_log.metadata or {}
     plan = StoragePlan(commits, run_log.run, len(commits) + 1, furthest_mark(commits))
-    counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
+    stored_counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
     for limit_name, limit in limits.items():
-        is_exceeded = limit is not None and counts[limit_name] > limit
+        is_exceeded = limit is not None and stored_counts[limit_name] > limit
         if is_exceeded and limit != metadata.get(limit_name):
             unit = limit_name.removeprefix("max_").removesuffix("s")
             raise InputError(
-                f"--{limit_name}: {run_log.url} already holds {counted(counts[limit_name], unit)}, "
-                f"more than the {limit} that this host may store; {FLAGS_REMEDY}"
+                f"--{limit_name}: {run_log.url} already holds "
+                f"{counted(stored_counts[limit_name], unit)}, more than the {limit} that this "
+                f"host may store; {FLAGS_REMEDY}"
             )
     metadata_if_complete = {"status": "complete", **limits, "samples": totals.samples}
-    if all(metadata.get(key) == expected for key, expected in metadata_if_complete.items()):
-        row_counts = {name: metadata.get(name, 0) for name in ("skipped_rows", "empty_rows")}
+    if all(
+        metadata.get(metadata_key) == expected_value
+        for metadata_key, expected_value in metadata_if_complete.items()
+    ):
+        row_counts = {
+            count_name: metadata.get(count_name, 0) for count_name in ("skipped_rows", "empty_rows")
+        }
         return replace(plan, complete=True, up_to_date=True, **row_counts)
     return plan
 
@@ -220,7 +228,8 @@ def stored_after(
     Args:
         folder: Folder that contains the shards.
         commits: Commits of all shards.
-        mark: Place in the data before which all samples are stored; None for the beginning.
+        mark: Place in the data before which all samples are stored; None for the beginning of the
+            data.
         identity: Identity of the run.
 
     Raises:
@@ -229,28 +238,28 @@ def stored_after(
     """
     count_before_mark = 0 if mark is None else mark.samples
     first_after_mark = identity.worker.sample_idx(count_before_mark)
-    samples: dict[int, StoredSample] = {}
+    samples_by_number: dict[int, StoredSample] = {}
     repair_remedy = f"{identity.repair_option} repairs it"
     for commit in commits:
         if commit.count and commit.last >= first_after_mark:
             try:
-                samples |= samples_to_continue(read_table(folder, commit))
+                samples_by_number |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repair_remedy}") from error
-    count_after_mark = sum(sample_idx >= first_after_mark for sample_idx in samples)
+    count_after_mark = sum(sample_idx >= first_after_mark for sample_idx in samples_by_number)
     stored_count = sum(commit.count for commit in commits)
     missing_count = count_before_mark + count_after_mark - stored_count
-    if missing_count > 0:  # the last shard was stored by a repair, and has been deleted since
+    if missing_count > 0:  # a repair had stored the last shard, which was deleted later
         raise InputError(
             f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
             f"stored; {repair_remedy}"
         )
-    if missing_count < 0:  # a repair stored samples again, and their lost JSON was put back later
+    if missing_count < 0:  # after a repair, the lost JSON of the repaired shard was put back
         raise InputError(
             f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "
             f"{repair_remedy}"
         )
-    return samples
+    return samples_by_number
 
 
 def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
@@ -266,11 +275,11 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
     """
     moved_to = run_log.moved_to
     if moved_to != remote and (moved_to or run_log.commits):
-        place = "are here" if moved_to is None else f"were uploaded to {moved_to}"
+        shards_location = "are here" if moved_to is None else f"were uploaded to {moved_to}"
         not_in_remote = f", not in {remote}" if remote else ""
         raise InputError(
-            f"{run_log.url}: its shards {place}{not_in_remote}; give --upload_to_gcs, --gcs_bucket "
-            "and --gcs_prefix or leave them out, as before, or another --output_dir"
+            f"{run_log.url}: its shards {shards_location}{not_in_remote}; give --upload_to_gcs, "
+            "--gcs_bucket and --gcs_prefix or leave them out, as before, or another --output_dir"
         )
 
 
@@ -294,19 +303,19 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
         )
 
 
-def shown(value: Any, other: Any) -> str:
+def shown(value: Any, other_value: Any) -> str:
     """Returns the value of an identity's field as text for messages.
 
-    Of a list, only the items that `other` lacks are shown, unless both have the same items. A
-    digest and a long text are shortened.
+    If the value is a list, only the items that `other_value` lacks are shown, unless both lists
+    have the same items in another order. A digest and a long text are shortened.
 
     Args:
         value: Value of the field, as JSON.
-        other: Value of the same field in another identity, as JSON.
+        other_value: Value of the same field in another identity, as JSON.
     """
     if isinstance(value, list):
-        missing_in_other = [item for item in value if item not in other]
-        shown_items = value if {*value} == {*other} else missing_in_other
+        missing_in_other = [item for item in value if item not in other_value]
+        shown_items = value if {*value} == {*other_value} else missing_in_other
         value = " ".join(map(str, shown_items))
     shown_value = str(value) or "nothing"
     if re.fullmatch("[0-9a-f]{64}", shown_value):

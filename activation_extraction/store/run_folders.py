@@ -63,11 +63,11 @@ class HostFolder(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "HostFolder | None":
-        """Returns the folder with a name; None if no folder of a host has such a name."""
-        match = NAME.fullmatch(name)
-        if match is None:
+        """Returns the host's folder with a name; None if no folder of a host has such a name."""
+        name_match = NAME.fullmatch(name)
+        if name_match is None:
             return None
-        return cls(int(match[1]), int(match[2]) if match[2] else None)
+        return cls(int(name_match[1]), int(name_match[2]) if name_match[2] else None)
 
     @property
     def name(self) -> str:
@@ -83,8 +83,12 @@ def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
     Args:
         names: Names of files and folders, whose order is kept.
     """
-    folders = {name: HostFolder.parse(name) for name in names}
-    return {name: folder for name, folder in folders.items() if folder is not None}
+    folders_or_none = {name: HostFolder.parse(name) for name in names}
+    return {
+        name: host_folder
+        for name, host_folder in folders_or_none.items()
+        if host_folder is not None
+    }
 
 
 def folder_name(worker: Worker, in_bucket: bool) -> str:
@@ -100,7 +104,7 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Returns a folder's name for messages, which also names the output itself ("")."""
+    """Returns a folder's name for messages; "the output itself" if the name is ""."""
     return name or "the output itself"
 
 
@@ -118,15 +122,19 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
         InputError: If the output contains no files of a run.
     """
     listing = root.listing()
-    names = list(host_folders(listing))
+    folder_names = list(host_folders(listing))
     if own_files(listing):
-        names.insert(0, "")
+        folder_names.insert(0, "")
     with ThreadPoolExecutor(FOLDERS_AT_ONCE) as pool:
-        logs = list(pool.map(lambda name: RunLog.read(root.child(name)), names))
+        logs = list(
+            pool.map(
+                lambda host_folder_name: RunLog.read(root.child(host_folder_name)), folder_names
+            )
+        )
     logs_by_name = {}
-    for name, run_log in zip(names, logs, strict=True):
+    for host_folder_name, run_log in zip(folder_names, logs, strict=True):
         if own_files(run_log.files):
-            logs_by_name[name] = run_log
+            logs_by_name[host_folder_name] = run_log
     if not logs_by_name:
         raise InputError(f"{root.url}: holds no run")
     return logs_by_name
@@ -173,34 +181,36 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
     Args:
         logs_by_name: Log of each folder in an output, by the name of the folder.
     """
-    expected = expected_names(logs_by_name)
-    hosts_of_machines: dict[int, int] = {}  # number of hosts by the number of the machine
-    readable = [(name, log.identity) for name, log in logs_by_name.items() if log.identity]
+    expected_folders = expected_names(logs_by_name)
+    host_counts: dict[int, int] = {}  # numbers of hosts, by the numbers of the machines
+    names_and_identities = [
+        (name, run_log.identity) for name, run_log in logs_by_name.items() if run_log.identity
+    ]
     for name, run_log in logs_by_name.items():
-        where = shown_name(name)
-        if name not in expected:
-            yield f"{where}: holds shards that are not part of this run"
+        folder_in_words = shown_name(name)
+        if name not in expected_folders:
+            yield f"{folder_in_words}: holds shards that are not part of this run"
         identity = run_log.identity
         if identity is None:
             continue
         worker = identity.worker
         expected_name = HostFolder.of(worker.machine, worker.host, worker.hosts).name
-        first_name, first_identity = readable[0]
+        first_name, first_identity = names_and_identities[0]
         difference = first_identity.compare(identity, shared_only=True)
-        hosts = hosts_of_machines.get(worker.machine, worker.hosts)
+        host_count = host_counts.get(worker.machine, worker.hosts)
         if difference is not None:
             field_name, folder_value, first_value = difference
             yield (
-                f"{where}: belongs to another run: its {field_name} is "
+                f"{folder_in_words}: belongs to another run: its {field_name} is "
                 f"{shown(folder_value, first_value)}, but {shown(first_value, folder_value)} in "
                 f"{shown_name(first_name)}"
             )
             continue
-        hosts_of_machines[worker.machine] = hosts
-        if worker.hosts != hosts:
-            yield f"{where}: belongs to another run: its num_hosts differs"
+        host_counts[worker.machine] = host_count
+        if worker.hosts != host_count:
+            yield f"{folder_in_words}: belongs to another run: its num_hosts differs"
         elif name not in ("", expected_name):
-            yield f"{where}: holds the shards of {expected_name}"
+            yield f"{folder_in_words}: holds the shards of {expected_name}"
 
 
 def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
@@ -224,18 +234,20 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
         return [""]
     first_identity = next(iter(identities.values()))
     machine_count = first_identity.worker.machines
-    hosts_of_machines = dict.fromkeys(range(machine_count), 1)
-    for folder in host_folders(logs_by_name).values():
-        if folder.host is not None:
-            hosts = hosts_of_machines.get(folder.machine, 1)
-            hosts_of_machines[folder.machine] = max(hosts, folder.host + 1, 2)
+    host_counts = dict.fromkeys(range(machine_count), 1)
+    for host_folder in host_folders(logs_by_name).values():
+        if host_folder.host is not None:
+            host_count = host_counts.get(host_folder.machine, 1)
+            host_counts[host_folder.machine] = max(host_count, host_folder.host + 1, 2)
     for identity in reversed(identities.values()):
-        hosts_of_machines[identity.worker.machine] = identity.worker.hosts
-    names = []
+        host_counts[identity.worker.machine] = identity.worker.hosts
+    folder_names = []
     for machine in range(machine_count):
-        hosts = hosts_of_machines[machine]
-        names += [HostFolder.of(machine, host, hosts).name for host in range(hosts)]
-    return names
+        host_count = host_counts[machine]
+        folder_names += [
+            HostFolder.of(machine, host, host_count).name for host in range(host_count)
+        ]
+    return folder_names
 
 
 @dataclass(frozen=True)
@@ -249,25 +261,25 @@ class RunFolders:
 
     Attributes:
         worker: Machine and host of this process.
-        local: Path of the local output.
+        local_output: Path of the local output.
         bucket_url: URL of the output in a bucket. None if there is no bucket.
         upload_timeout: Seconds for which a failing request to the bucket is repeated.
     """
 
     worker: Worker
-    local: Path
+    local_output: Path
     bucket_url: str | None
     upload_timeout: int
 
     @property
     def folder(self) -> Path:
         """The path of the worker's local folder."""
-        return self.local / folder_name(self.worker, in_bucket=False)
+        return self.local_output / folder_name(self.worker, in_bucket=False)
 
     @cached_property
     def roots(self) -> list[Folder]:
         """The outputs of the run: the local one, then the one in the bucket if there is one."""
-        roots = [Folder(str(self.local))]
+        roots = [Folder(str(self.local_output))]
         if self.bucket_url is not None:
             roots.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
         return roots
@@ -283,8 +295,8 @@ class RunFolders:
         """Checks that the bucket can be written to and obeys conditions on writes.
 
         Raises:
-            InputError: If the check fails, and trying again would not help.
-            FolderError: If the request failed for another reason.
+            InputError: If the check fails, and a second check would fail in the same way.
+            FolderError: If a request fails for a reason that may pass.
         """
         try:
             if self.remote is not None:
@@ -311,12 +323,12 @@ class RunFolders:
         siblings = [replace(worker, host=host) for host in range(worker.hosts)]
         for in_bucket, root in enumerate(self.roots):
             current_names = {folder_name(sibling, bool(in_bucket)) for sibling in siblings}
-            candidates = [""]  # "" is the name of the output itself
+            stale_candidates = [""]  # "" is the name of the output itself
             for name, host_folder in host_folders(root.listing()).items():
                 machine = host_folder.machine
                 if machine == worker.machine or machine >= worker.machines:
-                    candidates.append(name)
-            for name in candidates:
+                    stale_candidates.append(name)
+            for name in stale_candidates:
                 folder = root.child(name)
                 if name not in current_names and own_files(folder.files()):
                     remedy = "delete it" if overwrite else "give the same number, or delete it"
@@ -332,8 +344,8 @@ class RunFolders:
         from any other folder.
 
         Returns:
-            A tuple of the folder's URL and the content of metadata.json, for each output that
-            contains metadata, the local one first.
+            A list with a tuple for each output that contains metadata, the local output first. The
+            tuple contains the folder's URL and the content of metadata.json.
 
         Raises:
             InputError: If another version of this program has written the metadata.
@@ -388,14 +400,14 @@ def _find_metadata(
     Raises:
         InputError: If another version of this program has written the metadata.
     """
-    folders = [root, *map(root.child, host_folders(root.listing()))]
+    folders_to_search = [root, *map(root.child, host_folders(root.listing()))]
     if preferred is not None:
-        folders.insert(0, preferred)
-    for folder in folders:
-        data = folder.read(METADATA, most=MOST_BYTES)
+        folders_to_search.insert(0, preferred)
+    for folder in folders_to_search:
+        metadata_bytes = folder.read(METADATA, max_bytes=MOST_BYTES)
         try:
-            if data is not None:
-                return folder.url, parse_metadata(data, f"{folder.url}/{METADATA}")
+            if metadata_bytes is not None:
+                return folder.url, parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")
         except DamagedError as error:
             if OTHER_VERSION in str(error):
                 raise InputError(f"{error}; {VERSION_REMEDY}") from error

@@ -101,14 +101,16 @@ FORMAT_VERSION = 5
 OTHER_VERSION = "was written by another version of this program"
 REPAIRS = "--repair repairs it"
 MOST_BYTES = 256 * 2**20  # largest size of a JSON file in bytes; this program writes smaller files
-RESERVED = "reserved"  # name of the field that distinguishes a reservation from a commit
+RESERVED = "reserved"  # name of a field that only reservations contain
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
 JSONS_AT_ONCE = 64  # number of JSON files that are read at the same time
-MOST_ABSENT = 1000  # largest number of JSON files that are requested although no listing has them
+MOST_ABSENT = (
+    1000  # largest number of JSON files that are requested although the listing lacks them
+)
 T = TypeVar("T")
 
 
@@ -128,24 +130,24 @@ def seal(content: Mapping[str, Any]) -> bytes:
         ValueError: If the content contains NaN or an infinite number.
     """
     sorted_json = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    sealed = {**content, "checksum": hashlib.sha256(sorted_json.encode()).hexdigest()}
-    return (json.dumps(sealed, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    sealed_content = {**content, "checksum": hashlib.sha256(sorted_json.encode()).hexdigest()}
+    return (json.dumps(sealed_content, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def unseal(data: bytes, where: str) -> dict[str, Any]:
+def unseal(json_bytes: bytes, where: str) -> dict[str, Any]:
     """Returns the content of a file that `seal` made, without the checksum.
 
     Args:
-        data: Content of the file as bytes.
+        json_bytes: Content of the file as bytes.
         where: Path of the file, for messages.
 
     Raises:
         DamagedError: If the bytes are not exactly those that `seal` made.
     """
     try:
-        content = json.loads(data)
+        content = json.loads(json_bytes)
         del content["checksum"]
-        is_intact = data == seal(content)
+        is_intact = json_bytes == seal(content)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{where}: is damaged, or was not written by this program"
         raise DamagedError(message, remedy=REPAIRS) from error
@@ -264,8 +266,10 @@ class Commit:
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the JSON file, without its checksum."""
         content = asdict(self)
-        samples = {key: content.pop(key) for key in ("first", "last", "count")}
-        return {"format_version": FORMAT_VERSION, **content, "samples": samples}
+        sample_range = {
+            field_name: content.pop(field_name) for field_name in ("first", "last", "count")
+        }
+        return {"format_version": FORMAT_VERSION, **content, "samples": sample_range}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
@@ -281,41 +285,46 @@ class Commit:
         with _reading(where):
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
-            files = {
-                name: _from_fields(FileFacts, facts) for name, facts in content["files"].items()
+            facts_by_name = {
+                file_name: _from_fields(FileFacts, file_facts)
+                for file_name, file_facts in content["files"].items()
             }
-            mark = content["mark"]
+            mark_fields = content["mark"]
             parsed_fields = {
-                "files": files,
-                "mark": None if mark is None else Mark.from_json(mark),
-                "identity": content.get("identity", ""),  # older files lack the field
+                "files": facts_by_name,
+                "mark": None if mark_fields is None else Mark.from_json(mark_fields),
+                "identity": content.get("identity", ""),  # older files lack this field
             }
             return _from_fields(cls, {**content, **content["samples"], **parsed_fields})
 
 
 def _from_fields(dataclass_type: type[T], content: Mapping[str, Any]) -> T:
-    """Returns an object of a dataclass, made from a JSON object with at least its fields.
+    """Makes an object of a dataclass from a JSON object.
 
     Args:
         dataclass_type: Dataclass.
-        content: Values of the fields by name. Other keys are ignored.
+        content: JSON object that contains at least the fields of the dataclass, by name. Other
+            keys are ignored.
+
+    Raises:
+        KeyError: If a field is missing.
     """
-    names = [attribute.name for attribute in fields(dataclass_type)]  # type: ignore[arg-type]
-    return dataclass_type(**{name: content[name] for name in names})
+    field_names = [attribute.name for attribute in fields(dataclass_type)]  # type: ignore[arg-type]
+    return dataclass_type(**{field_name: content[field_name] for field_name in field_names})
 
 
-def furthest_mark(commits: Iterable[Commit], most: float = math.inf) -> Mark | None:
+def furthest_mark(commits: Iterable[Commit], max_samples: float = math.inf) -> Mark | None:
     """Returns the mark of some commits that lies furthest in the data.
 
     Args:
         commits: Commits whose marks are compared.
-        most: Largest number of samples before the mark; marks with more samples are ignored.
+        max_samples: Largest number of samples before the mark; marks with more samples are ignored.
 
     Returns:
         The mark; None for the beginning of the data.
     """
     marks = [commit.mark for commit in commits if commit.mark is not None]
-    allowed_marks = [mark for mark in marks if mark.samples <= most]
+    allowed_marks = [mark for mark in marks if mark.samples <= max_samples]
     return max(allowed_marks, key=lambda mark: mark.samples, default=None)
 
 
@@ -329,31 +338,31 @@ def reservation(run: str, owner: str) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, "run": run, "owner": owner, RESERVED: True}
 
 
-def parse_commit(data: bytes, where: str) -> Commit | None:
+def parse_commit(json_bytes: bytes, where: str) -> Commit | None:
     """Returns the commit in an entry of the log; None if the entry is a reservation.
 
     Args:
-        data: Content of the JSON file as bytes.
+        json_bytes: Content of the JSON file as bytes.
         where: Path of the file, for messages.
 
     Raises:
         DamagedError: If the entry is damaged, or was written by another version of this program.
     """
-    content = unseal(data, where)
+    content = unseal(json_bytes, where)
     return None if RESERVED in content else Commit.from_json(content, where)
 
 
-def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
+def parse_metadata(json_bytes: bytes, where: str) -> dict[str, Any]:
     """Returns the content of metadata.json as a JSON object.
 
     Args:
-        data: Content of the file as bytes.
+        json_bytes: Content of the file as bytes.
         where: Path of the file, for messages.
 
     Raises:
         DamagedError: If the file is damaged, or was written by another version of this program.
     """
-    content = unseal(data, where)
+    content = unseal(json_bytes, where)
     if content.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
     identity_of(content, where)
@@ -376,9 +385,9 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
 
 def read_metadata(folder: Folder) -> dict[str, Any] | None:
     """Reads metadata.json in a folder, and returns None if the file is missing or damaged."""
-    data = folder.read(METADATA, most=MOST_BYTES)
+    json_bytes = folder.read(METADATA, max_bytes=MOST_BYTES)
     with suppress(DamagedError):
-        return None if data is None else parse_metadata(data, METADATA)
+        return None if json_bytes is None else parse_metadata(json_bytes, METADATA)
     return None
 
 
@@ -388,11 +397,12 @@ class RunLog:
 
     Attributes:
         metadata: Content of metadata.json. None if the file is missing or damaged.
-        version: Version of metadata.json. None if the file is missing.
+        version: Version of metadata.json. None if the file is missing, or the store has no
+            versions.
         commits: Commits of the run that metadata.json names, by their numbers. Without metadata,
             the commits of all runs.
-        versions: Version of each entry that was read, by the name of its file. Missing
-            files have no key.
+        versions: Version of each entry that was read, by the name of its file; None if the store
+            has no versions. Missing files have no key.
         files: Sizes of all files in the folder in bytes, by name.
         damaged_files: Message on each JSON file that cannot be read, by the name of the file.
         metrics: Numbers in the last line of metrics.jsonl, by name.
@@ -455,23 +465,27 @@ class RunLog:
     def missing_files(self) -> list[str]:
         """The names of committed files that are missing, or whose size differs from the commit."""
         names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
-        return [name for name, facts in names_and_facts if self.files.get(name) != facts.bytes]
+        return [
+            name for name, file_facts in names_and_facts if self.files.get(name) != file_facts.bytes
+        ]
 
     @property
     def missing_jsons(self) -> list[str]:
-        """Messages on missing JSON files: metadata.json, and missing entries of the log."""
+        """One message on each missing JSON file, or on several missing files in a row."""
         has_metadata = self.metadata or METADATA in self.damaged_files
         messages = [] if has_metadata else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return messages
         metadata = self.metadata or {}
-        # metadata.json of a complete run records the number of entries, so that a missing last
-        # entry is noticed, too.
+        # A missing last entry leaves no gap. It is noticed because metadata.json of a complete run
+        # records the number of entries.
         recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
         end_number = max([recorded_count, *self.commits]) + 1
         damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
-        numbers = {number for number in {*self.commits, *damaged_numbers} if number < end_number}
-        for gap in _gaps([0, *sorted(numbers), end_number]):
+        existing_numbers = {
+            number for number in {*self.commits, *damaged_numbers} if number < end_number
+        }
+        for gap in _gaps([0, *sorted(existing_numbers), end_number]):
             first_name = commit_name(gap.start)
             last_name = commit_name(gap.stop - 1)
             if first_name == last_name:
@@ -482,7 +496,7 @@ class RunLog:
 
     @property
     def problems(self) -> list[str]:
-        """Messages on all problems of the folder: damaged and missing files.
+        """One message on each problem of the folder, which is a damaged or a missing file.
 
         Only JSON files and the listing are checked, not the content of other files.
         """
@@ -493,15 +507,18 @@ class RunLog:
 
 
 def _read_once(folder: Folder) -> RunLog:
-    """Returns the log in a folder, which may mix the files of two runs if a new run begins now."""
-    metadata_file = folder.read_with_version(METADATA, most=MOST_BYTES)
-    metadata_data, version = metadata_file or (None, None)
+    """Reads all files of the log once.
+
+    The returned log may mix the files of two runs if a new run begins at the same time.
+    """
+    metadata_file = folder.read_with_version(METADATA, max_bytes=MOST_BYTES)
+    metadata_bytes, version = metadata_file or (None, None)
     damaged_files: dict[str, str] = {}
     versions: dict[str, str | None] = {}
     metadata = None
-    if metadata_data is not None:
+    if metadata_bytes is not None:
         try:
-            metadata = parse_metadata(metadata_data, f"{folder.url}/{METADATA}")
+            metadata = parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")
         except DamagedError as error:
             damaged_files[METADATA] = str(error)
     files = folder.files()
@@ -524,7 +541,7 @@ def _read_once(folder: Folder) -> RunLog:
         local=folder.local,
     )
     if run_log.missing_files:
-        # These files may be younger than the listing, like the commit that lists them.
+        # A commit and its files may have been written after the listing, so a new listing is read.
         return replace(run_log, files=folder.files())
     return run_log
 
@@ -551,15 +568,15 @@ def _read_commits(
     sorted_names = sorted(names)
 
     def read(name: str) -> tuple[bytes, str | None] | None:
-        return folder.read_with_version(name, most=MOST_BYTES)
+        return folder.read_with_version(name, max_bytes=MOST_BYTES)
 
     with ThreadPoolExecutor(JSONS_AT_ONCE) as pool:
-        for name, entry in zip(sorted_names, pool.map(read, sorted_names), strict=True):
-            if entry is None:
+        for name, bytes_and_version in zip(sorted_names, pool.map(read, sorted_names), strict=True):
+            if bytes_and_version is None:
                 continue
-            data, versions[name] = entry
+            json_bytes, versions[name] = bytes_and_version
             try:
-                commit = parse_commit(data, f"{folder.url}/{name}")
+                commit = parse_commit(json_bytes, f"{folder.url}/{name}")
             except DamagedError as error:
                 damaged_files[name] = str(error)
                 continue
@@ -569,7 +586,12 @@ def _read_commits(
 
 
 def _gaps(numbers: Iterable[int]) -> list[range]:
-    """Returns the ranges of missing numbers between consecutive numbers of an ascending series."""
+    """Returns the ranges of numbers that are missing in a series.
+
+    Args:
+        numbers: Numbers in ascending order. Numbers outside of the first and the last one do not
+            count as missing.
+    """
     return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
 
 
@@ -597,13 +619,15 @@ def check_own(folder: Folder) -> None:
         InputError: If the folder contains files with names like those of a run, but no JSON file
             that a run of any version has written.
     """
-    names = own_files(folder.files())
-    for name in names:
+    run_file_names = own_files(folder.files())
+    for file_name in run_file_names:
         with suppress(DamagedError):
-            if name.endswith(".json") and unseal(folder.read(name, most=MOST_BYTES) or b"", name):
+            if file_name.endswith(".json") and unseal(
+                folder.read(file_name, max_bytes=MOST_BYTES) or b"", file_name
+            ):
                 return
-    if names:
+    if run_file_names:
         raise InputError(
-            f"{folder.url}: --overwrite: {names[0]} may not be of this program: no sound JSON of a "
-            "run is beside it; move it, or give another folder"
+            f"{folder.url}: --overwrite: {run_file_names[0]} may not be of this program: no sound "
+            "JSON of a run is beside it; move it, or give another folder"
         )

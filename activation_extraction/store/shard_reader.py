@@ -250,7 +250,7 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
     """
     content: bytes | mmap.mmap
     if not folder.local:
-        content = _read(folder, commit, commit.file, where, most=commit.bytes)
+        content = _read(folder, commit, commit.file, where, max_bytes=commit.bytes)
     else:
         try:
             with open(Path(local_path(folder.url)) / commit.file, "rb") as file:
@@ -278,7 +278,7 @@ def _check_json(folder: Folder, commit: Commit, where: str) -> None:
         commit: The commit that was read before.
         where: URL of one of the shard's files, for the message.
     """
-    data = folder.read(commit.name, most=MOST_BYTES)
+    data = folder.read(commit.name, max_bytes=MOST_BYTES)
     with suppress(DamagedError):
         if data is not None and parse_commit(data, commit.name) != commit:
             raise RunError(f"{where}: {REPLACED}")
@@ -295,7 +295,8 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
         commit: Commit of the shard.
         name: Name of the file.
         where: URL of the file, for messages.
-        **options: `start` and `stop` of a range in bytes; for a whole file `most`, the most bytes
+        **options: `start` and `stop` of a range in bytes; for a whole file `max_bytes`, the most
+        bytes
             that it may have.
 
     Raises:
@@ -350,7 +351,7 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
     facts = commit.files[name]
     where = f"{folder.url}/{name}"
     try:
-        data = _read(folder, commit, name, where, most=facts.bytes)
+        data = _read(folder, commit, name, where, max_bytes=facts.bytes)
         _check_digest(data, facts.sha256, where)
     except RunError:
         if folder.local:  # elsewhere, the file is pinned to its version

@@ -72,7 +72,7 @@ class ShardWriter:
         self._log = log_writer
         self._hooks = hooks
         self._identity = identity
-        self._source_check = SourceCheck(sources, log_writer.made)
+        self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit
         self._shard_bytes = options.shard_bytes
         self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
@@ -211,7 +211,7 @@ class ShardWriter:
             commit.table_file: pack_table(shard.samples, writer),
         }
         queued_shard.phase = "writing"
-        version = self._log.write_file(commit.file, packed_file.parts)
+        version = self._log.write_file(commit.file, packed_file.buffers)
         files = {commit.file: replace(packed_file.facts, version=version)}
         for name, data in small_files.items():
             digest = hashlib.sha256(data).hexdigest()

@@ -171,7 +171,7 @@ class ActivationStorage:
             on_wait,
             self._metrics.upload_if_due,
         )
-        self.made = self._log.made
+        self.made = self._log.new_commits
         self.waited = self._writer.queue.waited
         self.format = self._writer.format
         self._planner: Planner = partial(plan_run, self._identity, options.limits)
