@@ -396,7 +396,7 @@ def recompute_some(config: Config) -> int:
         InputError: If there is no run, or if the run has used another model.
     """
     use_compilation_cache(
-        config.computing.compilation_cache, Path(config.output.output_dir), several=False
+        config.computing.compilation_cache, Path(config.output.output_dir), several_hosts=False
     )
     return look(config, partial(load_for_recomputing, config))
 

@@ -1,14 +1,16 @@
 """Runs the command line: `python extract_activations.py`, `extract-activations` or `python -m`.
 
-It parses the flags and looks at stored runs; extract_activations.py does everything that needs a
-model. JAX and the libraries that read models and data sets take seconds to import, so nothing is
-imported before it is needed: --help, messages about wrong flags and looking at a run do without
-them. The handler of Ctrl-C is set before anything else is imported.
+This module parses the flags and looks at stored runs. extract_activations.py does everything that
+needs a model. JAX and the libraries that read models and data sets take seconds to import, so no
+module is imported before it is needed. --help, messages about wrong flags, and commands that only
+look at a run do not need these libraries. The handler of Ctrl-C is set before anything else is
+imported.
 """
 
 from activation_extraction.common.interrupts import end_on_ctrl_c
 
-TYPE_CHECKING = False  # not imported, because importing `typing` takes longer than Python's start
+# TYPE_CHECKING is not imported, because importing `typing` takes longer than the start of Python.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
@@ -31,7 +33,8 @@ def script() -> "NoReturn":
     status = 1
     try:
         status = main()
-    except SystemExit as stop:  # after --help or --version
+    except SystemExit as stop:
+        # The parser of the flags raises SystemExit after --help or --version.
         status = int(stop.code or 0)
     except BaseException:
         say_error(*traceback.format_exc().splitlines())
@@ -52,7 +55,7 @@ def main(argv: "Sequence[str] | None" = None) -> int:
         The exit status.
 
     Raises:
-        SystemExit: After --help or --version.
+        SystemExit: If the flags contain --help or --version.
     """
     from activation_extraction.cli.config import parse_args
     from activation_extraction.common.errors import exit_status
@@ -70,15 +73,15 @@ def _carry_out(config: "Config") -> int:
         The exit status.
 
     Raises:
-        InputError: The request cannot be met, or a package that it needs is not installed.
-        RunError: Something failed on the way.
+        InputError: If the request cannot be met, or if a package that it needs is not installed.
+        RunError: If an operation of the command fails.
     """
     from activation_extraction.common.errors import InputError, install_extra
     from activation_extraction.common.log import start_logging
 
     hosts = config.hosts
-    host = hosts.host_id if hosts.multihost else 0
-    start_logging(config.verbose, hosts.machine_id, host)
+    host_number = hosts.host_id if hosts.multihost else 0
+    start_logging(config.verbose, hosts.machine_id, host_number)
     if config.looking.requested and not config.looking.needs_model:
         from activation_extraction.inspect.look import look
 

@@ -63,12 +63,12 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path, settings):
     (tmp_path / "file").write_text("")
     for folder, problem in ((tmp_path / "file" / "x", "Not a dir"), (tmp_path / "out", "within")):
         with pytest.raises(InputError, match=f"--compilation_cache {folder}: .*{problem}"):
-            use_compilation_cache(str(folder), tmp_path / "out", several=False)
+            use_compilation_cache(str(folder), tmp_path / "out", several_hosts=False)
     assert not settings
 
 
 @pytest.mark.parametrize("given", [None, "gs://bucket/jax"])
 def test_several_hosts_use_a_cache_only_when_it_is_given(given, settings):
-    use_compilation_cache(given, Path("out"), several=True)
+    use_compilation_cache(given, Path("out"), several_hosts=True)
     found = settings["jax_enable_compilation_cache"], settings.get("jax_compilation_cache_dir")
     assert found == (given is not None, given)

@@ -59,7 +59,10 @@ class AllowListUnpickler(pickle.Unpickler):
 
 
 class _CompleteInstructions:
-    """The stream of a pickle, which passes on an instruction once all of its bytes were read."""
+    """A stream of a pickle for the unpickler, without incomplete instructions.
+
+    It passes on the bytes of an instruction only after all of them were read and checked.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._recorded = _RecordedStream(stream)
@@ -78,18 +81,18 @@ class _CompleteInstructions:
             ValueError: If an instruction is unknown or incomplete, or if its index in the memo is
                 larger than the number of instructions before it.
         """
-        blocks: list[bytes] = []
+        read_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():
             block = self._recorded.blocks.popleft()
             if len(block) > size:
                 self._recorded.blocks.appendleft(block[size:])
                 block = block[:size]
-            blocks.append(block)
+            read_blocks.append(block)
             size -= len(block)
-        return b"".join(blocks)
+        return b"".join(read_blocks)
 
     def readline(self) -> bytes:
-        """Returns the next line, which is an argument of an instruction."""
+        """Returns the next line of the pickle, which is an argument of an instruction."""
         return self._recorded.blocks.popleft() if self._has_bytes() else b""
 
     def _has_bytes(self) -> bool:

@@ -55,7 +55,7 @@ def code_bytes(features: int, activation_dtype: Any) -> int:
     norm. A feature takes 4 bytes for its id, and the bytes of its value.
 
     Args:
-        features: The number of features that are stored for the token.
+        features: The number of features that the file contains for the token.
         activation_dtype: The dtype of the run's activations, or `encodings.FLOAT8`.
     """
     return 8 + 4 + 4 + features * (4 + value_dtype(activation_dtype).itemsize)
@@ -118,42 +118,43 @@ class Codes:
         )
 
     @classmethod
-    def concatenate(cls, parts: Sequence["Codes"]) -> "Codes":
+    def concatenate(cls, codes_of_parts: Sequence["Codes"]) -> "Codes":
         """Returns the codes of the tokens of several `Codes`, in order.
 
         Args:
-            parts: At least one object of `Codes`, all of the same autoencoder. A single object is
-                returned as it is, without a copy.
+            codes_of_parts: At least one object of `Codes`, all of the same autoencoder. A single
+                object is returned as it is, without a copy.
         """
-        if len(parts) == 1:
-            return parts[0]
+        if len(codes_of_parts) == 1:
+            return codes_of_parts[0]
         indptrs = [np.zeros(1, np.int64)]
         previous_entries = 0
-        for codes in parts:
+        for codes in codes_of_parts:
             indptrs.append(codes.indptr[1:] + previous_entries)
             previous_entries += len(codes.indices)
         return cls(
             indptr=np.concatenate(indptrs),
-            indices=np.concatenate([codes.indices for codes in parts]),
-            data=np.concatenate([codes.data for codes in parts]),
-            error=np.concatenate([codes.error for codes in parts]),
-            norm=np.concatenate([codes.norm for codes in parts]),
-            features=parts[0].features,
+            indices=np.concatenate([codes.indices for codes in codes_of_parts]),
+            data=np.concatenate([codes.data for codes in codes_of_parts]),
+            error=np.concatenate([codes.error for codes in codes_of_parts]),
+            norm=np.concatenate([codes.norm for codes in codes_of_parts]),
+            features=codes_of_parts[0].features,
         )
 
-    def records(self, most: int) -> np.ndarray:
+    def records(self, record_features: int) -> np.ndarray:
         """Returns the codes as records, int32 (tokens, 3 + 2 * K).
 
         The docstring of this module explains records.
 
         Args:
-            most: K, the number of features for which a record has room. No token may have more.
+            record_features: K, the number of features for which a record has room. No token may
+                have more features.
         """
         feature_counts = np.diff(self.indptr)
-        values_start = RECORD_IDS + most
-        records = np.zeros((len(feature_counts), record_width(most)), np.int32)
+        values_start = RECORD_IDS + record_features
+        records = np.zeros((len(feature_counts), record_width(record_features)), np.int32)
         float_records = records.view(np.float32)
-        is_defined = np.arange(most) < feature_counts[:, None]
+        is_defined = np.arange(record_features) < feature_counts[:, None]
         records[:, 0] = feature_counts
         float_records[:, 1] = self.error
         float_records[:, 2] = self.norm
@@ -172,7 +173,8 @@ class Codes:
         """
         feature_counts = np.diff(self.indptr)[tokens]
         indptr = np.cumsum([0, *feature_counts], dtype=np.int64)
-        # All entries of a token are shifted by as many positions as its first entry.
+        # The entries of a token are consecutive, so all of them are shifted by the same number of
+        # positions.
         token_shifts = self.indptr[:-1][tokens] - indptr[:-1]
         entry_indices = np.arange(indptr[-1]) + np.repeat(token_shifts, feature_counts)
         return Codes(
@@ -212,8 +214,10 @@ class Codes:
         """Returns the values as a scipy.sparse.csr_array (tokens, features) in the same memory."""
         from scipy.sparse import csr_array
 
-        arrays = self.map(np.asarray)
-        return csr_array((arrays.data, arrays.indices, arrays.indptr), shape=self.shape)
+        numpy_codes = self.map(np.asarray)
+        return csr_array(
+            (numpy_codes.data, numpy_codes.indices, numpy_codes.indptr), shape=self.shape
+        )
 
     def to_torch(self) -> Any:
         """Returns the values as a sparse CSR tensor of PyTorch, (tokens, features).
@@ -222,11 +226,11 @@ class Codes:
         """
         import torch
 
-        tensors = self.map(torch.as_tensor)
+        torch_codes = self.map(torch.as_tensor)
         return torch.sparse_csr_tensor(
-            tensors.indptr,
-            tensors.indices.to(tensors.indptr.dtype),
-            tensors.data,
+            torch_codes.indptr,
+            torch_codes.indices.to(torch_codes.indptr.dtype),
+            torch_codes.data,
             self.shape,
             # The arrays are valid CSR arrays by construction, and checking them takes time.
             check_invariants=False,

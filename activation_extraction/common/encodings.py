@@ -71,27 +71,28 @@ class Float8Array:
         return cls(values, scales)
 
     @classmethod
-    def concatenate(cls, parts: Sequence["Float8Array"]) -> "Float8Array":
+    def concatenate(cls, arrays: Sequence["Float8Array"]) -> "Float8Array":
         """Returns the activations of the tokens of several arrays, in order.
 
         Args:
-            parts: At least one array, all of the same width.
+            arrays: At least one array, all of the same width.
         """
-        values = np.concatenate([array.values for array in parts])
-        scales = np.concatenate([array.scales for array in parts])
+        values = np.concatenate([array.values for array in arrays])
+        scales = np.concatenate([array.scales for array in arrays])
         return cls(values, scales)
 
-    def split(self, tokens: np.ndarray) -> list["Float8Array"]:
+    def split(self, first_tokens: np.ndarray) -> list["Float8Array"]:
         """Splits the array into consecutive arrays, which share its memory.
 
         Args:
-            tokens: The index of the first token of the second and each later array, ascending.
+            first_tokens: The index of the first token of each array except the first one,
+                ascending.
 
         Returns:
-            The arrays, one more than `tokens` has entries.
+            The arrays, whose number is one more than the length of `first_tokens`.
         """
-        split_values = np.split(self.values, tokens)
-        split_scales = np.split(self.scales, tokens)
+        split_values = np.split(self.values, first_tokens)
+        split_scales = np.split(self.scales, first_tokens)
         return list(map(Float8Array, split_values, split_scales))
 
     def __len__(self) -> int:
@@ -107,7 +108,7 @@ class Float8Array:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of tokens and the width."""
+        """The shape of `values`: the number of tokens and the width of an activation."""
         return self.values.shape
 
     @property

@@ -45,8 +45,8 @@ def near_miss(typed: str, names: Iterable[str]) -> str:
     Returns:
         The end of an error message, "; did you mean NAME?". It is "" if no name is similar.
     """
-    matches = get_close_matches(typed, names, 1)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    similar_names = get_close_matches(typed, names, 1)
+    return f"; did you mean {similar_names[0]}?" if similar_names else ""
 
 
 def install(package: str) -> str:
@@ -98,18 +98,18 @@ class StorageError(RunError):
 RunErrorType = TypeVar("RunErrorType", bound=RunError)
 
 
-def reworded(error: BaseException, message: str, kind: type[RunErrorType]) -> RunErrorType:
+def reworded(error: BaseException, message: str, error_type: type[RunErrorType]) -> RunErrorType:
     """Returns an error with another type and message, and with the remedy of the original error.
 
     Args:
-        error: The original error. If it is no RunError, the new error has no remedy and does not
-            recur.
+        error: The original error. If it is no RunError, the new error has no remedy and its
+            attribute `recurs` is False.
         message: The message of the new error.
-        kind: The type of the new error.
+        error_type: The type of the new error.
     """
     remedy = getattr(error, "remedy", None)
     recurs = getattr(error, "recurs", False)
-    return kind(message, remedy=remedy, recurs=recurs)
+    return error_type(message, remedy=remedy, recurs=recurs)
 
 
 def for_the_user(error: BaseException) -> Exception:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 MEMORY_INFO = Path("/proc/meminfo")
-# This file contains the path of this process's group in each tree.
+# The file with the path of this process's control group in each tree.
 GROUPS = Path("/proc/self/cgroup")
-# This file contains the folders where trees of groups and file systems are mounted.
+# The file with the folders in which trees of control groups and file systems are mounted.
 MOUNTS = Path("/proc/self/mountinfo")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -81,7 +81,11 @@ def host_memory() -> int:
 
 
 def available_memory() -> int:
-    """Returns how many more bytes this process can allocate, as far as the system tells."""
+    """Returns the bytes of CPU memory that this process can still allocate.
+
+    They are the smallest of the bytes that the computer has free, as far as the system reports
+    them, and the unused bytes of each control group with a limit.
+    """
     free_bytes = _computer_memory()
     for group in _limited_groups():
         free_bytes = min(free_bytes, max(group.limit_bytes - group.used_bytes, 0))
@@ -96,26 +100,30 @@ def _computer_memory() -> int:
 
 
 def _limited_groups() -> Iterator[_LimitedGroup]:
-    """Yields the groups with a limit to which this process belongs, in both versions."""
+    """Yields the control groups of this process, and groups above them, that have a limit.
+
+    The trees of version 1 and of version 2 are searched.
+    """
     for group_folder, tree_folder, file_names in _mounted_groups():
-        folder = group_folder
+        folder_of_group = group_folder
         while True:
-            limit_text = _kernel_file(folder / file_names.limit_file).strip()
+            limit_text = _kernel_file(folder_of_group / file_names.limit_file).strip()
             if limit_text.isdecimal():
-                usage_text = _kernel_file(folder / file_names.usage_file).strip()
-                stat_lines = _kernel_file(folder / "memory.stat").splitlines()
+                usage_text = _kernel_file(folder_of_group / file_names.usage_file).strip()
+                stat_lines = _kernel_file(folder_of_group / "memory.stat").splitlines()
                 stat_fields = dict(line.split()[:2] for line in stat_lines)
                 reclaimable_bytes = int(stat_fields.get(file_names.reclaimable_field, 0))
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)
-            if folder == tree_folder:
+            if folder_of_group == tree_folder:
                 break
-            folder = folder.parent
+            folder_of_group = folder_of_group.parent
 
 
 def _mounted_groups() -> Iterator[_MountedGroup]:
-    """Yields this process's group in each mounted tree that limits memory."""
-    # Type of the file system of a tree -> path of this process's group from the root of the tree.
+    """Yields this process's control group in each mounted tree whose groups can limit memory."""
+    # Type of the file system of a tree ("cgroup2" or "cgroup") -> path of this process's group from
+    # the root of the tree.
     group_paths = {}
     for group_line in _kernel_file(GROUPS).splitlines():
         tree_number, controllers, group_path = group_line.split(":", 2)

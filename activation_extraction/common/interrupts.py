@@ -32,12 +32,12 @@ class raise_on_ctrl_c:
     """
 
     def __enter__(self) -> None:
-        self._was_ending = signal.getsignal(signal.SIGINT) is _end_process
-        if self._was_ending:
+        self._ended_process_on_ctrl_c = signal.getsignal(signal.SIGINT) is _end_process
+        if self._ended_process_on_ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        if self._was_ending:
+        if self._ended_process_on_ctrl_c:
             signal.signal(signal.SIGINT, _end_process)
 
 

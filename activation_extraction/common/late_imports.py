@@ -37,9 +37,9 @@ def transformers() -> ModuleType:
     # None makes Python raise ImportError for PyTorch, as if it were not installed.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
-        library = importlib.import_module("transformers")
-        # transformers imports these classes lazily, when they are first used.
-        _ = library.AutoConfig, library.AutoTokenizer
-        return library
+        transformers_package = importlib.import_module("transformers")
+        # transformers would import these classes later, when they are first used.
+        _ = transformers_package.AutoConfig, transformers_package.AutoTokenizer
+        return transformers_package
     finally:
         del sys.modules["torch"]

@@ -27,8 +27,8 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 
     Args:
         verbose: Whether to log debug messages as well.
-        machine: Number of the machine, for the beginning of each line.
-        host: Number of the host, for the beginning of each line. None while it is unknown. Hosts
+        machine: The number of the machine, for the beginning of each line.
+        host: The number of the host, for the beginning of each line. None if it is unknown. Hosts
             other than host 0 log only warnings and errors unless `verbose` is true.
     """
     handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
@@ -52,7 +52,7 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
 
 
 def on_terminal() -> bool:
-    """Returns whether stderr is a terminal, which shows a progress bar in place of log lines."""
+    """Returns whether stderr is a terminal, which shows a progress bar."""
     return sys.stderr.isatty()
 
 

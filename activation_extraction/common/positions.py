@@ -11,7 +11,7 @@ from activation_extraction.common.errors import FlagValueError
 
 ALL = "all"
 LAST_OF_TURN = "last_of_turn"
-# Regular expressions of the kinds of rules that have arguments.
+# Regular expressions for the kinds of rules that contain numbers.
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
 RANDOM_COUNT = re.compile(r"random:(\d{1,9})(?::(\d{1,9})(?::(\d{1,9}))?)?")
 RANDOM_SHARE = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
@@ -67,7 +67,7 @@ class Positions:
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
-        """Returns whether the rule can keep a token of any sample.
+        """Returns whether there can be a sample of which the rule keeps a token.
 
         Args:
             longest: The largest number of tokens in a sample.
@@ -80,8 +80,8 @@ class Positions:
     def threshold(self) -> int:
         """The limit of the hashes of kept positions, for a rule with `share`.
 
-        The hash of a position is a number below 2**64. The threshold is `share` times 2**64,
-        rounded down. It is 0 if the rule has no `share`.
+        A position is kept if its hash, a number below 2**64, is below the threshold. The threshold
+        is `share` times 2**64, rounded down. It is 0 if the rule has no `share`.
         """
         return int((self.share or 0) * 2.0**64)
 
@@ -90,8 +90,8 @@ class Positions:
         if self.last_of_turn:
             return LAST_OF_TURN
         if self.count is not None:
-            first = "" if self.start is None else f":{self.start}"
-            return f"random:{self.count}:{self.seed}{first}"
+            start_suffix = "" if self.start is None else f":{self.start}"
+            return f"random:{self.count}:{self.seed}{start_suffix}"
         if self.share is not None:
             return f"random:{self.share!r}:{self.seed}"
         if self == Positions():
@@ -104,8 +104,8 @@ class Positions:
             return f"last:{-(self.start or 0)}"
         start = "" if self.start is None else str(self.start)
         stop = "" if self.stop is None else str(self.stop)
-        step = f":{self.step}" if self.step > 1 else ""
-        return f"{start}:{stop}{step}"
+        step_suffix = f":{self.step}" if self.step > 1 else ""
+        return f"{start}:{stop}{step_suffix}"
 
 
 def parse_positions(typed: str) -> Positions:
@@ -124,13 +124,14 @@ def parse_positions(typed: str) -> Positions:
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
     if named_rule := NAMED.fullmatch(typed):
-        number = int(named_rule[2])
+        argument = int(named_rule[2])
         if named_rule[1] == "first":
-            return Positions(stop=number)
+            return Positions(stop=argument)
         if named_rule[1] == "last":
-            return Positions(start=-number)
-        return Positions(step=number)
-    # A start of 0 is the same as no start, so it is None: equal rules are equal objects.
+            return Positions(start=-argument)
+        return Positions(step=argument)
+    # In the following rules, a start of 0 becomes None, which means the same. Therefore, equal
+    # rules are equal objects.
     if count_rule := RANDOM_COUNT.fullmatch(typed):
         count, seed, start = (int(digits or 0) for digits in count_rule.groups())
         if count < 1:

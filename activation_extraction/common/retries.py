@@ -43,15 +43,15 @@ def hub_requests(requested: str) -> Iterator[None]:
         Logs the warning for the first record that is about a retry.
         """
         nonlocal has_warned
-        retry = RETRY_LINE.search(record.getMessage())
-        if retry and not has_warned:
+        retry_match = RETRY_LINE.search(record.getMessage())
+        if retry_match and not has_warned:
             has_warned = True
             log.warning(
                 "%s: the hub is not answering%s; trying again for about half a minute",
                 requested,
-                f" ({retry[1]:.200})" if retry[1] else "",
+                f" ({retry_match[1]:.200})" if retry_match[1] else "",
             )
-        return retry is None
+        return retry_match is None
 
     loggers = [logging.getLogger(logger_name) for logger_name in LOGGERS]
     for logger in loggers:
@@ -96,14 +96,18 @@ def hub_unreachable(endpoint: str) -> OSError | None:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, the error that caused it, and so on."""
+    """Yields an error, the error that caused it, the cause of that error, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def name_unknown(error: BaseException | None) -> bool:
-    """Returns whether an error was caused by a host name that does not resolve; false for None."""
+    """Returns whether an error was caused by a host name that does not resolve.
+
+    Args:
+        error: The error. None for no error, for which the result is False.
+    """
     return any(isinstance(cause, socket.gaierror) for cause in _with_causes(error))
 
 
@@ -111,10 +115,10 @@ def unwritable_cache(error: BaseException | None) -> str | None:
     """Returns a message about the cache of the hub's files, if it caused an error.
 
     Args:
-        error: The error; None for no error.
+        error: The error. None for no error.
 
     Returns:
-        The message if the error arose because the cache cannot be written, otherwise None.
+        The message if the error was caused by a cache that cannot be written. Otherwise None.
     """
     for cause in _with_causes(error):
         if isinstance(cause, OSError) and cause.filename and cause.errno in UNWRITABLE:

@@ -101,29 +101,33 @@ class Header:
 def read_header(
     read: Callable[[int, int], bytes],
     size: int,
-    where: str,
-    error: type[InputError] | type[RunError],
+    file_name: str,
+    error_type: type[InputError] | type[RunError],
 ) -> Header:
-    """Reads and checks the header of a file. The header's length is checked before it is read.
+    """Reads and checks the header of a file.
+
+    The length of the header is checked before the header is read.
 
     Args:
         read: A function that takes a start and an end offset within the file and returns the
             bytes between them.
         size: The size of the file in bytes.
-        where: The name of the file, for messages.
-        error: The type of the exception for a file that is not valid. The file is not valid if it
-            is no safetensors file, if its size differs from the size that its header describes, or
-            if a tensor has a dtype that is not in DTYPES.
+        file_name: The name of the file, for messages.
+        error_type: The type of the exception for a file that is not valid. The file is not valid if
+            it is no safetensors file, if its size differs from the size that its header describes,
+            or if a tensor has a dtype that is not in DTYPES.
 
     Raises:
-        InputError: If the file is not valid and `error` is InputError.
-        RunError: If the file is not valid and `error` is RunError.
+        InputError: If the file is not valid and `error_type` is InputError.
+        RunError: If the file is not valid and `error_type` is RunError.
     """
-    incomplete_file = f"{where}: not a complete safetensors file: has {size:,} bytes, its header"
+    incomplete_file = (
+        f"{file_name}: not a complete safetensors file: has {size:,} bytes, its header"
+    )
     first_bytes = read(0, min(FIRST_BYTES, size))
     header_length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if not 0 < header_length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise error(f"{incomplete_file} would have {header_length:,}")
+        raise error_type(f"{incomplete_file} would have {header_length:,}")
     header_end = LENGTH_BYTES + header_length
     header_json = first_bytes[LENGTH_BYTES:header_end]
     if header_end > len(first_bytes):
@@ -136,15 +140,15 @@ def read_header(
         tensors = {}
         for tensor_name, fields in tensor_fields.items():
             if fields["dtype"] not in DTYPES:
-                raise error(
-                    f"{where}: tensor {tensor_name} is {fields['dtype']}, which is not read"
+                raise error_type(
+                    f"{file_name}: tensor {tensor_name} is {fields['dtype']}, which is not read"
                 )
             tensors[tensor_name] = _parse_tensor(fields, header_end)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise error(f"{where}: not a safetensors file: {problem!r}") from problem
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
     described_size = max((tensor.end for tensor in tensors.values()), default=header_end)
     if described_size != size:
-        raise error(f"{incomplete_file} describes {described_size:,}")
+        raise error_type(f"{incomplete_file} describes {described_size:,}")
     return Header(tensors, metadata, header_end)
 
 

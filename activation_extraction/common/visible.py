@@ -47,7 +47,11 @@ def plain_url(path: str) -> str:
 
 
 def _stripped_url(url: re.Match[str]) -> str:
-    """Returns a URL that matches the pattern URL without its secrets."""
+    """Returns a URL without its secrets.
+
+    Args:
+        url: A match of the pattern URL.
+    """
     scheme = url["scheme"]
     user = url["user"]
     query = url["query"] or ""
@@ -114,12 +118,12 @@ class _SafeFile(io.FileIO):
     If stdout cannot be written, one message is printed to stderr.
     """
 
-    _has_failed = False
+    _has_reported_failure = False
 
     def write(self, data: Any, /) -> int:
         try:
             written_bytes = super().write(data)
-            # A stream that is full and does not block returns None.
+            # The result is None if the stream is full and does not block.
             while written_bytes is None:
                 select.select([], [self], [])
                 written_bytes = super().write(data)
@@ -128,7 +132,7 @@ class _SafeFile(io.FileIO):
             # The process that reads the pipe has ended, as `head` does after some lines.
             return len(data)
         except OSError as error:
-            if self.fileno() == 1 and not self._has_failed:
-                self._has_failed = True
+            if self.fileno() == 1 and not self._has_reported_failure:
+                self._has_reported_failure = True
                 say_error(f"stdout cannot be written: {error.strerror}")
             return len(data)

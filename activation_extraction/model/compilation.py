@@ -61,15 +61,16 @@ def compile_with_options(lowered: Any, platform: str, **options: Any) -> Any:
         return lowered.compile()
 
 
-def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None:
+def use_compilation_cache(flag: str | None, output: Path, several_hosts: bool) -> None:
     """Makes JAX keep compiled programs in `--compilation_cache` or in the user's cache folder.
 
     Args:
-        flag: The value of --compilation_cache: a folder, a URL or "off". None for the default,
-            which is the user's cache folder for a single host, and no cache for several hosts.
+        flag: The value of --compilation_cache, which is a folder, a URL or "off". None for the
+            default, which is the user's cache folder for a single host, and no cache for several
+            hosts.
         output: The output folder of the run, which must not contain the cache.
-        several: Whether this is one of several hosts. They have no default folder, because JAX only
-            writes to the cache on host 0, so all hosts would have to share the folder.
+        several_hosts: Whether the run has several hosts. They have no default folder, because JAX
+            only writes to the cache on host 0, so all hosts would have to share the folder.
 
     Raises:
         InputError: If the folder of the flag cannot be used. If the default folder cannot be used,
@@ -78,25 +79,25 @@ def use_compilation_cache(flag: str | None, output: Path, several: bool) -> None
     if not jax.config.values["jax_enable_compilation_cache"]:
         # The user has turned the cache off with an environment variable of JAX.
         return
-    folder = None if flag == NO_CACHE else flag
-    if folder is not None and "://" not in folder:
-        folder = _usable_folder(Path(folder), output)
-    elif flag is None and not several:
+    cache_folder = None if flag == NO_CACHE else flag
+    if cache_folder is not None and "://" not in cache_folder:
+        cache_folder = _usable_folder(Path(cache_folder), output)
+    elif flag is None and not several_hosts:
         try:
-            folder = _usable_folder(default_folder(), output)
+            cache_folder = _usable_folder(default_folder(), output)
         except InputError as error:
             log.warning(
                 "%s: nothing is kept for the next start; XDG_CACHE_HOME names another cache", error
             )
-    jax.config.update("jax_enable_compilation_cache", folder is not None)
-    if folder is None:
+    jax.config.update("jax_enable_compilation_cache", cache_folder is not None)
+    if cache_folder is None:
         return
-    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_compilation_cache_dir", cache_folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # JAX compiles a program again if its file in the cache is damaged. `watch_compiling` logs the
     # warnings about it.
     warnings.filterwarnings("ignore", CACHE_WARNING)
-    if "://" in folder:
+    if "://" in cache_folder:
         # JAX would also put XLA's own caches into this folder, but they do not support URLs.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
@@ -141,16 +142,16 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
         A function without arguments. It returns whether the cache contained a program that was
         compiled in the block.
     """
-    events = set[str]()
+    reported_events = set[str]()
 
     def record_event(event: str, **_: str | int) -> None:
-        events.add(event)
+        reported_events.add(event)
 
     jax.monitoring.register_event_listener(record_event)
     try:
         with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.filterwarnings("always", CACHE_WARNING)
-            yield lambda: CACHE_HIT_EVENT in events
+            yield lambda: CACHE_HIT_EVENT in reported_events
     finally:
         jax.monitoring.unregister_event_listener(record_event)
     for warning in caught_warnings:

@@ -52,11 +52,12 @@ class HostRows:
         return NamedSharding(self.mesh, PartitionSpec("host"))
 
     def outgoing(self, length: int, layout: Layout) -> NamedSharding:
-        """Returns the sharding of activations, (hooks, rows of all hosts, T, width).
+        """Returns the sharding of activations at hooks, (hooks, rows of all hosts, T, width).
 
         If each device computes rows of its own, it has the activations of these rows. Otherwise
         each device of a host has the activations of all rows of the host, for a part of the T
-        positions. If the number of devices does not divide T, it has all positions.
+        positions. If the number of devices does not divide T, each device has all positions of
+        these rows.
 
         Args:
             length: T, the number of tokens per row.
@@ -68,7 +69,7 @@ class HostRows:
         return NamedSharding(self.mesh, PartitionSpec(None, "host", position_axis))
 
     def everywhere(self) -> NamedSharding:
-        """Returns the sharding of an array of which each device has a whole copy."""
+        """Returns the sharding of an array that is copied to every device as a whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:
@@ -81,8 +82,8 @@ class HostRows:
             The rows of all hosts as one array, (rows of all hosts, ...), with the sharding of
             `incoming`.
         """
-        shape = (array.shape[0] * self.hosts, *array.shape[1:])
-        return jax.make_array_from_process_local_data(self.incoming(), array, shape)
+        shape_of_all_hosts = (array.shape[0] * self.hosts, *array.shape[1:])
+        return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_hosts)
 
     def receive(self, activations: Mapping[VectorType, Array]) -> dict[VectorType, np.ndarray]:
         """Copies the activations of this host's rows from its devices to the host.
@@ -94,21 +95,23 @@ class HostRows:
         Returns:
             Vector type -> activations of this host's rows, (hooks, B, T, width).
         """
-        shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
+        shards_on_devices = {
+            vector_type: shards_of_host(array) for vector_type, array in activations.items()
+        }
         # All copies are started before the first copy is awaited.
-        copies = {}
-        for vector_type, shards_of_type in shards.items():
-            copies[vector_type] = [to_host(shard.data) for shard in shards_of_type]
+        copies_of_type = {}
+        for vector_type, shards_of_type in shards_on_devices.items():
+            copies_of_type[vector_type] = [to_host(shard.data) for shard in shards_of_type]
         received_arrays = {}
-        for vector_type, copied_shards in copies.items():
+        for vector_type, copied_shards in copies_of_type.items():
             if len(copied_shards) == 1:
                 received_arrays[vector_type] = np.asarray(copied_shards[0])
                 continue
-            slices_of_shards = rows_and_tokens(shards[vector_type])
+            slices_of_shards = rows_and_tokens(shards_on_devices[vector_type])
             num_hooks = len(copied_shards[0])
             num_rows = max(rows.stop for rows, _ in slices_of_shards)
-            shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
-            received_arrays[vector_type] = np.empty(shape, copied_shards[0].dtype)
+            received_shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
+            received_arrays[vector_type] = np.empty(received_shape, copied_shards[0].dtype)
             for (rows, tokens), copied_shard in zip(slices_of_shards, copied_shards, strict=True):
                 received_arrays[vector_type][:, rows, tokens] = copied_shard
         return received_arrays
@@ -135,7 +138,7 @@ def count_hosts(devices: Sequence[Any]) -> int:
 
 
 def host_rows(layout: Layout) -> HostRows:
-    """Returns the shardings between the hosts and the devices of a mesh.
+    """Returns the shardings of rows and activations for the devices of a mesh.
 
     Args:
         layout: The layout of the mesh, which has devices.
@@ -152,12 +155,15 @@ def host_rows(layout: Layout) -> HostRows:
 def to_host(array: Array) -> Array:
     """Starts to copy an array from a device to the host, without waiting for the copy.
 
-    Arrays of GPUs are copied to pinned memory, because that is faster. An H100 copied 38 to 51 GB/s
-    to pinned memory, and 1.5 GB/s to other memory.
+    Arrays of GPUs are copied to pinned memory of the host, because that is faster. An H100 copied
+    38 to 51 GB/s to pinned memory, and 1.5 GB/s to other memory.
+
+    Args:
+        array: The array, on devices of this host.
 
     Returns:
-        An array with the same values. numpy.asarray of this array waits for the copy and returns
-        its values.
+        An array with the same values as `array`. numpy.asarray of it waits for the copy and returns
+        the values.
     """
     if next(iter(array.devices())).platform in PINNED_ON:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
@@ -178,7 +184,7 @@ def shards_of_host(array: Array) -> list[Any]:
     for shard in array.addressable_shards:
         rows, tokens = shard.index[1:3]
         shard_of_start[rows.start or 0, tokens.start or 0] = shard
-    return [shard_of_start[start] for start in sorted(shard_of_start)]
+    return [shard_of_start[first_row_and_token] for first_row_and_token in sorted(shard_of_start)]
 
 
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:

@@ -66,12 +66,12 @@ class KeptTokens(NamedTuple):
             tokens are ordered by row and position.
         """
         # All copies are started before the first copy is awaited.
-        copies = [jax.tree.map(to_host, block.activations) for block in self.blocks]
+        copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
         received_arrays = {
             vector_type: np.empty(shape, vector_type.dtype)
             for vector_type, shape in self.shapes.items()
         }
-        for block, copies_of_block in zip(self.blocks, copies, strict=True):
+        for block, copies_of_block in zip(self.blocks, copies_of_blocks, strict=True):
             for vector_type, copied_block in copies_of_block.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
@@ -87,6 +87,9 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
         activations: Vector type -> activations at the hooks, (hooks, rows of all
             hosts, T, width), with the sharding of `HostRows.outgoing`.
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
+
+    Returns:
+        The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
     shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
     # The shards of all vector types have the same devices, rows and tokens.
@@ -108,11 +111,11 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
             KeptBlock(gathered_arrays, block_plan.block_indices, block_plan.batch_indices)
         )
     num_kept = int(kept.sum())
-    shapes = {
+    received_shapes = {
         vector_type: (len(array), num_kept, array.shape[-1])
         for vector_type, array in activations.items()
     }
-    return KeptTokens(blocks, shapes)
+    return KeptTokens(blocks, received_shapes)
 
 
 class _BlockPlan(NamedTuple):
@@ -120,9 +123,9 @@ class _BlockPlan(NamedTuple):
 
     Attributes:
         device_indices: Indices of the tokens that each device gathers, (devices, N) int32, padded
-            with zeros. They count the tokens of the device's shard row by row.
-        block_indices: See `KeptBlock`.
-        batch_indices: See `KeptBlock`.
+            with zeros. They count the tokens of the device's part of the rows, row by row.
+        block_indices: Indices of the tokens in the gathered block (see `KeptBlock`).
+        batch_indices: Indices of the tokens among all kept tokens of the batch.
     """
 
     device_indices: np.ndarray
@@ -145,16 +148,16 @@ def _block_plans(
     batch_indices_of_devices = [batch_index[slices][kept[slices]] for slices in slices_of_shards]
     tokens_of_shard = kept[slices_of_shards[0]].size
     block_size = -(-tokens_of_shard // MAX_BLOCKS)
-    for start in range(0, max(map(len, shard_indices_of_devices)), block_size):
-        stop = start + block_size
+    for block_start in range(0, max(map(len, shard_indices_of_devices)), block_size):
+        block_stop = block_start + block_size
         device_indices = np.zeros((len(slices_of_shards), block_size), np.int32)
         block_indices = []
         batch_indices = []
         for device, shard_indices in enumerate(shard_indices_of_devices):
-            num_tokens = len(shard_indices[start:stop])
-            device_indices[device, :num_tokens] = shard_indices[start:stop]
+            num_tokens = len(shard_indices[block_start:block_stop])
+            device_indices[device, :num_tokens] = shard_indices[block_start:block_stop]
             block_indices.append(device * block_size + np.arange(num_tokens))
-            batch_indices.append(batch_indices_of_devices[device][start:stop])
+            batch_indices.append(batch_indices_of_devices[device][block_start:block_stop])
         yield _BlockPlan(
             device_indices, np.concatenate(block_indices), np.concatenate(batch_indices)
         )
@@ -171,9 +174,9 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
     """
     hooks, rows, tokens, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    shape = hooks, rows, tokens * len(shards), width
-    arrays = [shard.data for shard in shards]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    shape_of_host = hooks, rows, tokens * len(shards), width
+    shard_arrays = [shard.data for shard in shards]
+    return jax.make_array_from_single_device_arrays(shape_of_host, sharding, shard_arrays)
 
 
 @partial(jax.jit, static_argnums=0)

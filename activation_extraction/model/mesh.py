@@ -52,7 +52,10 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, with methods that split arrays along its axes as RULES says.
+    """A mesh, with methods that split arrays along its axes.
+
+    The table RULES lists the mesh axes along which each logical axis of an array, such as "batch",
+    is split.
 
     Attributes:
         mesh: Mesh of JAX. An abstract mesh has axes but no devices. None for a single device, or if
@@ -73,9 +76,9 @@ class Layout:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Name of a mesh axis -> its size.
+        """The shape of the mesh: name of an axis -> its size.
 
-        The names are the user's: the size of `model` includes the axis `query` of JAX's mesh.
+        The names are the user's, so the size of `model` includes the axis `query` of JAX's mesh.
         """
         sizes = {} if self.mesh is None else dict(self.mesh.shape)
         if "query" in sizes:
@@ -85,11 +88,12 @@ class Layout:
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
 
-        TPUs in a rectangle of width two are ordered so that each is a neighbour of the next one.
-        Some devices cannot compute while they send to devices that are not their neighbours.
+        If the devices are TPUs in a rectangle of width two, each is a neighbour of the next one in
+        the ring, because some devices cannot compute while they send to devices that are not their
+        neighbours.
 
         Args:
-            axis: Name of the mesh axis.
+            axis: The name of the mesh axis.
 
         Returns:
             The indices of the devices along the axis, in the order of the ring.
@@ -109,7 +113,7 @@ class Layout:
 
     @property
     def adds_up_parts(self) -> bool:
-        """Whether a product is split along `model`, so that devices add up their partial sums."""
+        """Whether some matrix products are split along `model`, and devices add up partial sums."""
         return self.size(*MODEL_AXES) > 1
 
     def sharding(
@@ -122,8 +126,8 @@ class Layout:
         Args:
             axes: The logical axis of each dimension.
             shape: The shape of the array.
-            unsplit_axis: A mesh axis along which the array is not split. None if it is split along
-                all axes of RULES.
+            unsplit_axis: A mesh axis along which the array is not split. None to split it along all
+                mesh axes that RULES lists for its logical axes.
         """
         assert self.mesh is not None
         axes_of_dimensions: list[tuple[str, ...] | None] = []
@@ -151,8 +155,8 @@ class Layout:
         Args:
             x: The array.
             axes: The logical axis of each dimension.
-            unsplit_axis: A mesh axis along which the array is not split. None if it is split along
-                all axes of RULES.
+            unsplit_axis: A mesh axis along which the array is not split. None to split it along all
+                mesh axes that RULES lists for its logical axes.
 
         Returns:
             The array with this sharding.
@@ -162,13 +166,13 @@ class Layout:
         return lax.with_sharding_constraint(x, self.sharding(axes, x.shape, unsplit_axis))
 
     def gather(self, weight: Array, axes: Sequence[str]) -> Array:
-        """Gathers a weight along fsdp, just before its use.
+        """Gathers a weight along the mesh axis `fsdp`, just before its use.
 
-        The weight stays split along other mesh axes.
+        The weight stays split along the other mesh axes.
 
         Args:
             weight: The weight.
-            axes: The logical axis of each dimension.
+            axes: The logical axis of each dimension of the weight.
 
         Returns:
             The gathered weight.
@@ -190,7 +194,7 @@ class Layout:
             function: A function that takes one device's part of each array and returns this
                 device's part of the result.
             arrays: The arrays, whose parts are the arguments of the function.
-            axes: The logical axes of each array.
+            axes: For each array, the logical axis of each of its dimensions.
             template: The index in `arrays` of an array with the same logical axes and shape as the
                 result.
 
@@ -199,12 +203,16 @@ class Layout:
         """
         if self.mesh is None or self.mesh.size == 1:
             return function(*arrays)
-        specs = tuple(
+        partition_specs = tuple(
             self.sharding(axes_of_array, array.shape).spec
             for axes_of_array, array in zip(axes, arrays, strict=True)
         )
         run_on_devices = jax.shard_map(
-            function, mesh=self.mesh, in_specs=specs, out_specs=specs[template], check_vma=False
+            function,
+            mesh=self.mesh,
+            in_specs=partition_specs,
+            out_specs=partition_specs[template],
+            check_vma=False,
         )
         return run_on_devices(*arrays)
 
@@ -218,8 +226,8 @@ class Layout:
             q: The queries of whole rows, (B, T, query heads, head size).
             k: The keys, (B, T, key/value heads, head size).
             v: The values, (B, T, key/value heads, head size).
-            segment_ids: The number of the sample in its row that each token belongs to, (B, T)
-                int32.
+            segment_ids: For each token, the number of its sample in the row, (B, T) int32. 0 for
+                padding. Tokens only attend to tokens of the same sample.
 
         Returns:
             The output of attention, in the shape of `q`.
@@ -247,7 +255,8 @@ def build_layout(
         devices: The devices, ordered by host.
         shape: Name of a mesh axis, as the user knows it -> its size. The first axis varies slowest
             over the devices.
-        kv_heads: The number of key/value heads of the model.
+        kv_heads: The number of key/value heads of the model, which limits the axis `model` of JAX's
+            mesh (see `mesh_axes`).
         reason: The reason for the choice of this shape, for the log. "" if the flags determine it.
     """
     axis_names, axis_sizes = mesh_axes(shape, kv_heads)
@@ -311,7 +320,7 @@ def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _keeps_hosts_together(arranged_devices: np.ndarray) -> bool:
-    """Returns whether the devices of each host are consecutive when the last axis varies fastest.
+    """Returns whether the devices of each host are consecutive in row-major order.
 
     Args:
         arranged_devices: The devices in an array with the axes of a mesh.

@@ -203,7 +203,7 @@ def cheapest_mesh(
     chooses the mesh that needs the least memory.
 
     Args:
-        cost_model: The step.
+        cost_model: The step, whose cost it estimates on any mesh.
         devices: The devices, ordered by host.
         device_memory: The bytes of memory of each device. None if they are unknown, and then all
             meshes are assumed to fit.
@@ -232,7 +232,12 @@ def cheapest_mesh(
 
 
 def _weight_splits(cost: StepCost) -> list[int]:
-    """Returns the sizes of the axes along which weights are split, the least wanted axis first."""
+    """Returns the sizes of the axes `model`, `expert` and `fsdp`, along which weights are split.
+
+    Of several meshes with steps of similar length, the mesh with the smallest list is chosen. Lists
+    are compared element by element, so weights are split along `fsdp` rather than along `expert`,
+    and along `expert` rather than along `model`.
+    """
     return [cost.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
 
 
@@ -240,7 +245,7 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
     """Returns the cost of a step on each mesh that divides the rows and the widths of the model.
 
     Args:
-        cost_model: The step.
+        cost_model: The step, whose cost it estimates on any mesh.
         devices: The devices, ordered by host.
 
     Raises:
@@ -270,7 +275,7 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     The last shape has all devices along `model`.
 
     Args:
-        cost_model: The step.
+        cost_model: The step, whose cost it estimates on any mesh.
         devices: The number of devices.
 
     Yields:
@@ -301,9 +306,9 @@ def _reason(best_cost: StepCost, device_memory: float | None) -> str:
     if shape.keys() == {"data"} and shape["data"] > 1:
         reasons.append("every device holds all weights and computes its own rows")
     if "fsdp" in shape:
-        are_hidden = best_cost.gather_seconds <= best_cost.product_seconds
-        verb = "hide behind" if are_hidden else "outlast"
-        reasons.append(f"gathers of weights {verb} products")
+        gathers_are_hidden = best_cost.gather_seconds <= best_cost.product_seconds
+        gather_verb = "hide behind" if gathers_are_hidden else "outlast"
+        reasons.append(f"gathers of weights {gather_verb} products")
     if best_cost.exchange_seconds:
         exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds
         exchange_axes = " and ".join(axis for axis in shape if axis in ("expert", "model"))

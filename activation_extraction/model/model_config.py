@@ -18,9 +18,9 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.float8 import DEQUANTIZED, scale_names
 from activation_extraction.model.rope import TRAINED, Rope, positive_field
 
-# The largest size and the largest number of layers that are accepted. Those of real models are
-# hundreds of times smaller. Larger sizes are rejected, because computing with them could take all
-# memory.
+# The largest size and the largest number of layers that are accepted. The numbers of real models
+# are hundreds of times smaller. Larger numbers are rejected, because computing with them could take
+# all memory.
 LARGEST_SIZE = 2**27
 LARGEST_DEPTH = 10_000
 # The words of a layer's type (see `layer_types`). The first three words are values in config.json
@@ -103,17 +103,17 @@ class ModelConfig:
     """The sizes and settings of a model.
 
     Attributes:
-        model_type: Field of config.json.
-        vocab_size: Field of config.json.
-        hidden_size: Field of config.json.
-        intermediate_size: Field of config.json; 0 in a family without MLPs.
-        num_hidden_layers: Field of config.json.
-        num_attention_heads: Field of config.json.
-        num_key_value_heads: Field of config.json.
-        head_dim: Field of config.json.
+        model_type: Name of the model's family in config.json, such as "qwen2".
+        vocab_size: Number of tokens in the vocabulary.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Width of an MLP. 0 in a family without MLPs.
+        num_hidden_layers: Number of layers.
+        num_attention_heads: Number of query heads in a layer with attention.
+        num_key_value_heads: Number of key/value heads in a layer with attention.
+        head_dim: Size of a head of attention.
         rope: Rotary embedding.
-        rms_norm_eps: Field of config.json.
-        max_position_embeddings: Field of config.json.
+        rms_norm_eps: Number that norms add to the mean square of a vector.
+        max_position_embeddings: Number of positions that config.json states.
         tie_word_embeddings: Whether the head of the model is its embedding.
         sliding_window: Number of tokens that a token sees in `sliding_layers`, including itself.
             None if there are no such layers.
@@ -195,18 +195,18 @@ class ModelConfig:
         """
         layer_types = []
         for layer in range(self.num_hidden_layers):
-            words = []
+            words_of_type = []
             if self.delta is not None:
-                words.append(LINEAR if layer in self.delta.layers else ATTENTION)
+                words_of_type.append(LINEAR if layer in self.delta.layers else ATTENTION)
             if self.experts is not None:
-                words.append(SPARSE if layer in self.sparse_layers else DENSE)
-            layer_types.append(" ".join(words) or DENSE)
+                words_of_type.append(SPARSE if layer in self.sparse_layers else DENSE)
+            layer_types.append(" ".join(words_of_type) or DENSE)
         return tuple(layer_types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
-        """Returns `sizes` with the letter S, which is the number of tokens in a row.
+        """Returns `sizes` with the letter S, the number of tokens in a row.
 
-        Some hooks have a value for each token of the row.
+        It is the size of an axis of hooks that have a value for each token of the row.
 
         Args:
             length: The number of tokens in a row.
@@ -215,29 +215,29 @@ class ModelConfig:
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """The largest number of tokens in a row, and the reason for this limit in words."""
-        positions = max(self.max_position_embeddings, self.rope.extended_length)
-        if self.chunk is not None and self.chunk < positions:
+        """The largest number of tokens in a row, and the reason for this limit as a clause."""
+        max_positions = max(self.max_position_embeddings, self.rope.extended_length)
+        if self.chunk is not None and self.chunk < max_positions:
             return self.chunk, (
                 f"the limit is {self.chunk}: longer rows need dual-chunk attention "
                 "(dual_chunk_attention_config), which is not supported"
             )
-        reason = f"the model has {positions} positions"
+        reason = f"the model has {max_positions} positions"
         if self.rope.rope_type == "dynamic":
             reason += (
                 ", and beyond them its rope_type 'dynamic' depends on the other rows of a batch"
             )
-        return positions, reason
+        return max_positions, reason
 
     def sliding(self, layers: range) -> np.ndarray | None:
-        """Returns which layers have attention with a window.
+        """Returns a mask of the layers that have attention with a window.
 
         Args:
             layers: The numbers of the layers.
 
         Returns:
-            A mask of the layers with a window, bool (layers,). None if no layer of the model has a
-            window.
+            A mask of the layers with a window, bool (number of `layers`,). None if no layer of the
+            model has a window.
         """
         return np.isin(layers, self.sliding_layers) if self.sliding_layers else None
 
@@ -258,24 +258,28 @@ class ModelConfig:
             state_products = 3 * self.sizes["O"] * self.delta.key_size
             return 2.0 * (weights + state_products) * sum(lengths)
         query_size = self.num_attention_heads * self.head_dim
-        window = self.sliding_window if layer in self.sliding_layers else None
-        products = 0
+        window_length = self.sliding_window if layer in self.sliding_layers else None
+        num_products = 0
         for length in lengths:
-            seen_tokens = length if window is None else min(window, length)
+            seen_tokens = length if window_length is None else min(window_length, length)
             # About twice the number of pairs of a token and a token that it sees. A pair takes two
             # products for each number of the queries: one for the score, and one for the output.
             twice_pairs = seen_tokens * (2 * length - seen_tokens)
-            products += weights * length + query_size * twice_pairs
-        return 2.0 * products
+            num_products += weights * length + query_size * twice_pairs
+        return 2.0 * num_products
 
 
-# The following functions read the configurations of the families. Their argument `hf` is a
-# configuration that transformers has completed, and `source` is the path of config.json for
-# messages. They raise InputError if the model has settings that are not supported.
+# The following functions read the configurations of the families. They raise InputError if the
+# model has settings that are not supported.
 
 
 def qwen2_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of Qwen2, Qwen2.5 or QwQ."""
+    """Reads the configuration of Qwen2, Qwen2.5 or QwQ.
+
+    Args:
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        source: The path of config.json, for messages.
+    """
     return _config(hf, source, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
@@ -283,6 +287,10 @@ def llama_config(hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of a Llama model.
 
     Either all four projections of attention have biases, or no projection has a bias.
+
+    Args:
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        source: The path of config.json, for messages.
     """
     if hf.mlp_bias:
         raise InputError(f"{source}: mlp_bias {hf.mlp_bias!r} is not supported, only false is")
@@ -290,30 +298,42 @@ def llama_config(hf: Any, source: str) -> ModelConfig:
         raise InputError(
             f"{source}: pretraining_tp {hf.pretraining_tp!r} is not supported, only 1 is"
         )
-    bias = bool(hf.attention_bias)
-    return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=False)
+    has_biases = bool(hf.attention_bias)
+    return _config(hf, source, qkv_bias=has_biases, o_bias=has_biases, qk_norm=False)
 
 
-def qwen3_config(hf: Any, source: str, **details: Any) -> ModelConfig:
+def qwen3_config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
     """Reads the configuration of a dense Qwen3 model, or of a family that extends it.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        details: Name of a further field of the ModelConfig -> its value.
+        more_fields: Name of a further field of the ModelConfig -> its value.
     """
-    bias = bool(hf.attention_bias)
-    return _config(hf, source, qkv_bias=bias, o_bias=bias, qk_norm=True, **details)
+    has_biases = bool(hf.attention_bias)
+    return _config(hf, source, qkv_bias=has_biases, o_bias=has_biases, qk_norm=True, **more_fields)
 
 
 def qwen2_moe_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of Qwen1.5-MoE or Qwen2 57B-A14B."""
-    details = _experts(hf, source)
-    return _config(hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False, **details)
+    """Reads the configuration of Qwen1.5-MoE or Qwen2 57B-A14B.
+
+    Args:
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        source: The path of config.json, for messages.
+    """
+    expert_fields = _experts(hf, source)
+    return _config(
+        hf, source, qkv_bias=bool(hf.qkv_bias), o_bias=False, qk_norm=False, **expert_fields
+    )
 
 
 def qwen3_moe_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of Qwen3 with experts."""
+    """Reads the configuration of Qwen3 with experts.
+
+    Args:
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        source: The path of config.json, for messages.
+    """
     return qwen3_config(hf, source, **_experts(hf, source))
 
 
@@ -322,29 +342,38 @@ def qwen3_next_config(hf: Any, source: str) -> ModelConfig:
 
     Qwen3-Next differs from Qwen3.5 with experts in two ways: its delta nets have two input
     projections, and some of its layers may have no experts.
+
+    Args:
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        source: The path of config.json, for messages.
     """
     return qwen3_5_text_config(hf, source, interleaved=True, **_experts(hf, source))
 
 
 def qwen3_5_text_config(
-    hf: Any, source: str, interleaved: bool = False, **details: Any
+    hf: Any, source: str, interleaved: bool = False, **more_fields: Any
 ) -> ModelConfig:
     """Reads the configuration of the language model of Qwen3.5, or of a family that extends it.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
         interleaved: Whether a delta net has two input projections (see `DeltaNet`).
-        details: Name of a further field of the ModelConfig -> its value.
+        more_fields: Name of a further field of the ModelConfig -> its value.
     """
     if not getattr(hf, "attn_output_gate", True):
         raise InputError(f"{source}: attn_output_gate False is not supported, only True is")
     delta_net = _delta_net(hf, source, interleaved)
-    return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta_net, **details)
+    return qwen3_config(hf, source, q_gate=True, norm_offset=1.0, delta=delta_net, **more_fields)
 
 
 def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
-    """Reads the configuration of the language model of Qwen3.5 with experts in all layers."""
+    """Reads the configuration of the language model of Qwen3.5 with experts in all layers.
+
+    Args:
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        source: The path of config.json, for messages.
+    """
     return qwen3_5_text_config(
         hf,
         source,
@@ -364,7 +393,8 @@ def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: 
     Args:
         read: The function that reads the configuration of a text-only model of the family. Its
             arguments are the configuration and the path of config.json.
-        hf: The configuration of the whole model, which transformers has completed.
+        hf: The configuration of the whole model as an object of transformers, with defaults for
+            missing fields.
         source: The path of config.json, for messages.
     """
     outer_config = getattr(hf, "thinker_config", hf)
@@ -398,14 +428,14 @@ def as_stored(config: ModelConfig, tensors: Collection[str]) -> ModelConfig:
     )
 
 
-def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
+def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
     """Reads the fields that all families share, and returns the configuration.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        details: Name of a further field of the ModelConfig -> its value. If config.json has a field
-            of this name in SIZES, its value is not read.
+        more_fields: Name of a further field of the ModelConfig -> its value. If config.json has a
+            field of this name in SIZES, its value is not read.
     """
     if not getattr(hf, "is_causal", True):
         raise InputError(
@@ -413,8 +443,8 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
         )
     if hf.hidden_act != "silu":
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
-    has_delta_net = "delta" in details
-    size_fields = [size_field for size_field in SIZES if size_field not in details]
+    has_delta_net = "delta" in more_fields
+    size_fields = [size_field for size_field in SIZES if size_field not in more_fields]
     sizes = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None:
@@ -433,7 +463,7 @@ def _config(hf: Any, source: str, **details: Any) -> ModelConfig:
         sliding_layers=sliding_layers,
         chunk=_chunk(hf, source),
         **sizes,
-        **details,
+        **more_fields,
     )
     if config.num_attention_heads % config.num_key_value_heads:
         raise InputError(
@@ -449,7 +479,7 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
     """Reads fields that must be positive integers.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
         fields: Key of the returned dict -> name of the field in config.json.
 
@@ -461,12 +491,12 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
     """
     sizes = {}
     for key, field in fields.items():
-        size = getattr(hf, field)
-        if type(size) is not int or size < 1:
-            raise InputError(f"{source}: {field} must be a positive integer, found {size!r}")
-        if size > LARGEST_SIZE:
-            raise InputError(f"{source}: {field} is {size:.6g}, expected at most {LARGEST_SIZE:,}")
-        sizes[key] = size
+        value = getattr(hf, field)
+        if type(value) is not int or value < 1:
+            raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
+        if value > LARGEST_SIZE:
+            raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
+        sizes[key] = value
     return sizes
 
 
@@ -478,25 +508,26 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     YaRN's factor is null, it is max_position_embeddings divided by the original length.
 
     Args:
-        hf: The configuration, which transformers has completed. It is changed.
+        hf: The configuration as an object of transformers, with defaults for missing fields. Its
+            RoPE settings are changed.
         source: The path of config.json, for messages.
 
     Raises:
         InputError: If the settings differ between layers.
     """
     hf.standardize_rope_params()
-    settings = hf.rope_parameters
-    is_flat = isinstance(settings, Mapping) and not any(
-        isinstance(setting, Mapping) for setting in settings.values()
+    rope_settings = hf.rope_parameters
+    is_flat = isinstance(rope_settings, Mapping) and not any(
+        isinstance(rope_setting, Mapping) for rope_setting in rope_settings.values()
     )
     if not is_flat:
         raise InputError(
-            f"{source}: rope_parameters {settings!r} is not supported, only one flat set"
+            f"{source}: rope_parameters {rope_settings!r} is not supported, only one flat set"
         )
-    if settings.get("rope_type") == "yarn" and settings.get("factor", 0) is None:
-        original_length = positive_field(settings, TRAINED, source)
-        return {**settings, "factor": hf.max_position_embeddings / original_length}
-    return settings
+    if rope_settings.get("rope_type") == "yarn" and rope_settings.get("factor", 0) is None:
+        original_length = positive_field(rope_settings, TRAINED, source)
+        return {**rope_settings, "factor": hf.max_position_embeddings / original_length}
+    return rope_settings
 
 
 def _chunk(hf: Any, source: str) -> int | None:
@@ -509,7 +540,7 @@ def _chunk(hf: Any, source: str) -> int | None:
     dual_chunk_attention_config, including its settings of sparse attention.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
 
     Returns:
@@ -518,27 +549,27 @@ def _chunk(hf: Any, source: str) -> int | None:
     Raises:
         InputError: If the settings of dual-chunk attention are not valid.
     """
-    settings = getattr(hf, "dual_chunk_attention_config", None)
-    if settings is None:
+    chunk_settings = getattr(hf, "dual_chunk_attention_config", None)
+    if chunk_settings is None:
         return None
-    if not isinstance(settings, Mapping):
+    if not isinstance(chunk_settings, Mapping):
         raise InputError(
-            f"{source}: dual_chunk_attention_config {settings!r} is not a set of fields"
+            f"{source}: dual_chunk_attention_config {chunk_settings!r} is not a set of fields"
         )
-    longest_row = positive_field({"chunk_size": 8192, **settings}, "chunk_size", source)
-    if settings.get(TRAINED):
-        longest_row = min(longest_row, positive_field(settings, TRAINED, source))
+    longest_row = positive_field({"chunk_size": 8192, **chunk_settings}, "chunk_size", source)
+    if chunk_settings.get(TRAINED):
+        longest_row = min(longest_row, positive_field(chunk_settings, TRAINED, source))
     return int(longest_row)
 
 
 def _sliding(
-    hf: Any, supported: tuple[str, ...], source: str
+    hf: Any, supported_types: tuple[str, ...], source: str
 ) -> tuple[int | None, tuple[int, ...]]:
     """Reads the sliding window of attention.
 
     Args:
-        hf: The configuration, which transformers has completed.
-        supported: The types of layers that are supported in the family.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
+        supported_types: The types of layers that the family supports.
         source: The path of config.json, for messages.
 
     Returns:
@@ -556,10 +587,10 @@ def _sliding(
         all_have_window = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
         layer_types = [SLIDING if all_have_window else ATTENTION] * hf.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
-        if layer_type not in supported:
+        if layer_type not in supported_types:
             raise InputError(
                 f"{source}: layer_types: layer {layer} is {layer_type!r}, and only "
-                f"{' and '.join(supported)} are supported"
+                f"{' and '.join(supported_types)} are supported"
             )
     sliding_layers = _layers_of_type(layer_types, SLIDING)
     if not sliding_layers:
@@ -569,8 +600,8 @@ def _sliding(
             f"{source}: layer_types: layer {sliding_layers[0]} slides, but there is no window "
             "(use_sliding_window, sliding_window)"
         )
-    window = _positive_ints(hf, source, {"window": "sliding_window"})["window"]
-    return window, sliding_layers
+    window_length = _positive_ints(hf, source, {"window": "sliding_window"})["window"]
+    return window_length, sliding_layers
 
 
 def _layers_of_type(layer_types: Sequence[str], wanted_type: str) -> tuple[int, ...]:
@@ -581,7 +612,7 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
     """Reads the experts of a model that may have experts in only some of its layers.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
 
     Returns:
@@ -608,7 +639,7 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
     """Reads the sizes of the experts in each layer that has experts.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
@@ -628,7 +659,7 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
     """Reads the sizes of the delta net in some layers.
 
     Args:
-        hf: The configuration, which transformers has completed.
+        hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
         interleaved: Whether a delta net has two input projections (see `DeltaNet`).
     """

@@ -49,7 +49,7 @@ MAX_ROW_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The flags that determine a step, with facts that the run finds out for the step.
+    """The flags that determine a step, with other facts that determine it.
 
     Attributes:
         model: Flags that name the model.
@@ -58,10 +58,10 @@ class StepRequest:
             contains the number of rows.
         shape: Tuple of the number of rows that each host feeds in a step, and the number of tokens
             per row.
-        several_hosts: Whether there are several hosts. If so, weights from the hub are not kept in
-            the cache of this host, because a host may need only some of the weights.
-        device_memory: Bytes of memory of a device, the smallest number on any host. None to use the
-            number on this host.
+        several_hosts: Whether the run has several hosts. If so, weights from the hub are not kept
+            in the cache of this host, because a host may need only some of the weights.
+        device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
+            number. None to use the number on this host.
         devices: Devices of a machine that --plan describes. None for the devices of this machine.
         autoencoders: Autoencoders that --encode names, in the same order.
     """
@@ -92,17 +92,17 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         InputError: If the model cannot be read, or if the requested step cannot be computed.
         RunError: If the device computes wrong numbers with all kernels of a kind.
     """
-    options = request.model
+    model_options = request.model
     if previous is None:
         checkpoint = Checkpoint(
-            options.model_path, options.model_revision, not request.several_hosts
+            model_options.model_path, model_options.model_revision, not request.several_hosts
         )
     else:
         checkpoint = previous.checkpoint
     stated_config = read_model_config(checkpoint.file("config.json"))
     adapter = None
-    if previous is None and options.lora is not None:
-        adapter = LoraAdapter(options.lora, checkpoint, stated_config.tie_word_embeddings)
+    if previous is None and model_options.lora is not None:
+        adapter = LoraAdapter(model_options.lora, checkpoint, stated_config.tie_word_embeddings)
         checkpoint.adapter = adapter
     config = as_stored(stated_config, checkpoint.tensors)
     model, host_rows_of_mesh = build_model(request, config)
@@ -115,8 +115,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     model = _with_kernels(model, kernels)
     if model.predicts and not config.tie_word_embeddings and HEAD not in checkpoint.tensors:
         raise InputError(
-            f"--hook_names: losses and logits need {HEAD}, which --model_path {options.model_path} "
-            "lacks; its other hooks can be stored"
+            f"--hook_names: losses and logits need {HEAD}, which "
+            f"--model_path {model_options.model_path} lacks; its other hooks can be stored"
         )
     weight_specs = weight_table(model, checkpoint.tensors)
     weights = orient_experts(
@@ -143,36 +143,43 @@ def _log_peculiarities(
     Args:
         checkpoint: The checkpoint, with its adapter.
         stated_config: The configuration in config.json, which may differ from the stored tensors.
-        model: The hooked model.
+        model: The model that computes the hooks.
     """
-    where = checkpoint.where
+    model_in_words = checkpoint.where
     if FAMILIES[stated_config.model_type].multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
-            where,
+            model_in_words,
         )
     # An adapter may have added HEAD to the tensors of a model with a tied embedding, as another
     # name of the embedding. Therefore the name in the file tells whether a head is stored.
     has_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
     if model.predicts and stated_config.tie_word_embeddings and has_head:
-        log.info("%s: its %s is used, although config.json ties it to the embedding", where, HEAD)
+        log.info(
+            "%s: its %s is used, although config.json ties it to the embedding",
+            model_in_words,
+            HEAD,
+        )
     rope = model.config.rope
     if rope.attn_factor is not None:
         log.info(
             "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
             "attention factor %s by it",
-            where,
+            model_in_words,
             rope.attn_factor,
             rope.attention_factor,
         )
 
 
 def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel:
-    """Returns the model with other kernels.
+    """Returns the model with the kernels that were chosen for the run.
 
     Args:
-        model: The hooked model.
+        model: The model, with any kernels.
         kernels: Field of `Kernels` -> the kernel that was chosen.
+
+    Returns:
+        A copy of the model. Fields that are not in `kernels` keep their kernels.
     """
     kernel_functions = {kernel_field: choice.function for kernel_field, choice in kernels.items()}
     return model.clone(kernels=model.kernels._replace(**kernel_functions))
@@ -196,25 +203,25 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     """
     rows_of_host, length = request.shape
     computing = request.computing
-    longest_row, reason = config.longest_row
+    longest_row, reason_for_limit = config.longest_row
     if length > longest_row:
-        raise InputError(f"--max_seq_length {length}: {reason}")
+        raise InputError(f"--max_seq_length {length}: {reason_for_limit}")
     devices = usable_devices(computing.use_data_parallel, request.devices)
     platform = devices[0].platform
     dtype, activation_dtype = choose_dtypes(request, platform)
     hooks, encoders = _computed_hooks(request, config)
     for hook in hooks:
         _check_bytes_of_a_row(hook, config, length, activation_dtype)
-    hosts = count_hosts(devices)
-    rows = rows_of_host * hosts
+    num_hosts = count_hosts(devices)
+    rows_of_step = rows_of_host * num_hosts
 
-    def automatic() -> MeshChoice:
-        """Chooses the mesh for --mesh_type auto."""
+    def choose_automatically() -> MeshChoice:
+        """Chooses the fastest mesh by estimates, for `--mesh_type auto`."""
         model = create_model_with_hooks(config, hooks, dtype, activation_dtype)
         device_memory = request.device_memory
         if device_memory is None:
             device_memory = memory_of((devices_of_this_host(devices) or devices)[0])
-        cost_model = CostModel(model, weight_table(model), rows, length, encoders)
+        cost_model = CostModel(model, weight_table(model), rows_of_step, length, encoders)
         return cheapest_mesh(cost_model, devices, device_memory)
 
     # Without data parallelism, each host uses one device, and the flags of the shape are ignored.
@@ -224,13 +231,13 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         computing.mesh_shape if uses_mesh_flags else None,
         computing.mesh_axes if uses_mesh_flags else None,
         len(devices),
-        hosts,
-        automatic,
+        num_hosts,
+        choose_automatically,
     )
     layout = build_layout(
         devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason
     )
-    check_divisibility(layout, rows, length, config.sizes)
+    check_divisibility(layout, rows_of_step, length, config.sizes)
     preferred_kernels = {}
     for kernel_field, candidates in candidates_for(platform).items():
         preferred_kernels[kernel_field] = next(iter(candidates.values()))
@@ -265,7 +272,7 @@ def _computed_hooks(
 def _check_bytes_of_a_row(
     hook: Hook, config: ModelConfig, length: int, activation_dtype: Any
 ) -> None:
-    """Checks the size of a row at a hook whose width grows with the length of the row.
+    """Checks the size of a row's values at a hook whose width grows with the length of the row.
 
     Args:
         hook: The hook, whose width may also be fixed.
@@ -274,7 +281,7 @@ def _check_bytes_of_a_row(
         activation_dtype: The dtype of stored activations, or FLOAT8.
 
     Raises:
-        InputError: If the row takes more than MAX_ROW_BYTES.
+        InputError: If the values of the row take more than MAX_ROW_BYTES.
     """
     token_bytes = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
     if hook.kind.grows and token_bytes * length > MAX_ROW_BYTES:
@@ -328,17 +335,23 @@ def choose_hooks(
     Raises:
         InputError: If the model has no such hook, or if an autoencoder does not fit the model.
     """
-    options = request.hooks
-    table = hook_table(config, options.top_logits)
-    depth = config.num_hidden_layers
-    sizes = config.sizes_with(request.shape[1])
-    encoders = make_encoders(request.autoencoders, options.encode_most, table, depth, sizes)
+    hook_options = request.hooks
+    hooks_of_model = hook_table(config, hook_options.top_logits)
+    num_layers = config.num_hidden_layers
+    axis_sizes = config.sizes_with(request.shape[1])
+    encoders = make_encoders(
+        request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, axis_sizes
+    )
     hooks: dict[Key, Hook] = {}
-    if not encoders or options.hook_names is not None or options.layers_to_extract is not None:
-        hooks = _requested_hooks(options, config, table)
+    if (
+        not encoders
+        or hook_options.hook_names is not None
+        or hook_options.layers_to_extract is not None
+    ):
+        hooks = _requested_hooks(hook_options, config, hooks_of_model)
     for encoder in encoders:
         source_hook = encoder.source
-        if not options.keep_activations:
+        if not hook_options.keep_activations:
             hooks = {key: hook for key, hook in hooks.items() if hook != source_hook}
         elif source_hook not in hooks.values():
             hooks[source_hook.name] = source_hook
@@ -347,14 +360,14 @@ def choose_hooks(
 
 
 def _requested_hooks(
-    options: HookOptions, config: ModelConfig, table: HookTable
+    options: HookOptions, config: ModelConfig, hooks_of_model: HookTable
 ) -> dict[Key, Hook]:
     """Returns the hooks that the flags name, without hooks of codes.
 
     Args:
         options: The flags that name the hooks.
         config: The configuration of the model.
-        table: The hooks of the model.
+        hooks_of_model: The hooks of the model.
 
     Returns:
         Key in the shards -> hook, in the order of the layers or of the computation.
@@ -363,9 +376,9 @@ def _requested_hooks(
         InputError: If the model lacks a layer or hook, or if --top_logits is larger than the
             vocabulary.
     """
-    depth = config.num_hidden_layers
+    num_layers = config.num_hidden_layers
     if options.hook_names is not None:
-        hook_of_name = table.matching(options.hook_names, depth)
+        hook_of_name = hooks_of_model.matching(options.hook_names, num_layers)
         if any(hook.kind.count > config.vocab_size for hook in hook_of_name.values()):
             raise InputError(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
@@ -374,13 +387,13 @@ def _requested_hooks(
     layers: Sequence[int]
     if options.layers_to_extract is None:
         # The default must work for any model, so missing layers become the last layer.
-        layers = [min(layer, depth - 1) for layer in DEFAULT_LAYERS]
+        layers = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
     elif isinstance(options.layers_to_extract, str):
         # The only text that the flag accepts is "all".
-        layers = range(depth)
+        layers = range(num_layers)
     else:
         layers = options.layers_to_extract
-    hooks = table.of_layers(layers, options.activation_type, depth)
+    hooks = hooks_of_model.of_layers(layers, options.activation_type, num_layers)
     return {hook.layer: hook for hook in hooks}
 
 
@@ -391,7 +404,7 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         options: The flags that name the hooks.
         forward: The program with its hooks.
     """
-    depth = forward.model.config.num_hidden_layers
+    num_layers = forward.model.config.num_hidden_layers
     bytes_of_hook = forward.token_bytes
     for encoder in forward.encoders:
         autoencoder_name = plain_url(encoder.autoencoder.name)
@@ -409,24 +422,24 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     if not bytes_of_hook:
         return
     uses_default_layers = options.layers_to_extract is None and options.hook_names is None
-    if uses_default_layers and not forward.encoders and depth <= DEFAULT_LAYERS[-1]:
+    if uses_default_layers and not forward.encoders and num_layers <= DEFAULT_LAYERS[-1]:
         log.info(
             "the default layers, %d to %d, are clipped: the model has layers 0 to %d",
             DEFAULT_LAYERS[0],
             DEFAULT_LAYERS[-1],
-            depth - 1,
+            num_layers - 1,
         )
-    widths = []
-    dtypes = []
+    hook_widths = []
+    hook_dtypes = []
     for hook in forward.hooks.values():
         if hook.name in bytes_of_hook:
             vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
-            widths.append(vector_type.width)
-            dtypes.append(vector_type.dtype)
+            hook_widths.append(vector_type.width)
+            hook_dtypes.append(vector_type.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
         ", ".join(bytes_of_hook),
-        f"width {widths[0]} each" if len(set(widths)) == 1 else f"widths {widths}",
-        " and ".join(dict.fromkeys(dtypes)),
+        f"width {hook_widths[0]} each" if len(set(hook_widths)) == 1 else f"widths {hook_widths}",
+        " and ".join(dict.fromkeys(hook_dtypes)),
         f"{sum(bytes_of_hook.values()):,}",
     )

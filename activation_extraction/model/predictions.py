@@ -56,9 +56,9 @@ def predictions(
             probability. If two tokens are equally likely, the smaller id comes first.
         top_logprobs: The natural logarithms of the probabilities of `top_ids`, (B, T, top) float32.
         entropy: The entropy of the prediction in nats, (B, T, 1) float32.
-        loss: The negative natural logarithm of the probability of the token at the position, given
-            the earlier tokens of its sample, (B, T, 1) float32. NaN for the first token of a
-            sample.
+        loss: The negative natural logarithm of the probability of the token at the
+            position, given the earlier tokens of its sample, (B, T, 1) float32. NaN for the first
+            token of a sample.
     """
     next_ids = jnp.roll(token_ids, -1, axis=1)
     head = layout.constrain(head, "head_vocab", "embed", unsplit_axis="fsdp")
@@ -69,13 +69,18 @@ def predictions(
         logits = layout.constrain(einsum("BTD,VD->BTV", block_hidden, head), *LOGIT_AXES)
         return _from_logits(logits, block_next_ids, requested, top, dtype, layout)
 
-    bits = in_blocks(predictions_of_block, (hidden, next_ids), TOKENS_OF_A_BLOCK, layout)
-    outputs = {prediction: from_bits(values, dtype) for prediction, values in bits.items()}
+    bits_of_predictions = in_blocks(
+        predictions_of_block, (hidden, next_ids), TOKENS_OF_A_BLOCK, layout
+    )
+    arrays_of_predictions = {
+        prediction: from_bits(prediction_bits, dtype)
+        for prediction, prediction_bits in bits_of_predictions.items()
+    }
     if "loss" in requested:
         # The loss of a token was computed at the previous position, so it moves to the next one.
-        loss = jnp.roll(outputs["loss"], 1, axis=1)
-        outputs["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss)
-    return outputs
+        loss_at_token = jnp.roll(arrays_of_predictions["loss"], 1, axis=1)
+        arrays_of_predictions["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss_at_token)
+    return arrays_of_predictions
 
 
 def _from_logits(
@@ -96,29 +101,29 @@ def _from_logits(
         layout: The layout of the mesh.
 
     Returns:
-        The predictions by name, with two differences to `predictions`: the logits are returned as
-        bits (see `to_bits`), and a loss is returned at the position before its token.
+        The predictions by name, as `predictions` returns them, with two differences: the logits are
+        returned as bits (see `to_bits`), and a loss is returned at the position before its token.
     """
     shifted_logits = logits - logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(shifted_logits)
     exponential_sum = exponentials.sum(axis=-1, keepdims=True)
-    outputs = {}
+    arrays_of_predictions = {}
     if "logits" in requested:
-        outputs["logits"] = to_bits(logits.astype(dtype))
+        arrays_of_predictions["logits"] = to_bits(logits.astype(dtype))
     if "loss" in requested:
         is_next = jnp.arange(logits.shape[-1]) == next_ids[..., None]
         next_logit = jnp.where(is_next, shifted_logits, 0).sum(axis=-1, keepdims=True)
-        outputs["loss"] = jnp.log(exponential_sum) - next_logit
+        arrays_of_predictions["loss"] = jnp.log(exponential_sum) - next_logit
     if "entropy" in requested:
         weighted_sum = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
-        outputs["entropy"] = jnp.log(exponential_sum) - weighted_sum / exponential_sum
+        arrays_of_predictions["entropy"] = jnp.log(exponential_sum) - weighted_sum / exponential_sum
     if requested & {"top_ids", "top_logprobs"}:
         top_logits, top_ids = largest(shifted_logits, top, layout)
         if "top_ids" in requested:
-            outputs["top_ids"] = top_ids
+            arrays_of_predictions["top_ids"] = top_ids
         if "top_logprobs" in requested:
-            outputs["top_logprobs"] = top_logits - jnp.log(exponential_sum)
-    return outputs
+            arrays_of_predictions["top_logprobs"] = top_logits - jnp.log(exponential_sum)
+    return arrays_of_predictions
 
 
 def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
@@ -128,7 +133,7 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     values of all parts are compared.
 
     Args:
-        values: The array, (B, T, size).
+        values: The array, (B, T, length of the last axis).
         count: The number of values to return.
         layout: The layout of the mesh. The last axis is split as the logical axis `head_vocab`.
 
@@ -138,18 +143,18 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
                 the value with the smaller index comes first.
             The indices of the values in the last axis, (B, T, count) int32.
     """
-    size = values.shape[-1]
-    parts = layout.size(*RULES["head_vocab"])
-    if size % parts or size // parts < count:
+    axis_length = values.shape[-1]
+    num_parts = layout.size(*RULES["head_vocab"])
+    if axis_length % num_parts or axis_length // num_parts < count:
         return lax.top_k(values, count)
     batch_shape = values.shape[:2]
-    split_values = values.reshape(*batch_shape, parts, -1)
+    split_values = values.reshape(*batch_shape, num_parts, -1)
     split_values = layout.constrain(split_values, "batch", "sequence", "head_vocab", "one")
     part_maxima, part_indices = lax.top_k(split_values, count)
-    part_indices += jnp.arange(parts)[:, None] * (size // parts)
-    candidates = part_maxima.reshape(*batch_shape, -1)
+    part_indices += jnp.arange(num_parts)[:, None] * (axis_length // num_parts)
+    candidate_values = part_maxima.reshape(*batch_shape, -1)
     candidate_indices = part_indices.reshape(*batch_shape, -1)
-    top_values, top_candidates = lax.top_k(candidates, count)
+    top_values, top_candidates = lax.top_k(candidate_values, count)
     return top_values, jnp.take_along_axis(candidate_indices, top_candidates, axis=-1)
 
 
@@ -180,13 +185,16 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         return function(jax.tree.map(from_bits, bits, dtypes))
 
     def split_into_blocks(x: Array) -> Array:
-        """Maps (B, T, ...) to bits (blocks, B, tokens of a block, ...)."""
-        padding = num_blocks * block_length - length
-        x = jnp.pad(to_bits(x), [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+        """Splits an array (B, T, ...) into blocks, and returns them as bits.
+
+        Their shape is (blocks, B, tokens of a block, ...). The last block is padded with zeros.
+        """
+        padding_tokens = num_blocks * block_length - length
+        x = jnp.pad(to_bits(x), [(0, 0), (0, padding_tokens), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
 
     def join_blocks(x: Array) -> Array:
-        """Maps (blocks, B, tokens of a block, ...) to (B, T, ...)."""
+        """Joins blocks (blocks, B, tokens of a block, ...) to an array (B, T, ...)."""
         x = x.swapaxes(0, 1)
         return x.reshape(rows, num_blocks * block_length, *x.shape[3:])[:, :length]
 

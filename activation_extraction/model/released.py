@@ -85,8 +85,8 @@ def released_config(name: str) -> dict[str, Any] | None:
     model_name = VARIANT.sub("", name.removeprefix("Qwen/"))
     if model_name not in RELEASED:
         return None
-    shared_fields, sizes = RELEASED[model_name]
-    config = shared_fields | dict(zip(SIZE_FIELDS, sizes, strict=False))
+    shared_fields, size_values = RELEASED[model_name]
+    config = shared_fields | dict(zip(SIZE_FIELDS, size_values, strict=False))
     if "num_experts" in config:
         config["moe_intermediate_size"] = config["intermediate_size"]
     if "linear_num_value_heads" in config:

@@ -20,7 +20,8 @@ dense layer that are split over f devices arrive during the products of a layer 
 
     2 t / F >= b (f - 1) / (f L).
 
-For a v5e (two links of 45 GB/s) with fsdp 4 and bfloat16, this holds from 1,640 tokens on.
+For a v5e (two links of 45 GB/s) with fsdp 4 and bfloat16, this holds for at least 1,640 tokens on a
+device.
 """
 
 import math
@@ -51,10 +52,11 @@ class StepCost(NamedTuple):
     Attributes:
         layout: Layout of the mesh.
         memory_bytes: Bytes of memory that a device needs.
-        product_seconds: Seconds of the matrix products.
-        hbm_seconds: Seconds of reading and writing the device's memory.
-        gather_seconds: Seconds of receiving weights along `fsdp`.
-        exchange_seconds: Seconds of exchanging activations along `model` and `expert`.
+        product_seconds: Duration of the matrix products in seconds.
+        hbm_seconds: Duration of reading and writing the device's memory in seconds.
+        gather_seconds: Duration of receiving weights along the mesh axis `fsdp` in seconds.
+        exchange_seconds: Duration of exchanging activations along the mesh axes `model` and
+            `expert` in seconds.
     """
 
     layout: Layout
@@ -76,7 +78,7 @@ class CostModel:
     """A step of a model, whose cost can be estimated on any mesh.
 
     Attributes:
-        model: Hooked model. Its mesh is ignored.
+        model: Model with its hooks. The mesh of the model is ignored.
         weights: Path of each parameter of the model -> its shape, axes and tensors.
         rows: Number of rows in a step, of all hosts together.
         row_length: Number of tokens per row.
@@ -97,20 +99,20 @@ class CostModel:
             devices: The devices of the mesh, ordered by host.
         """
         chip = chip_of(devices[0]) or STAND_IN_CHIP
-        num_linked = linked_devices(devices)
+        num_linked_devices = linked_devices(devices)
         one_device_seconds = 0.0
         for operations, dtype in self._operations:
             chip_at_dtype = at_dtype(chip, dtype, devices[0].platform)
             one_device_seconds += operations / chip_at_dtype.flops_per_second
-        speed_along = {axis: link_speed(layout, axis, chip, num_linked) for axis in AXES}
-        exchange_seconds = self._bytes_along_model(layout) / speed_along["model"]
-        exchange_seconds += self._bytes_along_expert(layout) / speed_along["expert"]
+        speed_of_axis = {axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES}
+        exchange_seconds = self._bytes_along_model(layout) / speed_of_axis["model"]
+        exchange_seconds += self._bytes_along_expert(layout) / speed_of_axis["expert"]
         return StepCost(
             layout,
             memory_bytes=self.memory_bytes(layout),
             product_seconds=one_device_seconds / layout.size(*AXES, "query"),
             hbm_seconds=self._moved_bytes(layout) / chip.memory_bandwidth,
-            gather_seconds=self._gathered_bytes(layout) / speed_along["fsdp"],
+            gather_seconds=self._gathered_bytes(layout) / speed_of_axis["fsdp"],
             exchange_seconds=exchange_seconds,
         )
 
@@ -138,8 +140,8 @@ class CostModel:
         """
         config = self.model.config
         model_devices = layout.size(*MODEL_AXES)
-        # weight_values and token_values count numbers in the model's dtype: all numbers in weights,
-        # and the numbers in activations per token.
+        # The number of values in the weights on a device. They have the model's dtype, and so have
+        # the values of activations, which are counted per token in token_values.
         weight_values = float(
             sum(_values_on_device(layout, spec) for spec in self.weights.values())
         )
@@ -148,15 +150,15 @@ class CostModel:
             weight_values += 2 * self._largest_layer(layout)
         token_values = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // model_devices
         if config.experts is not None:
-            # A token takes a row for each of its experts.
+            # Each expert of a token has its own copy of the token's activations.
             expert_rows = config.experts.per_token * layout.size("expert")
             expert_row_values = 2 * config.hidden_size + config.experts.width // model_devices
             token_values += expert_rows * expert_row_values
         if self.model.predicts:
             # The head is gathered for each block of logits.
             head = self.weights.get(("lm_head", "weight")) or self.weights["embed_tokens", "weight"]
-            gathered_head = _values_on_device(layout, head, unsplit_axis="fsdp")
-            weight_values += gathered_head - _values_on_device(layout, head)
+            gathered_head_values = _values_on_device(layout, head, unsplit_axis="fsdp")
+            weight_values += gathered_head_values - _values_on_device(layout, head)
             weight_values += 6 * TOKENS_OF_A_BLOCK * head.shape[0] / model_devices
         sizes = config.sizes_with(self.row_length)
         hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
@@ -173,9 +175,10 @@ class CostModel:
         return self.model.dtype.itemsize * model_values + output_bytes + encoder_bytes
 
     def moved_by_layer(self, layout: Layout) -> float:
-        """Returns the bytes of its memory that a device reads and writes per layer, on average.
+        """Returns the bytes that a device reads from and writes to its memory per layer.
 
-        Each weight counts once, and so do the input and the output of each product for each token.
+        The result is an average over the layers. Each weight counts once, and so do the input and
+        the output of each product for each token.
         The projections gate and up count as one product, because they have the same input. With
         `expert`, a device also receives the tokens of other devices and sends sums for these
         tokens. With `fsdp`, a device also reads its part of the weights and writes the gathered
@@ -193,14 +196,16 @@ class CostModel:
         return (moved_bytes + self._bytes_along_expert(layout)) / self.model.num_layers
 
     def _moved_bytes(self, layout: Layout) -> float:
-        """Returns the bytes of its memory that a device reads and writes in a step."""
+        """Returns the bytes that a device reads from and writes to its memory in a step."""
         moved_bytes = self._bytes_along_expert(layout)
         for path, spec in self.weights.items():
             moved_bytes += self._weight_traffic(layout, path, spec)
         return moved_bytes
 
     def _weight_traffic(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
-        """Returns the bytes that a device reads and writes for the products with a parameter.
+        """Returns the bytes that a device moves in its memory for the products with a parameter.
+
+        They are the bytes that it reads from and writes to its memory in a step.
 
         Args:
             layout: The layout of the mesh.
@@ -210,17 +215,18 @@ class CostModel:
         experts = self.model.config.experts
         hidden_size = self.model.config.hidden_size
         gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
-        own_values = _values_on_device(layout, spec)
+        split_values = _values_on_device(layout, spec)
         moved_values = float(gathered_values)
-        if own_values < gathered_values:
-            moved_values += own_values + gathered_values
+        if split_values < gathered_values:
+            moved_values += split_values + gathered_values
         num_layers, *weight_sizes = spec.shape
         if path[0] == "layers" and len(weight_sizes) > 1 and hidden_size in weight_sizes:
             token_rows = num_layers * self._tokens_on_device(layout)
             if experts is not None and "experts" in path:
                 token_rows *= experts.per_token
                 weight_sizes = weight_sizes[1:]
-            # A product maps the hidden size to another width, or the other way round.
+            # One side of the weight matrix is the hidden size. This is the length of the other
+            # side.
             row_values = math.prod(weight_sizes) / hidden_size
             if "up_proj" not in path:
                 row_values += hidden_size
@@ -228,31 +234,34 @@ class CostModel:
         return self.model.dtype.itemsize * moved_values
 
     def _bytes_along_expert(self, layout: Layout) -> float:
-        """Returns the bytes that a device receives along `expert` in a step.
+        """Returns the bytes that a device receives along the mesh axis `expert` in a step.
 
         In each layer with experts, a device receives the tokens of the other devices, and from each
         of them a sum for its own tokens.
         """
-        other_devices = layout.size("expert") - 1
+        num_other_devices = layout.size("expert") - 1
         config = self.model.config
-        sparse_layers = sum(layer < self.model.num_layers for layer in config.sparse_layers)
+        num_sparse_layers = sum(layer < self.model.num_layers for layer in config.sparse_layers)
         token_bytes = 2 * self.model.dtype.itemsize * config.hidden_size
-        return sparse_layers * other_devices * self._tokens_on_device(layout) * token_bytes
+        return num_sparse_layers * num_other_devices * self._tokens_on_device(layout) * token_bytes
 
     def _largest_layer(self, layout: Layout) -> float:
-        """Returns the number of weights that a device has of the largest layer after a gather."""
+        """Returns the number of values of the largest layer's weights on a device.
+
+        They are the weights after they were gathered along the mesh axis `fsdp`.
+        """
         values_of_type = Counter[str]()
         # If layers are of different types, the second part of a parameter's path is the type.
         layers_differ = len({*self.model.config.layer_types}) > 1
         for path, spec in self.weights.items():
             if path[0] == "layers":
                 layer_type = path[1] if layers_differ else ""
-                stack_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
-                values_of_type[layer_type] += stack_values // spec.shape[0]
+                values_of_all_layers = _values_on_device(layout, spec, unsplit_axis="fsdp")
+                values_of_type[layer_type] += values_of_all_layers // spec.shape[0]
         return max(values_of_type.values(), default=0)
 
     def _gathered_bytes(self, layout: Layout) -> float:
-        """Returns the bytes of weights that a device receives along `fsdp` in a step.
+        """Returns the bytes of weights that a device receives along the axis `fsdp` in a step.
 
         The embedding only counts if it is also used as the head. Otherwise it is not gathered,
         because devices only send the vectors of tokens.
@@ -266,15 +275,16 @@ class CostModel:
         return self.model.dtype.itemsize * received_values
 
     def _bytes_along_model(self, layout: Layout) -> float:
-        """Returns the bytes that a device sends along `model` in a step.
+        """Returns the bytes that a device sends along the mesh axis `model` in a step.
 
-        There are two sums and two gathers of the residual stream per layer.
+        In each layer, the residual stream is summed over these devices twice, and gathered from
+        them twice.
         """
         model_devices = layout.size(*MODEL_AXES)
         stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
         stream_bytes = self.model.dtype.itemsize * stream_values
-        sent_share = (model_devices - 1) / model_devices
-        return 4 * self.model.num_layers * stream_bytes * sent_share
+        sent_fraction = (model_devices - 1) / model_devices
+        return 4 * self.model.num_layers * stream_bytes * sent_fraction
 
     def _tokens_on_device(self, layout: Layout) -> float:
         """Returns the number of tokens that a device computes in a step.
@@ -290,8 +300,8 @@ def _values_on_device(layout: Layout, spec: WeightSpec, unsplit_axis: str | None
     Args:
         layout: The layout of the mesh.
         spec: The parameter.
-        unsplit_axis: A mesh axis along which the weight is not split. None if it is split along all
-            axes of RULES.
+        unsplit_axis: A mesh axis along which the weight is not split. None to split it along all
+            mesh axes that RULES in mesh.py lists for its logical axes.
     """
     return math.prod(layout.shard_shape(spec.axes, spec.shape, unsplit_axis))
 

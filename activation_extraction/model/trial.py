@@ -1,9 +1,9 @@
 """Chooses the kernels of a run, after a trial of the candidates on the device.
 
-There is a kernel of each kind, such as attention. kernels.py lists the candidates of each platform
-in the order of preference. Before a run loads its weights, a candidate computes its result for
-small random arrays, with the sizes of one device in the run. The result is compared with the result
-of a slow function that defines it. The first candidate that is accurate is chosen.
+A run uses one kernel of each kind, such as attention. kernels.py lists the candidates of each
+platform in the order of preference. Before a run loads its weights, a candidate computes its result
+for small random arrays, with the sizes of one device in the run. The result is compared with the
+result of a slow function that defines it. The first candidate that is accurate is chosen.
 
 Letters: T tokens per row.
 """
@@ -116,7 +116,7 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
 def choose_kernel(
     kind: str,
     candidates: Mapping[str, Callable[..., Array]],
-    trials: Callable[[], Iterable[Trial]],
+    make_trials: Callable[[], Iterable[Trial]],
     tolerance: float,
 ) -> Choice:
     """Returns the first candidate that is accurate on the first device of this host.
@@ -126,7 +126,7 @@ def choose_kernel(
     Args:
         kind: The field of `Kernels`, for messages.
         candidates: Name of a kernel -> its function, in the order of preference.
-        trials: A function without arguments that returns the trials.
+        make_trials: A function without arguments that returns the trials.
         tolerance: The largest allowed result of `largest_error`.
 
     Raises:
@@ -139,13 +139,15 @@ def choose_kernel(
             return Choice(kernel_name, candidate)
         try:
             with jax.default_device(jax.local_devices()[0]):
-                error = largest_error(candidate, trials())
-            if error <= tolerance:
+                relative_error = largest_error(candidate, make_trials())
+            if relative_error <= tolerance:
                 log.info(
                     "%s: %s, which agrees with its definition on this device", kind, kernel_name
                 )
                 return Choice(kernel_name, candidate, passed_over)
-            reason = f"it differs from the definition by {error:.2g} (allowed: {tolerance:.2g})"
+            reason = (
+                f"it differs from the definition by {relative_error:.2g} (allowed: {tolerance:.2g})"
+            )
         except Exception as failure:
             # A kernel or its compiler may raise any exception, and the next candidate may work.
             reason = f"it fails: {one_line(failure):.300}"
@@ -156,7 +158,7 @@ def choose_kernel(
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
-    """Returns the largest relative error of a vector in several trials.
+    """Returns the largest relative error of a candidate's vectors in several trials.
 
     The definition computes the exact vectors in float32. The relative error of a vector is the norm
     of its difference from the exact vector, divided by the norm of the exact vector. The definition
@@ -221,19 +223,19 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     num_keys = num_queries * query_devices
     head_dim = config.head_dim
     rng = np.random.default_rng(0)
-    normal = partial(_normal, rng, dtype, 2, num_keys)
+    random_normal = partial(_normal, rng, dtype, 2, num_keys)
     segments = _segments(num_keys)
     # The scores are scaled to a narrow range, so that all keys contribute to the result.
-    q = normal(config.num_attention_heads // head_devices, head_dim, scale=head_dim**-0.5)
-    k = normal(config.num_key_value_heads // head_devices, head_dim)
-    v = normal(config.num_key_value_heads // head_devices, head_dim)
+    q = random_normal(config.num_attention_heads // head_devices, head_dim, scale=head_dim**-0.5)
+    k = random_normal(config.num_key_value_heads // head_devices, head_dim)
+    v = random_normal(config.num_key_value_heads // head_devices, head_dim)
     window_arguments: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
         window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
     for window_argument in window_arguments:
-        for start in range(0, num_keys, num_queries):
-            device_queries = slice(start, start + num_queries)
-            first_query = start if query_devices == 1 else jnp.int32(start)
+        for first_position in range(0, num_keys, num_queries):
+            device_queries = slice(first_position, first_position + num_queries)
+            first_query = first_position if query_devices == 1 else jnp.int32(first_position)
             query_segments = segments[:, device_queries]
             arrays = q[:, device_queries], k, v, Segments(query_segments, segments)
             arguments = (*arrays, first_query, *window_argument)
@@ -247,26 +249,30 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     than a tile of a kernel. Some choices of tokens are experts of other devices or no expert. See
     `try_kernels` for the arguments.
     """
-    sizes = config.experts.count, config.hidden_size, config.experts.width
-    num_experts, hidden, width = layout.shard_shape(("experts", "hidden", "mlp"), sizes)
+    weight_shape = config.experts.count, config.hidden_size, config.experts.width
+    num_experts, hidden_size, expert_width = layout.shard_shape(
+        ("experts", "hidden", "mlp"), weight_shape
+    )
     num_experts = min(num_experts, MAX_EXPERTS)
     rng = np.random.default_rng(0)
     tokens_of_experts = [(expert + 1) * 67 % 300 for expert in range(num_experts)]
     if num_experts > 2:
         tokens_of_experts[2] = 0
-    # The number after the last expert, and -1, stand for experts that this device does not have.
+    # The number after the last expert stands for an expert of another device, and so does -1.
     expert_numbers = [*range(num_experts), num_experts, -1]
     # The last count makes the number of all choices even, because each token makes two choices.
     choice_counts = [*tokens_of_experts, 70, 70 + sum(tokens_of_experts) % 2]
-    choices = np.repeat(expert_numbers, choice_counts)
-    chosen_experts = rng.permutation(choices).reshape(-1, 2).astype(np.int32)
+    sorted_choices = np.repeat(expert_numbers, choice_counts)
+    chosen_experts = rng.permutation(sorted_choices).reshape(-1, 2).astype(np.int32)
     expert_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
-    normal = partial(_normal, rng, dtype)
-    x = normal(len(chosen_experts), hidden)
-    gate = normal(2, num_experts, hidden, width, scale=hidden**-0.5)
-    up = normal(2, num_experts, hidden, width, scale=hidden**-0.5)
-    down = normal(2, num_experts, width, hidden, scale=width**-0.5)
-    stacks = Stacks(jnp.int32(1), gate, up, down)
+    random_normal = partial(_normal, rng, dtype)
+    x = random_normal(len(chosen_experts), hidden_size)
+    gate_weights = random_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
+    up_weights = random_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
+    down_weights = random_normal(
+        2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5
+    )
+    stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
     arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), stacks
     yield Trial(one_expert_after_the_other, arguments, jnp.ones(len(x), bool))
 
@@ -277,17 +283,17 @@ def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tria
     Samples end within the chunks of tokens that kernels compute together, and the states of heads
     decay at different rates. See `try_kernels` for the arguments.
     """
-    delta = config.delta
+    delta_net = config.delta
     segments = _segments(DELTA_TOKENS)
-    (num_key_heads,) = layout.shard_shape(("key_heads",), (delta.key_heads,))
+    (num_key_heads,) = layout.shard_shape(("key_heads",), (delta_net.key_heads,))
     num_key_heads = min(num_key_heads, MAX_KEY_HEADS)
-    value_heads = num_key_heads, delta.values_per_key
+    value_heads = num_key_heads, delta_net.values_per_key
     rng = np.random.default_rng(0)
-    normal = partial(_normal, rng, dtype, *segments.shape)
+    random_normal = partial(_normal, rng, dtype, *segments.shape)
     float32_normal = partial(_normal, rng, jnp.float32, *segments.shape)
-    q = normal(num_key_heads, delta.key_size)
-    k = normal(num_key_heads, delta.key_size)
-    v = normal(*value_heads, delta.value_size)
+    q = random_normal(num_key_heads, delta_net.key_size)
+    k = random_normal(num_key_heads, delta_net.key_size)
+    v = random_normal(*value_heads, delta_net.value_size)
     decay_rates = np.geomspace(0.01, 1, math.prod(value_heads), dtype=np.float32)
     log_decay = -decay_rates.reshape(value_heads) * jax.nn.softplus(float32_normal(*value_heads))
     beta = jax.nn.sigmoid(float32_normal(*value_heads))
