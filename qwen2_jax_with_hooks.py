@@ -73,12 +73,12 @@ class HookedModel(nn.Module):
 
     @property
     def runs_to_the_end(self) -> bool:
-        """Whether a hook comes after the last layer."""
+        """Returns whether a hook comes after the last layer."""
         return self.hooks[-1].kind.at_end
 
     @property
     def predicts(self) -> bool:
-        """Whether a hook needs the logits of the next tokens."""
+        """Returns whether a hook needs the logits of the next tokens."""
         return any(hook.kind.is_prediction for hook in self.hooks)
 
     def micro_batches(self, rows: int) -> int:
@@ -326,7 +326,7 @@ class HookedModel(nn.Module):
                     token_ids,
                     positions,
                     requested={kind.intermediate.removeprefix(PREDICTED) for kind in kinds},
-                    top=max(kind.count for kind in kinds),
+                    top=max(kind.width_factor for kind in kinds),
                     dtype=self.captured_dtype,
                     layout=self.layout,
                 )

@@ -26,7 +26,7 @@ from activation_extraction.model.repository_files import AUTOENCODER
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.model.weight_files import LocalFile
 
-Tensors = dict[str, np.ndarray]  # name of a tensor, as the fields of `Autoencoder` -> its values
+Tensors = dict[str, np.ndarray]  # name of a tensor (in most cases a field's name) -> its values
 Config = Mapping[str, Any]  # the content of a publisher's configuration file
 Fields = dict[str, Any]  # name of a field of `Autoencoder` -> its value
 REQUIRED_TENSORS = "W_enc", "b_enc", "W_dec", "b_dec"
@@ -126,7 +126,7 @@ class Autoencoder:
 
     @property
     def arrays(self) -> Tensors:
-        """The arrays that the autoencoder has, by the name of their field."""
+        """Name of a field -> its array, for the fields that are arrays."""
         return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     def __reduce__(self) -> Any:  # a process that unpickles an autoencoder reads its files again
@@ -140,9 +140,10 @@ class AutoencoderFiles:
     Attributes:
         name: The autoencoder as the user gave it to --encode.
         repository: The repository that contains the files.
-        folder: The folder of the files in the repository, with a slash at the end; "" for the top.
-        layer: The number of the autoencoder's layer in digits, which chooses a file in folders that
-            have one for each layer; "" if it is unknown.
+        folder: The folder of the files in the repository, with a slash at the end; "" for the
+            repository's top folder.
+        layer: The number of the autoencoder's layer, as digits; "" if it is unknown. If the folder
+            contains a file for each layer, this number chooses the file.
         paths_read: The local paths of the files that were read so far.
     """
 
@@ -165,9 +166,9 @@ class AutoencoderFiles:
 
     def local_path(self, file_name: str) -> Path:
         """Returns the local path of a file, and adds it to `paths_read`."""
-        path = self.repository.file(self.folder + file_name)
-        self.paths_read.append(path)
-        return path
+        local_path = self.repository.file(self.folder + file_name)
+        self.paths_read.append(local_path)
+        return local_path
 
     def tensors(self, file_name: str) -> Tensors:
         """Returns the tensors of a file, as views of the mapped file where that is possible.
@@ -176,40 +177,41 @@ class AutoencoderFiles:
             file_name: The name of a .safetensors or .pt file in the folder.
 
         Returns:
-            Name of a tensor -> its values. Tensors in `FIELD_OF_TENSOR` get the name of the field.
+            Name of a tensor -> its values. The names in `FIELD_OF_TENSOR` are replaced by the names
+            of fields.
         """
         path = self.local_path(file_name)
         if file_name.endswith(".pt"):
-            content = read_torch_file(path, f"--encode {self.name}")
-            tensors = content.get("sae", content)
+            saved_object = read_torch_file(path, f"--encode {self.name}")
+            tensors = saved_object.get("sae", saved_object)
         else:
             file = LocalFile(path)
             tensors = {name: file.read(name, ()) for name in file.tensors}
         return {FIELD_OF_TENSOR.get(name, name): tensor for name, tensor in tensors.items()}
 
-    def supported_setting(self, config: Config, key: str, *supported: str) -> str:
+    def supported_setting(self, config: Config, key: str, *supported_values: str) -> str:
         """Returns a setting of a configuration after checking that it is supported.
 
         Args:
             config: The configuration.
             key: The key of the setting.
-            supported: The supported values. The first one is the default.
+            supported_values: The supported values. The first one is the default.
 
         Raises:
-            InputError: If the setting has another value.
+            InputError: If the setting has a value that is not supported.
         """
-        setting = config.get(key, supported[0])
-        if setting not in supported:
-            raise self.error(f"{key} is {setting!r}, expected {' or '.join(supported)}")
+        setting = config.get(key, supported_values[0])
+        if setting not in supported_values:
+            raise self.error(f"{key} is {setting!r}, expected {' or '.join(supported_values)}")
         return setting
 
 
 def read_autoencoder(hook: str, name: str) -> Autoencoder:
-    """Reads an autoencoder.
+    """Reads a published autoencoder, in the first format whose files exist.
 
     Args:
-        hook: The name of the hook to encode; "" for the hook that the files name. Its layer also
-            chooses the file in a folder that has one for each layer.
+        hook: The name of the hook to encode; "" for the hook that the files name. If the folder
+            contains a file for each layer, the layer in this name chooses the file.
         name: A folder or a file: a local path, a URL, or ORG/REPO/FOLDER on the hub.
 
     Raises:
@@ -235,8 +237,8 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         _check_shapes(files, fields)
         _check_finite(files, fields)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
-        reason = f"{type(error).__name__}: {one_line(error):.200}"
-        raise files.error(f"cannot be read: {reason}") from error
+        error_text = f"{type(error).__name__}: {one_line(error):.200}"
+        raise files.error(f"cannot be read: {error_text}") from error
     hook_in_files = fields["hook"]
     if not hook and not hook_in_files:
         raise files.error(f"does not name its hook; give --encode HOOK={name}")
@@ -256,7 +258,11 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
 
 
 def layer_in_name(hook_name: str) -> str:
-    """Returns the digits of the layer in the name of a hook; "" if the name has no layer."""
+    """Returns the layer in the name of a hook, as digits; "" if the name contains no layer.
+
+    Args:
+        hook_name: The name, such as "blocks.3.hook_resid_post".
+    """
     layer_match = re.search(r"\.(\d+)\.", f".{hook_name}.")
     return layer_match[1] if layer_match else ""
 
@@ -268,19 +274,23 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
         files: The files of the autoencoder.
         weights_file: The name of the file that the user gave; "" if the user gave a folder.
 
+    Returns:
+        Name of a field of `Autoencoder` -> value.
+
     Raises:
-        InputError: If no format has all of its files. The message lists the files of all formats.
+        InputError: If the files of every format are incomplete. The message lists the files of all
+            formats.
     """
     expected_files: list[str] = []
     for file_format in FORMATS:
-        pattern = file_format.weights_file
+        weights_pattern = file_format.weights_file
         config_file = file_format.config_file
-        format_weights = pattern.format(files.layer)
-        shown_name = pattern.format(files.layer or "N")
+        format_weights = weights_pattern.format(files.layer)
+        shown_name = weights_pattern.format(files.layer or "N")
         expected_files.append(f"{shown_name} with {config_file}" if config_file else shown_name)
         if weights_file not in ("", format_weights):
             continue
-        needs_layer = format_weights != pattern
+        needs_layer = format_weights != weights_pattern
         if (needs_layer and not files.layer) or not files.has(format_weights):
             continue
         if config_file is None:
@@ -290,37 +300,52 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
             return file_format.convert(files, config, files.tensors(format_weights))
     if files.has("ae.pt"):
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
-    remark = "" if files.layer else f"; N is the layer of HOOK in --encode HOOK={files.name}"
+    layer_remark = "" if files.layer else f"; N is the layer of HOOK in --encode HOOK={files.name}"
     raise files.error(
         f"has no {weights_file or 'files'} of a supported format; looked for "
-        f"{', '.join(dict.fromkeys(expected_files))}{remark}"
+        f"{', '.join(dict.fromkeys(expected_files))}{layer_remark}"
     )
 
 
 def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder of Qwen-Scope, by the formula in its README.
 
-    The k largest values of `pre` are active, also negative ones. Only the name of the repository
-    contains k. `Format.convert` documents the arguments and the result.
+    The k largest values of `pre` are active, even if they are negative. Only the name of the
+    repository contains k.
+
+    Args:
+        files: The files of the autoencoder.
+        _: The configuration, which is empty in this format.
+        tensors: The tensors of the weights file.
+
+    Returns:
+        Name of a field of `Autoencoder` -> value.
     """
-    k = re.search(r"-L0_(\d+)/", files.path)
-    if k is None:
+    k_match = re.search(r"-L0_(\d+)/", files.path)
+    if k_match is None:
         raise files.error(
             "the folder must be named as Qwen-Scope's repository, which ends in -L0_K: nothing "
             "else says how many features a token has"
         )
     hook = f"blocks.{files.layer}.hook_resid_post"
-    return {**tensors, "hook": hook, "target": hook, "k": int(k[1]), "relu": False}
+    return {**tensors, "hook": hook, "target": hook, "k": int(k_match[1]), "relu": False}
 
 
 def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of SAELens 6, by the formulas in sae_lens/saes.
 
-    With rescale_acts_by_decoder_norm, the norms of the decoder as stored are folded into the
-    weights before the normalisation of activations is. This order gives the features of the
-    training, where SAELens first normalises activations and then encodes them with these norms.
+    With the setting rescale_acts_by_decoder_norm, the norms of the stored decoder are folded into
+    the weights first, and the normalisation of activations after them. This order gives the
+    features of the training, where SAELens first normalises activations and then encodes them with
+    these norms.
 
-    `Format.convert` documents the arguments and the result.
+    Args:
+        files: The files of the autoencoder.
+        config: The content of cfg.json.
+        tensors: The tensors of the weights file.
+
+    Returns:
+        Name of a field of `Autoencoder` -> value.
     """
     metadata = config.get("metadata") or {}
     if not re.match(r"[6-9]|[1-9]\d", str(metadata.get("sae_lens_version"))):
@@ -369,19 +394,23 @@ def _fold_normalisation(
 ) -> Tensors:
     """Folds the normalisation of activations into the weights of a SAELens checkpoint.
 
-    SAELens itself does so at the end of training, and then saves "none" as normalize_activations.
-    Earlier checkpoints have the normalisation in separate files, SCALER_FILE and WHITENING_FILE.
+    SAELens itself folds the normalisation at the end of training, and then saves "none" as
+    normalize_activations. Checkpoints from before the end store the normalisation in the files
+    SCALER_FILE and WHITENING_FILE.
+
+    Letters: D width of the hook, F features.
 
     Args:
         files: The files of the checkpoint.
-        normalisation: "expected_average_only_in", a factor for all activations; or
-            "covariance_whitening", an affine map of activations.
+        normalisation: The kind of normalisation: "expected_average_only_in", a factor for all
+            activations, or "covariance_whitening", an affine map of activations.
         tensors: The weights for normalised activations: W_enc (D, F), b_enc (F,), W_dec (F, D) and
             b_dec (D,).
         subtracts_b_dec: Whether b_dec is subtracted from the input.
 
     Returns:
-        The weights of the same names and shapes for the activations of the model, float32.
+        The weights for the model's own activations, float32: W_enc, b_enc, W_dec and b_dec, with
+        the shapes of `tensors`.
 
     Raises:
         InputError: If a file of the normalisation is missing, or its factor is not a positive
@@ -394,13 +423,13 @@ def _fold_normalisation(
             "checkpoint with this file, or the autoencoder that SAELens saves at the end of "
             "training"
         )
-    scaler = read_json(files.local_path(SCALER_FILE))
+    scaler_settings = read_json(files.local_path(SCALER_FILE))
     W_enc = tensors["W_enc"].astype(np.float64)
     b_enc = tensors["b_enc"].astype(np.float64)
     W_dec = tensors["W_dec"].astype(np.float64)
     b_dec = tensors["b_dec"].astype(np.float64)
     if normalisation == "expected_average_only_in":
-        scaling_factor = scaler.get("scaling_factor")
+        scaling_factor = scaler_settings.get("scaling_factor")
         if not isinstance(scaling_factor, int | float) or not 0 < scaling_factor < np.inf:
             raise files.error(
                 f"{SCALER_FILE}: scaling_factor is {scaling_factor!r}, expected a positive number"
@@ -409,30 +438,38 @@ def _fold_normalisation(
         W_dec = W_dec / scaling_factor
         b_dec = b_dec / scaling_factor
     else:
-        if not (scaler.get("has_whitening", True) and files.has(WHITENING_FILE)):
+        if not (scaler_settings.get("has_whitening", True) and files.has(WHITENING_FILE)):
             raise files.error(
                 f"cfg.json says {normalisation!r}, and {WHITENING_FILE} is not beside it"
             )
-        whitening = files.tensors(WHITENING_FILE)
-        mean = whitening["mean"].astype(np.float64)
-        whitening_matrix = whitening["matrix"].astype(np.float64)
-        inverse_matrix = whitening["inverse_matrix"].astype(np.float64)
+        whitening_tensors = files.tensors(WHITENING_FILE)
+        activation_mean = whitening_tensors["mean"].astype(np.float64)
+        whitening_matrix = whitening_tensors["matrix"].astype(np.float64)
+        inverse_matrix = whitening_tensors["inverse_matrix"].astype(np.float64)
         W_enc = whitening_matrix @ W_enc
         if not subtracts_b_dec:  # otherwise the mean is subtracted as a part of the new b_dec
-            b_enc = b_enc - mean @ W_enc
+            b_enc = b_enc - activation_mean @ W_enc
         W_dec = W_dec @ inverse_matrix
-        b_dec = b_dec @ inverse_matrix + mean
+        b_dec = b_dec @ inverse_matrix + activation_mean
     folded_tensors = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
-    with np.errstate(over="ignore"):  # _check_finite names infinite values later
+    with np.errstate(over="ignore"):  # `_check_finite` later rejects values that became infinite
         return {name: tensor.astype(np.float32) for name, tensor in folded_tensors.items()}
 
 
 def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of EleutherAI's sparsify (sparse_coder.py).
 
-    The k largest values of `pre` are active if they are positive. The folder has the name of the
-    Hugging Face module, such as layers.10.mlp, whose output is reconstructed. A transcoder reads
-    the input of this module. `Format.convert` documents the arguments and the result.
+    The k largest values of `pre` are active if they are positive. The folder has the name of a
+    Hugging Face module, such as layers.10.mlp. The output of this module is reconstructed. A
+    transcoder reads the input of the module, and an autoencoder its output.
+
+    Args:
+        files: The files of the autoencoder.
+        config: The content of cfg.json.
+        tensors: The tensors of the weights file.
+
+    Returns:
+        Name of a field of `Autoencoder` -> value.
     """
     files.supported_setting(config, "activation", "topk")
     is_transcoder = config.get("transcode")
@@ -456,29 +493,37 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
 def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder of Llamascopium, formerly lm_saes (models/sae.py).
 
-    `Format.convert` documents the arguments and the result.
+    Args:
+        files: The files of the autoencoder.
+        config: The content of config.json.
+        tensors: The tensors of the weights file.
+
+    Returns:
+        Name of a field of `Autoencoder` -> value.
     """
     files.supported_setting(config, "sae_type", "sae")
-    activation = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
+    activation_function = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
     hook = config["hook_point_in"]
     target = config["hook_point_out"]
-    norms = ["dataset-wise", "inference"]
+    supported_norms = ["dataset-wise", "inference"]
     if hook == target:
-        norms.append("token-wise")
-    norm = files.supported_setting(config, "norm_activation", *norms)
+        supported_norms.append("token-wise")
+    norm_activation = files.supported_setting(config, "norm_activation", *supported_norms)
     average_norms = {}
     for name in list(tensors):
         if name.startswith(AVERAGE_NORM_PREFIX):
             average_norms[name.removeprefix(AVERAGE_NORM_PREFIX)] = tensors.pop(name)
     dtype = tensors["W_enc"].dtype
     width = tensors["W_dec"].shape[1]
-    if activation == "jumprelu":
+    if activation_function == "jumprelu":
         tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
     if config.get("sparsity_include_decoder_norm", True):
         tensors["score_factor"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(width, np.float32)
-    if norm == "dataset-wise":  # the values at both hooks are scaled to an average norm of sqrt(O)
+    if (
+        norm_activation == "dataset-wise"
+    ):  # the values at both hooks are scaled to an average norm of sqrt(O)
         input_factor = np.float32(width**0.5 / average_norms[hook].item())
         output_factor = np.float32(width**0.5 / average_norms[target].item())
         tensors["W_enc"] = tensors["W_enc"] * input_factor
@@ -488,8 +533,8 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         **tensors,
         "hook": hook,
         "target": target,
-        "k": config["top_k"] if activation == "topk" else None,
-        "normalisation": "constant_norm_rescale" if norm == "token-wise" else "none",
+        "k": config["top_k"] if activation_function == "topk" else None,
+        "normalisation": "constant_norm_rescale" if norm_activation == "token-wise" else "none",
         "dtype": dtype,
     }
 
@@ -497,21 +542,27 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
 def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     """Converts a transcoder of circuit-tracer for a single layer.
 
-    It is computed in float32, with JumpReLU if it has thresholds and with ReLU otherwise. A
-    config.yaml, which names the hooks, is optional.
+    The transcoder is computed in float32, with JumpReLU if it has thresholds, otherwise with ReLU.
+    The file config.yaml, which names the hooks, is optional.
 
-    `Format.convert` documents the arguments and the result.
+    Args:
+        files: The files of the transcoder.
+        _: The configuration, which is empty because this function reads config.yaml itself.
+        tensors: The tensors of the weights file.
+
+    Returns:
+        Name of a field of `Autoencoder` -> value.
     """
     has_config = files.has("config.yaml")
     yaml_text = files.local_path("config.yaml").read_text() if has_config else ""
     config = dict(yaml.safe_load(yaml_text) or {})
-    block = f"blocks.{files.layer}."
+    layer_prefix = f"blocks.{files.layer}."
     files.supported_setting(config, "model_kind", "transcoder_set")
     return {
         **tensors,
         "relu": "threshold" not in tensors,
-        "hook": block + config.get("feature_input_hook", "mlp.hook_in"),
-        "target": block + config.get("feature_output_hook", "hook_mlp_out"),
+        "hook": layer_prefix + config.get("feature_input_hook", "mlp.hook_in"),
+        "target": layer_prefix + config.get("feature_output_hook", "hook_mlp_out"),
         "dtype": "float32",
     }
 
@@ -549,8 +600,8 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
 
     Args:
         files: The files of the autoencoder.
-        fields: The fields that `Format.convert` returned. Their W_enc and W_dec are replaced if
-            they have the features on the last axis.
+        fields: The fields that `Format.convert` returned. A W_enc or W_dec with the features on the
+            last axis is replaced by its transpose.
 
     Raises:
         InputError: If a tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are
@@ -585,10 +636,10 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
 
 
 def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
-    """Checks that all weights are finite, for a block of rows of an array at a time.
+    """Checks that all weights are finite.
 
     A feature with a weight that is not finite would never be active, and nothing else would show
-    this fault.
+    this fault. The function checks a block of rows at a time to save memory.
 
     Args:
         files: The files of the autoencoder.
@@ -603,13 +654,14 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
         rows_at_once = max(VALUES_AT_ONCE // max(array[:1].size, 1), 1)
         for start in range(0, len(array), rows_at_once):
             with np.errstate(over="ignore"):
-                block = array[start : start + rows_at_once].astype(np.float32)
-            bad_indices = np.argwhere(~np.isfinite(block))
+                row_block = array[start : start + rows_at_once].astype(np.float32)
+            bad_indices = np.argwhere(~np.isfinite(row_block))
             if len(bad_indices):
-                index = bad_indices[0]
-                weight = block[tuple(index)]
-                index[0] += start
+                weight_index = bad_indices[0]
+                weight = row_block[tuple(weight_index)]
+                weight_index[0] += start
+                shown_index = ", ".join(map(str, weight_index))
                 raise files.error(
-                    f"{name}[{', '.join(map(str, index))}] is {weight}: weights must be finite "
-                    "numbers; the files are damaged, or the training has diverged"
+                    f"{name}[{shown_index}] is {weight}: weights must be finite numbers; the files "
+                    "are damaged, or the training has diverged"
                 )

@@ -3,6 +3,7 @@
 The loop carries one buffer for each vector type (`VectorType` in hooks.py: a width and a dtype).
 Each hook has a slot in the buffer of its type: an index of the buffer's first axis. A `Plan` has
 the slots to which layers write.
+
 `Capture` makes the plans and the buffers, writes to the buffers, and turns full buffers into the
 values. It does so for one loop over all layers and for the stages of a pipeline. The layers belong
 to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
@@ -22,9 +23,9 @@ from activation_extraction.model.decoder import intermediate
 from activation_extraction.model.hooks import Hook, HookKind, VectorType
 from activation_extraction.model.mesh import Layout
 
-# Logical axes of the values at a hook, (B, T, width), in a buffer.
+# The logical axes of a hook's values (B, T, width) in a buffer.
 CAPTURED_AXES = "batch", "captured_sequence", "hidden"
-# Logical axes of the values at a hook, (rows, T, width), on their way from a pipeline to the host.
+# The logical axes of a hook's values (rows, T, width) that leave a pipeline for the host.
 LEAVING_AXES = "batch", "leaving_sequence", "hidden"
 
 # Vector type -> the values of its hooks as unsigned integers of the same bits. The shape is (slots,
@@ -34,7 +35,7 @@ Buffers = dict[VectorType, Array]
 
 
 class Plan(NamedTuple):
-    """The kinds of hooks that layers write to buffers, and the slots of each kind.
+    """The kinds of hooks whose values layers write to buffers, and the slots of each kind.
 
     A slot is an index in the buffer of the kind's vector type (see `Buffers`).
 
@@ -49,10 +50,10 @@ class Plan(NamedTuple):
     slots: tuple[Any, ...]
 
     def with_slots(self, slots: tuple[Any, ...]) -> "Plan":
-        """Returns the plan for some of its layers, for example for one stage or one layer.
+        """Returns the plan for a part of the layers, for example for one stage or one layer.
 
         Args:
-            slots: The slots of these layers, for each kind.
+            slots: The slots of these layers, as one array for each kind.
         """
         return self._replace(slots=slots)
 
@@ -83,46 +84,53 @@ class Capture:
         Returns:
             Vector type -> its hooks, in the order in which they are computed.
         """
-        hooks_of_type: dict[VectorType, list[Hook]] = {}
+        hooks_by_type: dict[VectorType, list[Hook]] = {}
         for hook in self.hooks:
-            hooks_of_type.setdefault(self.vector_type(hook.kind), []).append(hook)
-        return hooks_of_type
+            hooks_by_type.setdefault(self.vector_type(hook.kind), []).append(hook)
+        return hooks_by_type
 
     def plan(self, layers: range) -> Plan:
-        """Plans a loop over layers.
+        """Plans the slots to which a loop over layers writes.
 
-        Every layer writes the values of all kinds, although only some layers have a hook of each
-        kind. Let the values be those of a kind at a layer. They are written into the slot of the
-        first hook of the same vector type that is computed with them or later. If this hook is
-        computed later, its own values replace them before the loop ends. If there is no such hook,
-        they are written into a spare slot after the slots of all hooks. So memory grows with the
-        number of hooks and not with the number of layers.
+        Every layer writes the values of all kinds, although a kind may have a hook at some layers
+        only. At a layer where the kind has a hook, its values are written to the slot of this hook.
+        At another layer, they are written to the slot of the next hook of the same vector type,
+        whose own values overwrite them later in the loop. If no such hook follows, they are written
+        to a spare slot after the slots of all hooks. So memory grows with the number of hooks, not
+        with the number of layers.
 
         Args:
             layers: The numbers of the layers. Hooks of earlier layers have no slots.
+
+        Returns:
+            The plan, in which the slots of each kind have the shape (layers,).
         """
-        kind_of_order = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
+        kind_by_order = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
         hooks_by_type = self.hooks_by_type()
-        orders = sorted(kind_of_order)
+        orders = sorted(kind_by_order)
         slots_by_kind = []
         for order in orders:
             hook_positions = [
                 (hook.layer, hook.order)
-                for hook in hooks_by_type[self.vector_type(kind_of_order[order])]
+                for hook in hooks_by_type[self.vector_type(kind_by_order[order])]
                 if hook.layer >= layers.start
             ]
             slots = [
-                sum(position < (layer, order) for position in hook_positions) for layer in layers
+                sum(hook_position < (layer, order) for hook_position in hook_positions)
+                for layer in layers
             ]
             slots_by_kind.append(np.array(slots, np.int32))
-        return Plan(tuple(kind_of_order[order] for order in orders), tuple(slots_by_kind))
+        return Plan(tuple(kind_by_order[order] for order in orders), tuple(slots_by_kind))
 
     def plan_stages(self, stages: int, length: int) -> Plan:
-        """Plans the stages of a pipeline, each of which has buffers of its own.
+        """Plans the slots for the stages of a pipeline, each of which has its own buffers.
 
         Args:
             stages: The number of stages.
             length: The number of layers in a stage.
+
+        Returns:
+            The plan, in which the slots of each kind have the shape (stages, layers of a stage).
         """
         first_layers = range(0, stages * length, length)
         plans = [self.plan(range(layer, layer + length)) for layer in first_layers]
@@ -130,7 +138,7 @@ class Capture:
         return plans[0].with_slots(tuple(np.stack(slots) for slots in slots_by_kind))
 
     def plan_end(self) -> Plan:
-        """Plans the hooks that come after the last layer."""
+        """Plans the slots of the hooks that come after the last layer."""
         hooks_by_type = self.hooks_by_type()
         hooks = [hook for hook in self.hooks if hook.kind.at_end]
         slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in hooks]
@@ -142,7 +150,8 @@ class Capture:
 
         Args:
             plans: The plans that write to the buffers.
-            shape: (B, T), or (micro-batches, B, T) in a pipeline.
+            shape: The shape of the rows that a layer computes: (B, T), or (micro-batches, B, T) in
+                a pipeline.
             stages: The number of pipeline stages. The buffers of every stage have as many slots as
                 the stage with the most hooks needs.
         """
@@ -165,8 +174,8 @@ class Capture:
     def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
-        A kind that this type of layer does not compute gives zeros. `plan` writes them to a slot
-        where they are overwritten or ignored.
+        For a kind that this type of layer does not compute, the values are zeros. `plan` puts them
+        into a slot where they are overwritten or ignored.
 
         Args:
             kinds: The kinds of hooks.
@@ -174,7 +183,7 @@ class Capture:
                 them.
 
         Returns:
-            For each kind, the bits of its values, (B, T, width).
+            A list with an array for each kind: the bits of its values, (B, T, width).
         """
         rows_and_tokens = intermediates["resid_pre"].shape[:2]
         bits_by_kind = []
@@ -194,23 +203,28 @@ class Capture:
         bits_by_kind: Iterable[Array],
         micro_batch: Array | None = None,
     ) -> Buffers:
-        """Returns the buffers with the values of one layer written to them.
+        """Writes the values of one layer to the buffers.
 
         Args:
             buffers: The buffers; in a pipeline, the buffers of one stage.
             plan: The plan for this layer alone, with one slot for each kind.
-            bits_by_kind: For each kind of the plan, the bits of its values, (B, T, width).
+            bits_by_kind: The bits of the values of each kind of the plan, (B, T, width).
             micro_batch: The number of the micro-batch in a pipeline, () int32; None without a
                 pipeline.
+
+        Returns:
+            The buffers with these values.
         """
         buffers = dict(buffers)
         for kind, slot, bits in zip(plan.kinds, plan.slots, bits_by_kind, strict=True):
             vector_type = self.vector_type(kind)
             bits = self.layout.constrain(bits, *CAPTURED_AXES)
-            index = (slot,) if micro_batch is None else (slot, micro_batch)
-            update = bits.reshape(*[1] * len(index), *bits.shape)
+            buffer_index = (slot,) if micro_batch is None else (slot, micro_batch)
+            shaped_bits = bits.reshape(*[1] * len(buffer_index), *bits.shape)
             buffer = buffers[vector_type]
-            buffers[vector_type] = lax.dynamic_update_slice(buffer, update, (*index, 0, 0, 0))
+            buffers[vector_type] = lax.dynamic_update_slice(
+                buffer, shaped_bits, (*buffer_index, 0, 0, 0)
+            )
         return buffers
 
     def values(self, buffers: Buffers) -> dict[VectorType, Array]:
@@ -237,38 +251,39 @@ class Capture:
             buffers: The full buffers of all stages.
             rows: The number of rows of all micro-batches together.
             length: The number of layers in a stage.
-            at_end: Kind of hook -> the bits of its values, (rows, T, width), for the kinds that
-                come after the last layer.
+            at_end: Kind of hook after the last layer -> the bits of its values, (rows, T, width).
 
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
         values = {}
         for vector_type, hooks in self.hooks_by_type().items():
-            stacks = []
+            bit_stacks = []
             stage_numbers = [hook.layer // length for hook in hooks if not hook.kind.at_end]
             if stage_numbers:
-                bits = buffers[vector_type].swapaxes(
-                    2, 3
-                )  # the axis of rows before that of micro-batches
+                # With M micro-batches, each contains every M-th row of the batch. So their axis
+                # must come after the axis of rows before both axes become one.
+                bits = buffers[vector_type].swapaxes(2, 3)
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
                 bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
                 hook_counts = np.bincount(stage_numbers)
-                stacks = [bits[stage, :count] for stage, count in enumerate(hook_counts)]
+                bit_stacks = [
+                    bits[stage, :hook_count] for stage, hook_count in enumerate(hook_counts)
+                ]
             for hook in hooks:
                 if hook.kind.at_end:
                     bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
-                    stacks.append(bits[None])
+                    bit_stacks.append(bits[None])
             values[vector_type] = lax.bitcast_convert_type(
-                jnp.concatenate(stacks), vector_type.dtype
+                jnp.concatenate(bit_stacks), vector_type.dtype
             )
         return values
 
 
 def _unsigned(x: Array) -> Array:
-    """Returns an array of unsigned integers of the same size with the same bits.
+    """Views an array as unsigned integers with the same bits.
 
-    The CPU updates such an array in place, as `to_bits` in numerics.py explains. float32 is
-    converted as well, because XLA then keeps the layout in which values leave the loop.
+    CPUs can update such an array in place, unlike an array of bfloat16. float32 is viewed as
+    integers as well, because XLA then keeps the layout in which values leave the loop.
     """
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

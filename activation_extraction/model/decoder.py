@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def has_several_types(self) -> bool:
-        """Whether the model has several types of layers."""
+        """Returns whether the model has several types of layers."""
         return len(self.modules) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:

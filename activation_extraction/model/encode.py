@@ -30,9 +30,9 @@ from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.numerics import einsum
 from activation_extraction.model.predictions import in_blocks, largest
 
-# Largest number of feature values, (tokens, F), of a block on each device: 134 MB of float32.
+# The largest number of feature values (tokens * F) in a block on each device: 134 MB of float32.
 VALUES_OF_A_BLOCK = 2**25
-# Number of features of a token that are kept if neither k nor --encode_most determines it.
+# The number of features of a token that are kept if neither k nor --encode_most determines it.
 DEFAULT_MOST = 256
 FEATURE_AXES = "batch", "sequence", "head_vocab"  # logical axes of feature values, (B, T, F)
 # Field of `Autoencoder` -> the logical axes of its array.
@@ -45,7 +45,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "b_dec": ("hidden",),
     "W_skip": ("hidden", "embed"),
 }
-EPSILON = 1e-5  # added to the standard deviation by SAELens's layer_norm
+EPSILON = 1e-5  # the number that SAELens's layer_norm adds to the standard deviation
 
 Weights = Mapping[str, Any]  # field of `Autoencoder` -> its array on the devices
 
@@ -58,17 +58,17 @@ class Encoder:
         autoencoder: The autoencoder.
         source: The hook whose values are encoded.
         target: The hook whose values are reconstructed. It equals `source` for all but transcoders.
-        most: The largest number of features that are kept of a token.
+        max_codes: The largest number of features that are kept of a token.
     """
 
     autoencoder: Autoencoder
     source: Hook
     target: Hook
-    most: int
+    max_codes: int
 
     @property
     def hook(self) -> Hook:
-        """The hook of the codes. Its values are records of codes (see common/codes.py)."""
+        """The hook of the codes, whose values are records of codes (see common/codes.py)."""
         source_kind = self.source.kind
         codes_kind = replace(
             source_kind,
@@ -77,24 +77,24 @@ class Encoder:
             modules=tuple(module + CODES for module in source_kind.modules),
             aliases=tuple(alias + CODES for alias in source_kind.aliases),
             dtype="int32",
-            count=record_width(self.most),
+            width_factor=record_width(self.max_codes),
         )
         return self.source._replace(kind=codes_kind)
 
-    def facts(self) -> dict[str, Any]:
-        """Returns the facts about the hook of the codes that metadata.json records.
+    def metadata(self) -> dict[str, Any]:
+        """Returns the entry of the hook of the codes in metadata.json.
 
         Returns:
             A dict with the keys `module` (the name in Hugging Face; None if there is none),
-            `aliases`, `width` (the number of features), `most`, `autoencoder` (its name) and
-            `reconstructs` (the name of the target).
+            `aliases` (all other names), `width` (the number of features), `most` (`max_codes`),
+            `autoencoder` (the name of the autoencoder) and `reconstructs` (the name of the target).
         """
         hook = self.hook
         return {
             "module": hook.module,
             "aliases": hook.names()[1:],
             "width": self.autoencoder.features,
-            "most": self.most,
+            "most": self.max_codes,
             "autoencoder": plain_url(self.autoencoder.name),
             "reconstructs": self.target.name,
         }
@@ -105,12 +105,12 @@ class Encoder:
         Args:
             dtype: The dtype in which the run stores activations.
         """
-        keeps_all_active = self.most == self.autoencoder.k
-        subject = "each token has" if keeps_all_active else "a token has at most"
-        token_bytes = code_bytes(self.most, dtype)
+        keeps_all_active = self.max_codes == self.autoencoder.k
+        sentence_start = "each token has" if keeps_all_active else "a token has at most"
+        token_bytes = code_bytes(self.max_codes, dtype)
         return (
-            f"{self.hook.name}: {subject} {self.most} of {self.autoencoder.features:,} features, "
-            f"{token_bytes:,} bytes per token"
+            f"{self.hook.name}: {sentence_start} {self.max_codes} of "
+            f"{self.autoencoder.features:,} features, {token_bytes:,} bytes per token"
         )
 
     @property
@@ -132,7 +132,7 @@ class Encoder:
         return weight_count * self.autoencoder.dtype.itemsize / shard_count + block_bytes
 
     def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the autoencoder's arrays on the devices.
+        """Returns the shapes, dtypes and shardings of the autoencoder's arrays on the devices.
 
         Args:
             layout: The mesh.
@@ -152,6 +152,9 @@ class Encoder:
 
         Args:
             layout: The mesh.
+
+        Returns:
+            Field of `Autoencoder` -> its array on the devices.
         """
 
         def load(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> Array:
@@ -165,7 +168,7 @@ class Encoder:
 
 def make_encoders(
     autoencoders: Sequence[Autoencoder],
-    most: int | None,
+    max_codes: int | None,
     table: HookTable,
     depth: int,
     sizes: Mapping[str, int],
@@ -174,8 +177,8 @@ def make_encoders(
 
     Args:
         autoencoders: The autoencoders.
-        most: The largest number of features that are kept of a token, from --encode_most. None for
-            the k of an autoencoder, or for DEFAULT_MOST if it has no k.
+        max_codes: The largest number of features that are kept of a token, from --encode_most. None
+            for the k of an autoencoder, or for DEFAULT_MOST if it has no k.
         table: The hooks of the model.
         depth: The number of layers of the model.
         sizes: Letter of an axis -> its size in the model (see `HookKind.letters`).
@@ -195,35 +198,36 @@ def make_encoders(
         )
         if any(encoder.source == source for encoder in encoders):
             raise InputError(f"{flag}: {source.name} has another autoencoder already")
-        largest_active_count = autoencoder.k or autoencoder.features
-        kept_count = min(most or autoencoder.k or DEFAULT_MOST, largest_active_count)
-        encoders.append(Encoder(autoencoder, source, target, kept_count))
+        max_active_features = autoencoder.k or autoencoder.features
+        encoder_max_codes = min(max_codes or autoencoder.k or DEFAULT_MOST, max_active_features)
+        encoders.append(Encoder(autoencoder, source, target, encoder_max_codes))
     return tuple(sorted(encoders, key=lambda encoder: encoder.source))
 
 
 def _hook_of_width(
     name: str, width: int, flag: str, table: HookTable, depth: int, sizes: Mapping[str, int]
 ) -> Hook:
-    """Returns the hook of a name, which must have activations of a certain width.
+    """Returns the hook with a given name, after checking the width of its activations.
 
     Args:
         name: The name of the hook.
-        width: The width.
+        width: The width of the autoencoder, which the hook must have.
         flag: The flag and its value, for messages.
         table: The hooks of the model.
         depth: The number of layers of the model.
         sizes: Letter of an axis -> its size in the model.
 
     Raises:
-        InputError: If the model has no such hook, several of them, or one of another width.
+        InputError: If the model has no such hook or several of them, or if the hook has another
+            width.
     """
     try:
-        matches = [*table.matching([name], depth).values()]
+        matching_hooks = [*table.matching([name], depth).values()]
     except InputError as error:
         raise InputError(f"{flag}: {str(error).removeprefix('--hook_names ')}") from error
-    if len(matches) > 1 or matches[0].kind.dtype is not None:
+    if len(matching_hooks) > 1 or matching_hooks[0].kind.dtype is not None:
         raise InputError(f"{flag}: {name} is not one hook with activations")
-    hook = matches[0]
+    hook = matching_hooks[0]
     hook_width = hook.kind.width(sizes)
     if hook_width != width:
         raise InputError(
@@ -234,7 +238,11 @@ def _hook_of_width(
 
 
 def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
-    """Returns the codes of activations as records (see common/codes.py).
+    """Encodes activations by an autoencoder, and returns the codes as records.
+
+    common/codes.py describes the format of a record.
+
+    Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
     Args:
         encoder: The autoencoder at its hooks.
@@ -244,26 +252,39 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
         layout: The mesh.
 
     Returns:
-        The record of each token, (B, T, 3 + 2 * `encoder.most`) int32.
+        The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
     """
     feature_shards = layout.size(*RULES["head_vocab"])
     tokens_of_a_block = VALUES_OF_A_BLOCK * feature_shards // encoder.autoencoder.features
     weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
-    arrays = [x] if encoder.source == encoder.target else [x, target]
+    hook_values = [x] if encoder.source == encoder.target else [x, target]
 
-    def records_of_block(block: Sequence[Array]) -> Array:
-        sharded_arrays = [layout.constrain(array, "batch", "sequence", "hidden") for array in block]
+    def records_of_block(block_values: Sequence[Array]) -> Array:
+        sharded_arrays = [
+            layout.constrain(array, "batch", "sequence", "hidden") for array in block_values
+        ]
         return _records(encoder, weights, sharded_arrays[0], sharded_arrays[-1], layout)
 
     with jax.named_scope("encode"):
-        return in_blocks(records_of_block, arrays, tokens_of_a_block, layout)
+        return in_blocks(records_of_block, hook_values, tokens_of_a_block, layout)
 
 
 def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
-    """Returns the records of a block of tokens.
+    """Returns the records of the codes of a block of tokens.
 
-    The formula and its names (pre, score, active, result) are in the docstring of `Autoencoder`.
-    See `encode` for the arguments, which contain the tokens of the block only.
+    The docstring of `Autoencoder` has the formula with its names pre, score, active and result.
+
+    Letters: D width of the hook that is read, O width of the hook that is reconstructed.
+
+    Args:
+        encoder: The autoencoder at its hooks.
+        weights: The arrays of the autoencoder on the devices.
+        x: The block's values at the hook that is read, (B, T, D).
+        target: The block's values at the hook that is reconstructed, (B, T, O).
+        layout: The mesh.
+
+    Returns:
+        The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
     """
     autoencoder = encoder.autoencoder
     dtype = autoencoder.dtype
@@ -282,19 +303,22 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     if autoencoder.relu:
         active &= pre > 0
     score = jnp.where(active, score, -jnp.inf)
-    top_scores, feature_ids = largest(score, encoder.most, layout)
+    top_scores, feature_ids = largest(score, encoder.max_codes, layout)
     active_count = active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     if autoencoder.k is not None:
         active_count = jnp.minimum(active_count, autoencoder.k)
-    # If several features have the lowest kept score, `largest` kept those with the smallest ids.
-    # This mask selects the same features. (With a slice of `top_scores` in place of the minimum,
-    # XLA would sort all features, which takes 30 times as long.)
-    lowest_score = top_scores.min(axis=-1, keepdims=True)
-    last_tied_id = jnp.where(top_scores == lowest_score, feature_ids, -1).max(-1, keepdims=True)
-    tied_and_kept_mask = (score == lowest_score) & (jnp.arange(pre.shape[-1]) <= last_tied_id)
-    kept_mask = (score > lowest_score) | tied_and_kept_mask
-    features = jnp.where(kept_mask & active, pre, 0).astype(dtype)
-    result = einsum("BTF,FO->BTO", features, weights["W_dec"]) + weights["b_dec"]
+    # If several features have the lowest kept score, `largest` keeps the features with the smallest
+    # ids among them. `kept_mask` selects the same features. The lowest score is computed as a
+    # minimum, because with a slice of `top_scores` XLA would sort all features, which takes 30
+    # times as long.
+    lowest_kept_score = top_scores.min(axis=-1, keepdims=True)
+    last_tied_id = jnp.where(top_scores == lowest_kept_score, feature_ids, -1).max(
+        -1, keepdims=True
+    )
+    tied_and_kept_mask = (score == lowest_kept_score) & (jnp.arange(pre.shape[-1]) <= last_tied_id)
+    kept_mask = (score > lowest_kept_score) | tied_and_kept_mask
+    kept_features = jnp.where(kept_mask & active, pre, 0).astype(dtype)
+    result = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source == encoder.target:
         result = undo_normalisation(result)
     if autoencoder.W_skip is not None:
@@ -310,15 +334,15 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     feature_ids = jnp.where(is_active, feature_ids, autoencoder.features)
     feature_values = jnp.where(is_active, feature_values, 0)
     feature_ids, feature_values = lax.sort((feature_ids, feature_values), num_keys=1)
-    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    record = [
+    int32_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    record_fields = [
         active_count,
-        bits(squared_error),
-        bits(target_norm),
+        int32_bits(squared_error),
+        int32_bits(target_norm),
         feature_ids,
-        bits(feature_values),
+        int32_bits(feature_values),
     ]
-    return jnp.concatenate(record, axis=-1)
+    return jnp.concatenate(record_fields, axis=-1)
 
 
 def _normalised(x: Array, normalisation: str) -> tuple[Array, Callable[[Array], Array]]:

@@ -42,13 +42,13 @@ from activation_extraction.text.batch import Batch
 from qwen2_jax_with_hooks import HookedModel
 
 Key = int | str  # the key of a hook in the shards, which is its layer or its name
-# The activations of a step. A dict maps a vector type, which is the width and the dtype of some
-# hooks, to their stacked activations, (hooks of the type, rows of all hosts, T, width). If only
-# some tokens of the batch are kept, they are `KeptTokens`.
+# The activations of a step. They are a dict: vector type (the width and the dtype of some hooks) ->
+# the stacked activations at these hooks, (hooks of the type, rows of all hosts, T, width). If only
+# some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
 Activations = dict[VectorType, Array] | KeptTokens
-# A function that computes one step. It maps the batch of this host (None if the host has no rows
-# left) and three flags of this host to the activations and the number of hosts that set each flag,
-# (flags,) int32. It does not wait until the devices have computed them.
+# A function that computes one step. Its arguments are the batch of this host (None if the host has
+# no rows left) and three flags of this host. It returns the activations, and the number of hosts
+# that set each flag, (flags,) int32. It does not wait until the devices have computed these arrays.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
@@ -60,7 +60,8 @@ class Program:
         model: Hooked model on its mesh.
         weights: Shape, logical axes and checkpoint tensors of each parameter of the model.
         rows: Shardings of the rows that hosts feed and of the activations that they receive.
-        shape: Number of rows that each host feeds in a step, and number of tokens per row.
+        shape: Tuple of the number of rows that each host feeds in a step, and the number of tokens
+            per row.
         hooks: Key in the shards -> hook that is stored. Hooks of codes come last.
         encoders: Autoencoders whose codes the step computes.
     """
@@ -84,16 +85,20 @@ class Program:
 
     @property
     def as_bits(self) -> bool:
-        """Whether parameters are passed to the compiled step as uint16."""
+        """Returns whether the compiled step takes parameters as uint16 arrays of the same bits."""
         return self.model.dtype == jnp.bfloat16 and self.platform == "cpu"
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis by its letter, as for `HookKind.letters`."""
+        """Letter of an axis -> its size in the model, for `HookKind.width`."""
         return self.model.config.sizes_with(self.shape[1])
 
     def vector_type(self, hook: Hook) -> VectorType:
-        """Returns the width and the dtype with which a hook's activations leave the devices."""
+        """Returns the width and the dtype of a hook's activations when they leave the devices.
+
+        Args:
+            hook: The hook.
+        """
         return hook.kind.vector_type(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
@@ -107,45 +112,45 @@ class Program:
 
     @property
     def token_bytes(self) -> dict[str, int]:
-        """The bytes that are stored of each token, by the name of the hook.
+        """Name of a hook -> the number of bytes that are stored for each token.
 
-        Codes may take fewer bytes: theirs are for a token with as many codes as possible.
+        For a hook of codes, this is the number for a token with as many codes as possible.
         """
         dtype = self.model.activation_dtype
         bytes_by_hook = {}
         for hook in self.hooks.values():
             bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, dtype).bytes
         for encoder in self.encoders:
-            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.most, dtype)
+            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes, dtype)
         return bytes_by_hook
 
     def with_codes(
-        self, computed: dict[VectorType, Array], weights: Sequence[Weights]
+        self, hook_stacks: dict[VectorType, Array], weights_by_encoder: Sequence[Weights]
     ) -> dict[VectorType, Array]:
-        """Computes the codes of autoencoders, and selects the hooks that are stored.
+        """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
-            computed: Vector type -> the activations at the model's hooks of this type, (hooks of
+            hook_stacks: Vector type -> the activations at the model's hooks of this type, (hooks of
                 the type, rows of all hosts, T, width).
-            weights: The weights of each autoencoder.
+            weights_by_encoder: The weights of each autoencoder, in the order of `encoders`.
 
         Returns:
             Vector type -> the activations and codes at the stored hooks of this type, (hooks of the
             type, rows of all hosts, T, width).
         """
         if not self.encoders:
-            return computed
-        arrays_left = {vector_type: iter(stack) for vector_type, stack in computed.items()}
+            return hook_stacks
+        arrays_left = {vector_type: iter(stack) for vector_type, stack in hook_stacks.items()}
         activations = {hook: next(arrays_left[self.vector_type(hook)]) for hook in self.model.hooks}
-        for encoder, encoder_weights in zip(self.encoders, weights, strict=True):
+        for encoder, encoder_weights in zip(self.encoders, weights_by_encoder, strict=True):
             source = activations[encoder.source]
             target = activations[encoder.target]
             codes = encode(encoder, encoder_weights, source, target, self.layout)
             activations[encoder.hook] = codes
-        stacks: dict[VectorType, list[Array]] = defaultdict(list)
+        arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
-            stacks[self.vector_type(hook)].append(activations[hook])
-        return {vector_type: jnp.stack(stack) for vector_type, stack in stacks.items()}
+            arrays_by_type[self.vector_type(hook)].append(activations[hook])
+        return {vector_type: jnp.stack(stack) for vector_type, stack in arrays_by_type.items()}
 
 
 @dataclass(frozen=True)
@@ -162,16 +167,16 @@ class Forward(Program):
 
     @property
     def adapter_files(self) -> Repository | None:
-        """The files of the LoRA adapter; None without one."""
+        """The repository of the LoRA adapter; None if the run has no adapter."""
         adapter = self.checkpoint.adapter
         return None if adapter is None else adapter.files
 
     @property
     def keyed_by(self) -> str | list[str]:
-        """A description of the keys of hooks in the shards, which the identity records.
+        """The description of the hooks' keys in the shards that the identity records.
 
-        "layer" if all keys are layers, "hook name" if all are the names of their hooks, otherwise
-        the list of all keys.
+        It is "layer" if all keys are layers, "hook name" if all keys are the names of their hooks,
+        and otherwise the list of all keys.
         """
         if all(isinstance(key, int) for key in self.hooks):
             return "layer"
@@ -187,7 +192,8 @@ class Forward(Program):
 
         Returns:
             Key in the shards -> the activations at this hook, (B, T, width). If only some tokens
-            are kept, (kept tokens, width) in the order of the rows.
+            are kept, the shape is (kept tokens, width), and the tokens are in the order of the
+            rows.
         """
         if isinstance(activations, KeptTokens):
             stacks = activations.receive()
@@ -198,7 +204,7 @@ class Forward(Program):
 
 
 def compile_step(forward: Forward) -> Step:
-    """Reads the weights and compiles the program.
+    """Reads the weights, and compiles the program that computes every step.
 
     The same program computes all steps. If the last step has few tokens, computing its padding
     takes less time than compiling another program, which all hosts would have to do together.
@@ -214,20 +220,20 @@ def compile_step(forward: Forward) -> Step:
     encoder_weights = [encoder.weights(forward.layout) for encoder in forward.encoders]
     params = model_weights, encoder_weights
     start_time = time.perf_counter()
-    with watch_compiling() as from_cache:
+    with watch_compiling() as was_cached:
         compiled_program = _compile(forward, params)
-    cache_note = ", from the cache" if from_cache() else ""
+    cache_note = ", from the cache" if was_cached() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_note)
-    padding = np.zeros(forward.shape, np.int32)
+    padding_ids = np.zeros(forward.shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
-        host_arrays = [padding] * 3
+        host_arrays = [padding_ids] * 3
         if batch is not None:
             host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         host_arrays.append(np.array([flags], np.int32))
         activations, votes = compiled_program(params, *map(rows.feed, host_arrays))
         if batch is not None and batch.kept_mask is not None:
-            # The kept tokens are taken in this step, before the devices get the next step to do.
+            # The kept tokens are selected now, before the next step is sent to the devices.
             activations = take_kept(activations, batch.kept_mask)
         return activations, votes
 
@@ -235,33 +241,34 @@ def compile_step(forward: Forward) -> Step:
 
 
 def _compile(program: Program, params: Any, **options: Any) -> Any:
-    """Compiles the forward pass.
+    """Compiles the forward pass of a program for weights of given shapes and shardings.
 
     Args:
         program: The program.
-        params: The weights of the model and of each autoencoder, or their shapes and shardings.
+        params: A tuple of the model's weights and the list of each autoencoder's weights. Only
+            their shapes and shardings matter.
         options: Options of the compiler, besides the options of every run.
 
     Returns:
-        The compiled program. It maps (params, token ids, segment ids, positions, flags) to the
-        activations by vector type and the number of hosts that set each flag.
+        The compiled program, a function of (params, token ids, segment ids, positions, flags). It
+        returns the activations by vector type, and the number of hosts that set each flag.
     """
     model = program.model
     rows = program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
-        model_params, autoencoders = params
+        model_params, encoder_weights = params
         activations: Any = model.apply({"params": model_params}, tokens, segments, positions)
-        return program.with_codes(activations, autoencoders), flags.sum(axis=0)
+        return program.with_codes(activations, encoder_weights), flags.sum(axis=0)
 
     out_shardings = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
     flags_shape = 1, 3
     input_shapes = []
     for host_rows, row_length in [program.shape] * 3 + [flags_shape]:
-        shape = host_rows * rows.hosts, row_length
-        input_shapes.append(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows.incoming()))
-    lowered = jax.jit(apply, out_shardings=out_shardings).lower(params, *input_shapes)
-    return compile_with_options(lowered, program.platform, **options)
+        global_shape = host_rows * rows.hosts, row_length
+        input_shapes.append(jax.ShapeDtypeStruct(global_shape, jnp.int32, sharding=rows.incoming()))
+    lowered_program = jax.jit(apply, out_shardings=out_shardings).lower(params, *input_shapes)
+    return compile_with_options(lowered_program, program.platform, **options)
 
 
 def compile_unloaded(program: Program, **options: Any) -> Any:
@@ -291,7 +298,7 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
 
 
 def bytes_of_step(program: Program) -> float:
-    """Returns the bytes of memory that a run takes on each device.
+    """Returns the number of bytes of memory that a run takes on each device.
 
     The function compiles the program, but reads no weights. The bytes include the weights, the
     working memory of a step, and the activations of two steps, because the host copies the
@@ -304,14 +311,18 @@ def bytes_of_step(program: Program) -> float:
         InputError: If the compiler does not report how much memory a step takes.
         JaxRuntimeError: See `compile_unloaded`.
     """
-    memory = compile_unloaded(program).memory_analysis()
-    if memory is None:
+    memory_analysis = compile_unloaded(program).memory_analysis()
+    if memory_analysis is None:
         raise InputError(
             "the compiler does not report how much memory a step takes, which --batch_size auto "
             "and --plan need"
         )
-    activation_bytes = 2 * memory.output_size_in_bytes
-    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + activation_bytes
+    activation_bytes = 2 * memory_analysis.output_size_in_bytes
+    return (
+        memory_analysis.argument_size_in_bytes
+        + memory_analysis.temp_size_in_bytes
+        + activation_bytes
+    )
 
 
 def read_weights(forward: Forward) -> dict[str, Any]:
@@ -339,10 +350,10 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         f" ({layout.reason})" if layout.reason else "",
     )
     if model.stages > 1:
-        count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
-        idle_percent = 100 * (model.stages - 1) / (count + model.stages - 1)
+        micro_batch_count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
+        idle_percent = 100 * (model.stages - 1) / (micro_batch_count + model.stages - 1)
         log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
-        log.info(log_format, model.stages, count, idle_percent)
+        log.info(log_format, model.stages, micro_batch_count, idle_percent)
     with tqdm(
         total=parameter_count * model.dtype.itemsize,
         unit="B",

@@ -54,7 +54,7 @@ PREDICTED = "predicted."  # prefix of `HookKind.intermediate` for values compute
 
 
 class VectorType(NamedTuple):
-    """The width and dtype of the vector that a hook has for each token.
+    """The width and the dtype of the vector that a hook has for each token.
 
     A step stores the values of all hooks with the same vector type in one array.
 
@@ -68,22 +68,22 @@ class VectorType(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes for each token."""
+        """The number of bytes of a vector."""
         return token_bytes(self.width, self.dtype)
 
 
 @dataclass(frozen=True)
 class HookKind:
-    """A kind of hook: the same point in every layer that has it, or a point outside the layers.
+    """A kind of hook: the same point in several layers, or a point outside the layers.
 
     Attributes:
-        name: The canonical name, in which "{}" stands for the number of the layer, as in the other
-            names. A model has a single hook of a kind without "{}".
+        name: The canonical name. In this and all other names, "{}" stands for the number of the
+            layer. A model has a single hook of a kind without "{}".
         letters: One letter for each axis of the values of a token, such as "NH" for heads and head
-            size; "" for no axes. qwen2_jax.py and delta_net.py explain the letters. In addition, S
-            is the number of tokens of a row, and Q the number of heads of the query projection,
-            which may contain a gate for each head. The width of the hook is the product of these
-            sizes and `count`.
+            size; "" if a token has no such axes. qwen2_jax.py and delta_net.py explain the letters.
+            In addition, S is the number of tokens of a row, and Q the number of heads of the query
+            projection, which may contain a gate for each head. The width of the hook is the product
+            of these sizes and `width_factor`.
         intermediate: The dotted path of the array to capture among the intermediates of a layer,
             such as "attn.q": the names of the modules that contain the array, then its own name.
         modules: The names of the same values in Hugging Face: module paths that end in ".input" or
@@ -91,12 +91,12 @@ class HookKind:
         aliases: The other names in TransformerLens.
         at_end: Whether the kind comes after the last layer. False for kinds in layers and for the
             kind before the first layer.
-        type_words: Words that occur in ModelConfig.layer_types. A layer has a hook of this kind if
-            its type contains one of these words. () if all layers have one.
+        type_words: Words of the types in ModelConfig.layer_types. A layer has a hook of this kind
+            if its type contains one of these words. () if every layer has a hook of this kind.
         dtype: The name of the dtype of the values; None for activations, whose dtype the user
             chooses.
-        count: A factor of the width that has no letter, such as the number of most likely tokens
-            in `logits.top_ids`; 1 if there is none.
+        width_factor: A factor of the width that has no letter, such as the number of most likely
+            tokens in `logits.top_ids`; 1 if there is none.
     """
 
     name: str
@@ -107,21 +107,21 @@ class HookKind:
     at_end: bool = False
     type_words: tuple[str, ...] = ()
     dtype: str | None = None
-    count: int = 1
+    width_factor: int = 1
 
     @property
     def is_prediction(self) -> bool:
-        """Whether the values are computed from the logits."""
+        """Returns whether the values are computed from the logits."""
         return self.intermediate.startswith(PREDICTED)
 
     @property
     def grows(self) -> bool:
-        """Whether the width grows with the number of tokens in a row."""
+        """Returns whether the width grows with the number of tokens in a row."""
         return "S" in self.letters
 
     @property
     def large(self) -> bool:
-        """Whether the values are so large that users must name such a hook explicitly.
+        """Returns whether the values are so large that users must name such a hook explicitly.
 
         The width of a large kind grows with the tokens of a row or with the vocabulary.
         """
@@ -133,7 +133,7 @@ class HookKind:
         Args:
             sizes: Letter of an axis -> its size in the model.
         """
-        return math.prod(sizes[letter] for letter in self.letters) * self.count
+        return math.prod(sizes[letter] for letter in self.letters) * self.width_factor
 
     def vector_type(self, sizes: Mapping[str, int], dtype: Any) -> VectorType:
         """Returns the width and dtype of the values.
@@ -155,14 +155,14 @@ class HookKind:
         return not self.type_words or not {*self.type_words}.isdisjoint(layer_type.split())
 
     def layers(self, depth: int, layer_types: Sequence[str] = ()) -> Sequence[int]:
-        """Returns the layers of a model that have a hook of this kind.
+        """Returns the numbers of the layers of a model that have a hook of this kind.
 
-        A hook after the layers counts as a hook of the last layer. A hook before them counts as a
-        hook of the first layer.
+        A hook after the last layer counts as a hook of the last layer. A hook before the first
+        layer counts as a hook of the first layer.
 
         Args:
             depth: The number of layers.
-            layer_types: The type of each layer; () to return layers of every type.
+            layer_types: The type of each layer. () to return all layers, whatever their types are.
         """
         if "{}" in self.name:
             return [
@@ -174,7 +174,7 @@ class HookKind:
 
 
 class Hook(NamedTuple):
-    """A kind of hook at one layer. Hooks sort in the order in which they are computed.
+    """A kind of hook at one layer. Hooks are sorted in the order in which they are computed.
 
     Attributes:
         layer: The number of the layer.
@@ -211,37 +211,37 @@ class Hook(NamedTuple):
         Args:
             pattern: The glob.
         """
-        names = self.names()
-        if self.kind.large and pattern not in names:
+        hook_names = self.names()
+        if self.kind.large and pattern not in hook_names:
             if pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
                 return []
-        return [name for name in names if fnmatchcase(name, pattern)]
+        return [name for name in hook_names if fnmatchcase(name, pattern)]
 
-    def facts(self, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Returns the facts about the hook that metadata.json records.
+    def metadata(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Returns the entry of the hook in metadata.json.
 
         Args:
             sizes: Letter of an axis -> its size in the model.
 
         Returns:
             A dict with the keys `module` (the name in Hugging Face; None if there is none),
-            `aliases` (all other names) and `width`. If the values are not activations, also
-            `dtype`. If the values are flat over heads, also `heads` and `head_size`. For an
-            attention pattern, also `heads` and `keys` (the number of tokens of a row).
+            `aliases` (all other names) and `width`. If the values are not activations, it also has
+            `dtype`. If the values are flat over heads, it also has `heads` and `head_size`. For an
+            attention pattern, it also has `heads` and `keys` (the number of tokens of a row).
         """
-        facts: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
-        facts["width"] = self.kind.width(sizes)
+        hook_metadata: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
+        hook_metadata["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
-            facts["dtype"] = self.kind.dtype
+            hook_metadata["dtype"] = self.kind.dtype
         head_letters = self.kind.letters[:-1]
         last_letter = self.kind.letters[-1:]
         if last_letter and last_letter in HEAD_SIZES:
-            facts["heads"] = math.prod(sizes[letter] for letter in head_letters)
-            facts["head_size"] = sizes[last_letter]
+            hook_metadata["heads"] = math.prod(sizes[letter] for letter in head_letters)
+            hook_metadata["head_size"] = sizes[last_letter]
         if self.kind.grows:
-            facts["heads"] = sizes[self.kind.letters[0]]
-            facts["keys"] = sizes["S"]
-        return facts
+            hook_metadata["heads"] = sizes[self.kind.letters[0]]
+            hook_metadata["keys"] = sizes["S"]
+        return hook_metadata
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ class HookTable:
 
     Attributes:
         kinds: The kinds, in the order in which they are computed.
-        layer_types: The type of each layer of the model. () for a family: every layer then has the
-            hooks of all kinds.
+        layer_types: The type of each layer of the model. () for a family, in which every layer has
+            the hooks of all kinds.
         vocabulary: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
@@ -260,7 +260,7 @@ class HookTable:
     vocabulary: int = 0
 
     def without_predictions(self) -> "HookTable":
-        """Returns the table without losses and logits, for a model without a head."""
+        """Returns the table without the kinds that need logits, for a model without a head."""
         kinds = tuple(kind for kind in self.kinds if not kind.is_prediction)
         return replace(self, kinds=kinds)
 
@@ -294,22 +294,22 @@ class HookTable:
                 raise InputError(
                     f"--layers_to_extract {layer}: the model has layers 0 to {depth - 1}"
                 )
-        names = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
-        return list(self.matching(names, depth).values())
+        hook_names = [f"blocks.{layer}.{ACTIVATION_TYPES[activation_type]}" for layer in layers]
+        return list(self.matching(hook_names, depth).values())
 
     def matching(self, patterns: Sequence[str], depth: int) -> dict[str, Hook]:
         """Returns the hooks that globs match, in the order in which they are computed.
 
-        If several globs match a hook, the first of these globs determines its name in the result.
-        If this glob matches several names of the hook, the first of these names is used, and the
-        canonical name comes before all others.
+        If several globs match a hook, the first of these globs determines the hook's name in the
+        result. If this glob matches several names of the hook, the result has the first of them in
+        the order of `Hook.names`.
 
         Args:
             patterns: The globs.
             depth: The number of layers of the model.
 
         Returns:
-            Name of a hook that a glob matches -> the hook.
+            Name that a glob matches -> the hook with this name.
 
         Raises:
             InputError: If a glob matches no hook.
@@ -326,7 +326,9 @@ class HookTable:
         return {name_of_hook[hook]: hook for hook in sorted(name_of_hook)}
 
     def _no_match_error(self, pattern: str, depth: int) -> InputError:
-        """Returns the error for a glob that matches no hook, with a hint if there is one.
+        """Returns the error for a glob that matches no hook.
+
+        The message contains the reason if it is known, otherwise similar names if there are any.
 
         Args:
             pattern: The glob.
@@ -342,8 +344,8 @@ class HookTable:
                 )
         hooks = self.all_hooks(depth, large=True)
         for hook in hooks:
-            names = hook.names()
-            if "V" in hook.kind.letters and any(fnmatchcase(name, pattern) for name in names):
+            hook_names = hook.names()
+            if "V" in hook.kind.letters and any(fnmatchcase(name, pattern) for name in hook_names):
                 return InputError(
                     f"--hook_names {pattern}: matches only {hook.name}, which takes "
                     f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
@@ -438,7 +440,7 @@ HOOK_KINDS = (
 )
 # fmt: on
 
-# Path of an intermediate in HOOK_KINDS that is no activation -> its dtype.
+# Path of an intermediate in HOOK_KINDS -> its dtype, for intermediates that are not activations.
 DTYPE_OF_INTERMEDIATE = {"mlp.chosen": "int32"}
 
 
@@ -457,15 +459,15 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
 
 
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Returns which layers of a model have the kinds of hooks in HOOK_KINDS.
+    """Maps the words in the first column of HOOK_KINDS to the layers of a model.
 
     Args:
         config: The configuration of the model.
 
     Returns:
-        Word in the first column of HOOK_KINDS -> `HookKind.type_words` of its kinds: words of the
-        types of layers that have these kinds; () for all layers. Words of the column that apply to
-        no layer of the model are missing.
+        Word in the first column of HOOK_KINDS -> `HookKind.type_words` of the kinds with this word.
+        These are words of the types of the layers that have these kinds; () if all layers have
+        them. A word is missing if no layer of the model has kinds with this word.
     """
     delta, experts = config.delta, config.experts
     attention_words = () if delta is None else (ATTENTION,)
@@ -490,24 +492,24 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     """Returns the kinds of hooks, in the order in which they are computed.
 
     Args:
-        type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` of its kinds
-            (see `_type_words`).
+        type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` of the kinds
+            with this word, as returned by `_type_words`.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers_word, name, letters, intermediate, modules, aliases in HOOK_KINDS:
+    for layers_word, name, letters, intermediate, module_names, alias_names in HOOK_KINDS:
         if layers_word not in type_words:
             continue
-        # In a model that has dense layers and others, `mlp.gate` is the router of the others.
+        # In a model with both dense layers and layers with experts, `mlp.gate` is the router.
         if type_words[layers_word] == (DENSE,):
-            aliases = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", aliases)
+            alias_names = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", alias_names)
         kinds.append(
             HookKind(
                 f"blocks.{{}}.{name}",
                 letters,
                 intermediate,
-                tuple(f"model.layers.{{}}.{module}" for module in modules.split()),
-                tuple(f"blocks.{{}}.{alias}" for alias in aliases.split()),
+                tuple(f"model.layers.{{}}.{module}" for module in module_names.split()),
+                tuple(f"blocks.{{}}.{alias}" for alias in alias_names.split()),
                 type_words=type_words[layers_word],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate),
             )
@@ -517,9 +519,15 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
         last_kind("ln_final.hook_normalized", "D", "final.normalized"),
         last_kind("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
         last_kind("logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)),
-        last_kind("logits.top_ids", "", "predicted.top_ids", dtype="int32", count=top_logits),
         last_kind(
-            "logits.top_logprobs", "", "predicted.top_logprobs", dtype="float32", count=top_logits
+            "logits.top_ids", "", "predicted.top_ids", dtype="int32", width_factor=top_logits
+        ),
+        last_kind(
+            "logits.top_logprobs",
+            "",
+            "predicted.top_logprobs",
+            dtype="float32",
+            width_factor=top_logits,
         ),
         last_kind("loss", "", "predicted.loss", dtype="float32"),
         last_kind("entropy", "", "predicted.entropy", dtype="float32"),

@@ -379,7 +379,7 @@ def _requested_hooks(
     num_layers = config.num_hidden_layers
     if options.hook_names is not None:
         hook_of_name = hooks_of_model.matching(options.hook_names, num_layers)
-        if any(hook.kind.count > config.vocab_size for hook in hook_of_name.values()):
+        if any(hook.kind.width_factor > config.vocab_size for hook in hook_of_name.values()):
             raise InputError(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
             )

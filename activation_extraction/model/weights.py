@@ -87,7 +87,7 @@ class WeightSpec:
 
     @property
     def reverses_axes(self) -> bool:
-        """Whether the last two axes of the tensors are in the reverse order of the parameter's."""
+        """Returns whether the tensors have the last two axes of the parameter in reverse order."""
         return "experts" in self.axes and not self.input_first
 
     @property

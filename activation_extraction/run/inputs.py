@@ -233,7 +233,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
         integer_hooks=tuple(name for name in dtypes_by_name if dtypes_by_name[name] == "int32"),
         float32_hooks=tuple(name for name in dtypes_by_name if dtypes_by_name[name] == "float32"),
         code_hooks=code_names,
-        encode_most=tuple(encoder.most for encoder in forward.encoders),
+        encode_most=tuple(encoder.max_codes for encoder in forward.encoders),
         keyed_by=forward.keyed_by,
         dtype=str(forward.model.dtype),
         activation_dtype=str(forward.model.activation_dtype),

@@ -505,9 +505,9 @@ def plan_storage(
         max_samples=worker.share_of(storage_options.max_samples),
         max_tokens=worker.share_of(storage_options.max_tokens),
     )
-    facts_of_codes = {encoder.hook.name: encoder.facts() for encoder in forward.encoders}
+    facts_of_codes = {encoder.hook.name: encoder.metadata() for encoder in forward.encoders}
     facts_of_hooks = {
-        key: facts_of_codes.get(hook.name) or hook.facts(forward.sizes)
+        key: facts_of_codes.get(hook.name) or hook.metadata(forward.sizes)
         for key, hook in forward.hooks.items()
     }
     return ActivationStorage(
