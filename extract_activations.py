@@ -81,7 +81,7 @@ def carry_out(config: Config) -> int:
 
     Raises:
         InputError: If the flags or the files that they name cannot be used.
-        RunError: If something fails on the way.
+        RunError: If something fails after the inputs have been checked.
     """
     leave_out_absent_tpu()
     if config.list_hooks:
@@ -105,7 +105,7 @@ def extract(config: Config) -> int:
 
     Raises:
         InputError: If the flags or the files that they name cannot be used.
-        RunError: If something fails on the way.
+        RunError: If something fails after the inputs have been checked.
     """
     hosts = config.hosts
     if hosts.total_machines > 1:
@@ -167,12 +167,14 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
         clock: The clock that measures the time of each activity.
 
     Returns:
-        Whether the run has reached the end of its data or of its limits (--max_samples,
-        --max_tokens); and the number of the signal that stopped this host, or 0 without a signal.
+        A tuple of:
+            Whether the run has reached the end of its data or of its limits (--max_samples,
+            --max_tokens).
+            The number of the signal that stopped this host; 0 without a signal.
 
     Raises:
         InputError: If the weights cannot be used, or if the output cannot be continued.
-        RunError: If something fails on this host or on another host.
+        RunError: If a step or an upload fails on this host or on another host.
     """
     with device_errors():
         step, run = start_together(run)
@@ -206,9 +208,10 @@ def start_together(run: Run) -> tuple[Step, Run]:
         run: The run.
 
     Returns:
-        The compiled step, and the run. If another process has written to the output while this
-        process was compiling, the batches of the run are new ones. They leave out all samples that
-        are stored by now.
+        A tuple of:
+            The compiled step.
+            The run. If another process has written to the output while this process was compiling,
+            the run has new batches, without the samples that are stored by now.
 
     Raises:
         Exception: If this host or another host fails; see `raise_together` for the types.
@@ -217,7 +220,7 @@ def start_together(run: Run) -> tuple[Step, Run]:
     try:
         step = compile_step(run.forward)
     except Exception as error:
-        # It is raised below by all hosts together, so that no host waits for this one.
+        # The error is raised below by all hosts together, so that no host waits for this one.
         failure = error
     # Host 0 opens its output before the others do: if two pods start at the same time, their first
     # hosts decide which of them continues.
@@ -233,18 +236,18 @@ def start_together(run: Run) -> tuple[Step, Run]:
 
 
 def open_output(run: Run) -> Run:
-    """Takes over the output of this host, so that no earlier process can write to it any more.
+    """Takes over the folder of this host, so that no earlier process can write to it any more.
 
     Args:
         run: The run.
 
     Returns:
-        The same run. If another process has stored shards since `prepare`, the batches of the run
-        are new ones. They leave out all samples that are stored by now.
+        The run. If another process has stored shards since `prepare`, the run has new batches,
+        without the samples that are stored by now.
 
     Raises:
-        InputError: If the output now contains a run that this one cannot continue.
-        RunError: If another process is writing to the output, or if the output is not writable.
+        InputError: If the folder now contains a run that this run cannot continue.
+        RunError: If another process is writing to the folder, or if the folder is not writable.
     """
     prepared_plan = run.storage.plan
     if run.config.storage.overwrite:
@@ -265,7 +268,9 @@ def open_output(run: Run) -> Run:
 def take_steps(
     run: Run, step: Step, progress: Progress, clock: Clock, stopped: Callable[[], int]
 ) -> Lockstep:
-    """Runs the loop over batches. A step computes while the previous one is copied and stored.
+    """Runs the loop over batches.
+
+    The devices compute a step while the results of the previous step are copied and stored.
 
     Args:
         run: The run.
@@ -282,7 +287,17 @@ def take_steps(
     steps = Lockstep(batches, stopped, partial(any_host, run.host), clock)
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
-        """Starts a step, and returns its batch, its activations and the votes of all hosts."""
+        """Starts a step.
+
+        Args:
+            batch: The batch of this host; None if this host has no batch for the step.
+
+        Returns:
+            A tuple of:
+                The batch.
+                The activations, which are still being computed.
+                The sums of the votes of all hosts (see `Lockstep`).
+        """
         with clock.measure("compute"):
             return batch, *step(batch, steps.votes)
 
@@ -318,7 +333,7 @@ def take_steps(
 
 
 def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
-    """Commits the complete samples and waits until the other hosts have done the same.
+    """Commits the complete samples of this host, and waits until all hosts have committed theirs.
 
     Args:
         run: The run.
@@ -341,7 +356,7 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
                 skipped_rows, empty_rows = end_of_data.skipped_rows, end_of_data.empty_rows
                 run.storage.finalize(is_done, skipped_rows, empty_rows)
     except Exception as error:
-        # It is raised below by all hosts together, so that no host waits for this one.
+        # The error is raised below by all hosts together, so that no host waits for this one.
         failure = failure or error
     raise_together(run.host, failure)
 
@@ -393,7 +408,7 @@ def recompute_some(config: Config) -> int:
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: If there is no run, or if the run has used another model.
+        InputError: If there is no run, or if the run has used another model or other data.
     """
     use_compilation_cache(
         config.computing.compilation_cache, Path(config.output.output_dir), several_hosts=False

@@ -1,4 +1,4 @@
-"""The command line: flags and the configuration that they make, progress, and signals.
+"""Contains the command line: the flags, the configuration, progress, and signals.
 
     flags.py    the table of flags, and the configuration that consists of their values
     declare.py  functions that declare the flags of the table

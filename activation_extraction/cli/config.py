@@ -1,9 +1,9 @@
-"""Makes a checked `Config` of the command line, and --help.
+"""Turns the command line into a checked `Config`, and writes the text of --help.
 
 flags.py declares the flags, and values.py parses and checks the value of each flag. This module
 replaces missing flags by environment variables and defaults, and checks whether flags are
-consistent. Nothing outside this package uses argparse's result. Only the script, the package run
-and inspect/look.py use the whole `Config`.
+consistent. Other packages do not use argparse's result. Only extract_activations.py, the package
+run and inspect/look.py use the whole `Config`.
 
 `python -m activation_extraction.cli.config FLAGS` checks flags and starts nothing.
 """
@@ -89,9 +89,15 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
 
 
 def _with_slices(words: Sequence[str]) -> list[str]:
-    """Returns the words of a command line, in which --positions -8: has become --positions=-8:.
+    """Joins --positions and a slice such as -8: into one word, --positions=-8:.
 
-    argparse would interpret a word that begins with a minus sign as a flag.
+    Otherwise, argparse would interpret the slice as a flag, because it begins with a minus sign.
+
+    Args:
+        words: The words of the command line after the program's name.
+
+    Returns:
+        The words, with --positions and its slice as one word.
     """
     joined_words: list[str] = []
     for word in words:
@@ -106,7 +112,11 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises an InputError for an invalid command line, instead of printing usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises an InputError with argparse's message for an invalid command line, and advice."""
+        """Raises an InputError for an invalid command line.
+
+        Args:
+            message: The message of argparse, to which advice is added.
+        """
         # argparse reports a missing value if the value begins with "-" and looks like a flag.
         if message.endswith("argument"):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
@@ -167,7 +177,7 @@ def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) 
 
 
 def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a parser of values.py with errors whose messages argparse does not change."""
+    """Returns a parser of values.py whose error messages argparse shows unchanged."""
 
     @wraps(parse)  # messages of argparse contain the parser's name
     def parse_for_argparse(typed: str) -> Any:
@@ -222,9 +232,10 @@ def _fill_from_environment(values: Values) -> None:
 
 
 def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
-    """Returns the names of the flags that have set values.
+    """Returns the names of the flags that the user has given.
 
-    A value False of a flag with an opposite was set by the opposite, such as no_data_parallel.
+    The value False of a flag with an opposite was set by the opposite. For this value, the name of
+    the opposite is returned, such as no_data_parallel for use_data_parallel.
 
     Args:
         values: The values of flags by name.
@@ -254,11 +265,11 @@ def _take_variable(values: Values, name: str, variable: str) -> None:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the name of a scheduler's variable that numbers this task, if there is one machine.
+    """Returns the variable in which a scheduler numbers this task, if the run has one machine.
 
-    In this case, all tasks of the scheduler's array would do the same work, because each of them is
-    machine 0 of 1. If the hosts of a pod are an indexed Kubernetes Job, its variable contains the
-    number of the host and is not returned.
+    The caller warns the user, because all tasks of the scheduler's array would do the same work, as
+    machine 0 of 1. The variable of an indexed Kubernetes Job is not returned with --multihost,
+    because it then contains the number of the host.
 
     Args:
         config: The configuration of the run.
@@ -440,7 +451,7 @@ def _check_text(text: TextOptions) -> None:
 
 
 def check_flags() -> int:
-    """Checks the flags of this process; returns the exit status 0."""
+    """Checks the flags of this process, and returns the exit status 0 if they are valid."""
     parse_args()
     return 0
 

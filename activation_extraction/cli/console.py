@@ -93,7 +93,7 @@ class Progress:
         stored: Numbers of samples and of tokens that earlier processes have stored.
         interval: Seconds between two reports.
         chips: Number of devices of this host.
-        peak_flops: Peak FLOP/s of these devices together; None if it is unknown.
+        peak_flops: Peak speed of these devices together, in FLOP/s; None if it is unknown.
         gauges: Function that returns the metrics of the storage and of the data, by name.
         record: Function that stores the metrics of an interval, which are a JSON object.
 
@@ -119,7 +119,7 @@ class Progress:
         self.samples = self.tokens = self.steps = 0
         self._flops = 0.0
         self._stored_samples, self.kept = stored
-        self._counts_tokens = max_tokens is not None  # the bar counts samples otherwise
+        self._counts_tokens = max_tokens is not None  # otherwise the bar counts samples
         self._limit = max_tokens if self._counts_tokens else max_samples
         self._interval = interval
         self._chips = chips

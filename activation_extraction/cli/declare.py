@@ -1,7 +1,7 @@
-"""Functions that declare the flags of the table in flags.py.
+"""Contains the functions with which flags.py declares its flags.
 
-A flag is a field of a dataclass. The name, type and default of the flag are those of the field.
-Everything else is in a `Flag` in the metadata of the field. There is a function for each kind of
+A flag is a field of a dataclass. The field determines the name, type and default of the flag. All
+other properties are in a `Flag` in the metadata of the field. There is a function for each kind of
 flag, which returns such a field. values.py parses the text after a flag, and config.py makes
 argparse's parser from all flags.
 """
@@ -42,7 +42,7 @@ class Variables:
     excluding_flags: tuple[str, ...] = ()
 
     def count_with(self, flag_names: Collection[str]) -> bool:
-        """Returns whether the variables are used with the flags of a command line.
+        """Returns whether the run reads the variables if a command line has these flags.
 
         Args:
             flag_names: Names of the flags on the command line.
@@ -57,7 +57,7 @@ class Flag:
 
     Attributes:
         options: Arguments of argparse's `add_argument` by name. `type` is a parser of values.py.
-        group: Group in --help; None for the group of the part that contains the flag.
+        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag without which this flag is refused, or several names with
             " or " between them if any of these flags is enough; "" if no other flag is needed.
         excludes: Names of flags that cannot be used together with this flag.
@@ -65,7 +65,7 @@ class Flag:
             no such variables.
         opposite: Name and help text of the flag that sets the field to False; None if there is no
             such flag.
-        collect: Function that returns the value of the field for the list of values after the flag.
+        collect: Function that turns the list of values after the flag into the value of the field.
             Only flags that take several values use it.
         content: Whether the value of the flag determines the content of shards. A run that
             continues must have the same value (see `store.identity.Identity`).
@@ -107,7 +107,7 @@ def flag(
             it.
         parse: Parser of the value (values.py). It is not used for a flag with `choices`.
         unit: Unit of the default, with a space in front, for the help text.
-        default_is: Description of the default for the help text; "" to show `default` itself.
+        default_is: Description of the default for the help text; "" to show the value of `default`.
         group: See `Flag`.
         needs: See `Flag`.
         excludes: See `Flag`.
@@ -273,7 +273,7 @@ def gigabytes(
 
 
 def part(options_class: type[Any], group: Group) -> Any:
-    """Declares a part of the configuration.
+    """Declares a field of `Config` that contains several flags.
 
     Args:
         options_class: Dataclass whose fields are flags.

@@ -1,4 +1,4 @@
-"""The table of flags, and the configuration that consists of their values.
+"""Declares all flags, and the configuration that consists of their values.
 
 `Config` describes a run as its user asks for it. It consists of parts, which are frozen dataclasses
 of flags. Each part is passed unchanged to the package that uses it. Every flag is declared once,
@@ -122,7 +122,7 @@ GROUPS = (
 
 
 def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
-    """Returns the layers of several ranges, each once; "all" if one of the ranges is "all"."""
+    """Joins ranges of layers, each layer once; returns "all" if one of the ranges is "all"."""
     if "all" in ranges:
         return "all"
     layer_numbers: list[Any] = []
@@ -132,7 +132,7 @@ def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
 
 
 def _ids_and_names(tokens: list[int | str]) -> tuple[int | str, ...]:
-    """Returns the ids of tokens in ascending order, then the names of tokens, each once."""
+    """Sorts token ids in ascending order and puts names of tokens after them, each once."""
     return tuple(sorted(set(tokens), key=lambda token: (isinstance(token, str), token)))
 
 
@@ -855,17 +855,17 @@ class LookingOptions:
 
     @property
     def requested(self) -> bool:
-        """Whether to look at a stored run instead of extracting activations."""
+        """Returns whether a flag asks to look at a stored run instead of extracting activations."""
         return self.status or self.verify or self.report is not None or self.export is not None
 
     @property
     def needs_model(self) -> bool:
-        """Whether the action needs the model to recompute samples, or its tokenizer for texts."""
+        """Returns whether the action recomputes samples with the model, or needs its tokenizer."""
         return self.verify_samples > 0 or self.export == "nla"
 
 
 def content_flags(options: Any) -> dict[str, Any]:
-    """Returns the values of the flags in a part that determine the content of shards, by name.
+    """Returns the values of the flags that determine the content of shards, by name.
 
     Args:
         options: A part of the configuration, such as TextOptions.
@@ -1019,7 +1019,7 @@ def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _as_tuple(value: Any) -> Any:
-    """Returns a value from JSON with lists, and lists in lists, turned into tuples."""
+    """Turns a list from JSON, and the lists in it, into tuples; returns other values unchanged."""
     if not isinstance(value, list):
         return value
     return tuple(tuple(element) if isinstance(element, list) else element for element in value)

@@ -1,4 +1,4 @@
-"""Parses the values of flags.
+"""Contains the parsers of the values of flags.
 
 Each parser takes the text after a flag, as the user has typed it, and returns the value. It raises
 FlagValueError, or ValueError for text that is no number at all. config.py passes the parsers to
@@ -49,7 +49,7 @@ def path(typed: str) -> str:
 
 
 def path_or_default(typed: str) -> str:
-    """Returns a path; "", which stands for the default path, if the text is empty."""
+    """Returns a path, or "" if the text is empty, which means the default path."""
     return path(typed) if typed else ""
 
 
@@ -220,11 +220,11 @@ def hook_and_path(typed: str) -> tuple[str, str]:
 
 
 def in_bucket(typed: str) -> str:
-    """Returns the path of a folder in a bucket unchanged if all clients of buckets accept it.
+    """Returns the path of a folder in a bucket unchanged if it is valid in every kind of bucket.
 
     Raises:
-        FlagValueError: If a client of a bucket would interpret the path in another way or change
-            it.
+        FlagValueError: If the client library of a kind of bucket would interpret the path in
+            another way or change it.
     """
     if re.search(r"[*?\[\]#;\\\s]|::", text(typed)) or not typed.isprintable():
         raise FlagValueError(

@@ -95,8 +95,8 @@ def join(options: HostOptions) -> Host:
     elif coordinator_address is not None:
         _check_port(coordinator_address)
     # Under Slurm, JAX uses one GPU per task, but a task that is alone on its node should use all
-    # GPUs of the node.
-    # The variable contains "1(x16)" if there is one task on each of 16 nodes.
+    # GPUs of the node. SLURM_STEP_TASKS_PER_NODE is "1(x16)" if there is one task on each of 16
+    # nodes.
     tasks_of_nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     is_alone_on_node = re.fullmatch(r"1(\(x\d+\))?", tasks_of_nodes) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
@@ -380,7 +380,7 @@ class Watchdog:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             problem = f"no batch has become ready and no step has finished for {self.seconds:g} s"
             remedy = "to continue, start the run again without --overwrite"
-            # `activities` names the rows that threads are working on, whose templates may hang.
+            # `activities` contains the rows that threads are working on. Their templates may hang.
             if activities_in_words := ", ".join(list(activities.values())):
                 problem = f"{activities_in_words}: {problem}"
                 remedy = (
@@ -415,7 +415,8 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C in the terminal must not reach the helper
     )
     try:
-        with raise_on_ctrl_c():  # with an exception, `finally` ends the helper without a message
+        # Ctrl-C raises an exception, so that `finally` ends the helper before it prints a message.
+        with raise_on_ctrl_c():
             yield
     finally:
         helper.communicate(".")
@@ -466,7 +467,7 @@ class Lockstep:
             self._upcoming_batches.append(self._fetch())
             has_data_at_steps.append(self._has_data)
         flags = [*has_data_at_steps, bool(stopped()), self.failure is not None]
-        # Whether any host has data for each of the first steps, was asked to stop, or has failed.
+        # `any_has_data` contains, for each of the first steps, whether any host has data.
         *any_has_data, any_stopping, any_failed = any_host(flags)
         self.complete = not any_stopping
         is_ending = any_stopping or (any_failed and not any(any_has_data))

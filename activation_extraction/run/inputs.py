@@ -74,7 +74,8 @@ def _autoencoder_digest(forward: Forward) -> str:
         return ""
     lines = []
     for encoder in forward.encoders:
-        # The line contains k because the files may not: k can be a part of the folder's name.
+        # The line contains k, the number of active features of a token, because k may be missing in
+        # the files and only be a part of the folder's name.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
         lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -101,7 +102,8 @@ SAE = ("encode",)
 TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
 TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
-# `settings_of` compares the weights and the hub data sets of --mix.
+# --mix contains paths, so its value may differ between hosts. `settings_of` compares the weights
+# and the hub data sets in the value, which must be the same.
 DATA_PATHS = ("dataset_path", "mix")
 MODEL_INPUTS: tuple[Input[Forward], ...] = (
     Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",)),

@@ -247,7 +247,8 @@ def choose_commit(
     model_path, revision = config.model.model_path, config.model.model_revision
     output_url, metadata = earlier_outputs[0] if earlier_outputs else ("", {})
     commit_of_run = recorded_commit(model_path, metadata)
-    # The same command continues the run even if its branch has a new commit by now.
+    # The same command continues the run even if the branch of --model_revision has a new commit by
+    # now.
     if commit_of_run and revision in (None, metadata["configuration"].get("model_revision")):
         return CommitChoice(is_new=False, commit=commit_of_run)
     commit = Repository(model_path, revision).commit

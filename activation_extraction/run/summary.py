@@ -155,7 +155,7 @@ def _shortfall_message(run: Run) -> str:
         The message. "" if the host reached one of the limits, or if it has no limit.
     """
     options, totals = run.storage.options, run.storage.totals
-    stored_and_limits: dict[str, tuple[int, int]] = {}  # counts by unit
+    stored_and_limits: dict[str, tuple[int, int]] = {}  # by unit
     if options.max_samples is not None:
         stored_and_limits["sample"] = (totals.samples, options.max_samples)
     if options.max_tokens is not None:
@@ -269,7 +269,7 @@ def list_hooks(
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
     """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
-    number_ranges: list[list[int]] = []  # each the first and the last number, or a single number
+    number_ranges: list[list[int]] = []  # [first, last], or [number]
     for number in numbers:
         if number_ranges and number == number_ranges[-1][-1] + 1:
             number_ranges[-1][1:] = [number]

@@ -50,7 +50,7 @@ class Worker:
         return (sample_idx - self.sample_idx(0)) // self.stride
 
     def share_of(self, limit: int | None) -> int | None:
-        """Returns the part of a machine's limit that applies to this host.
+        """Returns this host's part of a limit that applies to its whole machine.
 
         Args:
             limit: Largest number of samples, or of tokens, that the machine stores; None for no
@@ -168,9 +168,10 @@ class Batch:
 
         Yields:
             A tuple of:
-                The index that selects the sample's kept tokens in an array of activations. If all
-                tokens of the batch are kept, this is an array (B, T, ...). Otherwise it is an array
-                (tokens, ...) of the kept tokens of the batch, row by row.
+                The index that selects the sample's kept tokens in an array of activations. The
+                array has the shape (B, T, ...) if all tokens of the batch are kept. Otherwise, it
+                contains only the kept tokens of the batch, row by row, and has the shape
+                (kept tokens, ...).
                 The positions of the kept tokens in the sample, int32 (tokens,).
         """
         if self.kept_mask is None:

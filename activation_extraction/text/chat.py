@@ -74,8 +74,9 @@ class MessagesColumn:
     """Reads conversations from a column of messages, and from the column `tools` if a row has it.
 
     Attributes:
-        name: The name of the column of messages.
-        template: The chat template that renders the messages.
+        activity: Verb that describes the reading in messages (see `Reader`).
+        name: Name of the column of messages.
+        template: Chat template that renders the messages.
     """
 
     activity: ClassVar = "rendering the chat template of"
@@ -113,7 +114,7 @@ class MessagesColumn:
 
 
 def _decoded(column: Any) -> Any:
-    """Returns messages or tools, which some data sets store as JSON text, decoded.
+    """Decodes messages or tools, which some data sets store as JSON text.
 
     Args:
         column: The value of a column.
@@ -133,7 +134,7 @@ def _decoded(column: Any) -> Any:
 def _message(row_message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message in the format of transformers, with a single text as its content.
 
-    Keys that are null stay null, because transformers decides whether the template gets them.
+    Keys whose value is null are kept, because transformers decides whether the template gets them.
 
     Args:
         row_message: The message in the format of the data set.
@@ -193,7 +194,8 @@ def _content_text(content: Any) -> str:
 def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a message with the arguments of its tool calls converted.
 
-    The arguments are a key of the call itself, or of the object under its key `function`.
+    The arguments are under the key `arguments` of the call, or of the object under its key
+    `function`.
 
     Args:
         message: The message.
@@ -216,7 +218,7 @@ def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -
 
 
 def _as_object(arguments: Any) -> Any:
-    """Returns the arguments of a call as an object if they are the JSON text of an object.
+    """Decodes the arguments of a tool call if they are the JSON text of an object.
 
     Other arguments are returned unchanged, and the template writes them as they are.
     """
@@ -230,7 +232,7 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _as_text(arguments: Any) -> Any:
-    """Returns the arguments of a call as JSON text if they are an object."""
+    """Encodes the arguments of a tool call as JSON text if they are an object."""
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
@@ -253,7 +255,7 @@ class ChatTemplate:
 
     @classmethod
     def of_file(cls, tokenizer: Any, file: str, arguments: Mapping[str, Any]) -> "ChatTemplate":
-        """Returns the template in a file.
+        """Returns the chat template that is in a file.
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
@@ -293,7 +295,7 @@ class ChatTemplate:
     def _checked(
         cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
-        """Returns the templates if they use all arguments.
+        """Returns a ChatTemplate after checking that its templates use all arguments.
 
         Args:
             tokenizer: See `of_model`.
@@ -314,12 +316,12 @@ class ChatTemplate:
         return cls(tokenizer, sources, origin, arguments)
 
     def check(self) -> None:
-        """Tries the templates on a conversation.
+        """Renders a short conversation with each template, to find faulty templates.
 
         Raises:
             InputError: If a template cannot render the conversation, if it renders the conversation
                 differently the second time, or if only one of two templates writes turns between
-                START and END.
+                <|im_start|> and <|im_end|>.
         """
         if len({START in source for source in self.sources.values()}) > 1:
             raise InputError(
@@ -347,12 +349,12 @@ class ChatTemplate:
 
     @cached_property
     def has_roles(self) -> bool:
-        """Whether turns are blocks between START and END, so that each token has a role."""
+        """Returns whether turns are between <|im_start|> and <|im_end|>, so tokens have roles."""
         return any(START in source for source in self.sources.values())
 
     @cached_property
     def marks_thinking(self) -> bool:
-        """Whether the templates write thinking between <think> and </think>."""
+        """Returns whether the templates write thinking between <think> and </think>."""
         for source in self.sources.values():
             if THINK in source or END_THINK in source:
                 return True
@@ -392,12 +394,13 @@ class ChatTemplate:
         return Content(text)
 
     def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Checks that messages with thinking under a key of its own contain no thinking markers.
+        """Checks that messages with a separate key for thinking contain no <think> or </think>.
 
         Such a marker could end the thinking early, or make other text look like thinking.
 
         Raises:
-            UnusableRowError: If a message has separate thinking, and THINK or END_THINK in a text.
+            UnusableRowError: If a message has a key for thinking, and its thinking or its content
+                contains a marker.
         """
         error_message = "a message has its thinking apart, and {} in its text"
         for message in messages:
@@ -426,7 +429,15 @@ class ChatTemplate:
             ) from error
 
     def _apply(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
-        """Returns the text that transformers renders. May raise any exception."""
+        """Renders a conversation with transformers, which may raise any exception.
+
+        Args:
+            messages: The messages in the format of transformers.
+            tools: The tools that the assistant may call; None for no tools.
+
+        Returns:
+            The rendered text.
+        """
         template_name = "tool_use" if tools and "tool_use" in self.sources else "default"
         if template_name not in self.sources:
             raise ValueError("its only template is for conversations with tools, tool_use")

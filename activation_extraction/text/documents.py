@@ -1,10 +1,11 @@
-"""Documents: the rows with content that a worker reads from one or several data sets, in order.
+"""Reads the documents of a worker, which are the rows with content in its share of the data.
 
-A state is a place in this sequence of rows. Reading starts from a state, and yields the state after
-each row with the row. A row without content has no document. A row that cannot be used, for example
-because it is not JSON or lacks a column, is skipped or ends the run with a message that names its
-position. Rows without a document are yielded as well, because samples.py counts them. sources.py
-opens the data sets, and rows.py reads their rows.
+The rows come from one or several data sets, in a fixed order. A state is a place in this order.
+Reading starts from a state, and yields each row together with the state after the row. A row
+without content has no document. A row that cannot be used, for example because it is not JSON or
+lacks a column, is skipped or ends the run with a message that names its position. Rows without a
+document are yielded as well, because samples.py counts them. sources.py opens the data sets, and
+rows.py reads their rows.
 """
 
 import logging
@@ -86,7 +87,7 @@ class RowCounts(NamedTuple):
 
 
 def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
-    """Returns a state of the documents with counts, as `Mark.stream` stores it.
+    """Returns a state with the counts of skipped and empty rows, as `Mark.stream` stores it.
 
     In the state of a mixture, the state of each data set gets the same counts, which are the counts
     for all data sets together.
@@ -101,14 +102,18 @@ def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
 
 
 def counts_in(stream: Mapping[str, Any]) -> RowCounts:
-    """Returns the counts that `with_counts` has added to a state of the documents."""
+    """Returns the counts of skipped and empty rows that `with_counts` has added to a state.
+
+    Args:
+        stream: A state of the documents with counts, such as `Mark.stream`.
+    """
     if "streams" in stream:
         return counts_in(stream["streams"][0])
     return RowCounts(stream["skipped"], stream["empty"])
 
 
 def unusable_row(problem: str) -> RunError:
-    """Returns the error that ends a run at a row that cannot be used, without --skip_bad_rows.
+    """Returns the error that ends a run without --skip_bad_rows at a row that cannot be used.
 
     Args:
         problem: The position of the row, and the reason why it cannot be used.
@@ -215,8 +220,8 @@ class DocumentStream:
     def _take_share(self, index: int, count: int) -> None:
         """Narrows the stream to one of several shares of its rows.
 
-        If there are fewer partitions than shares, several shares consist of the rows of the same
-        partition, in turn.
+        If there are fewer partitions than shares, several shares take turns at the rows of the same
+        partition.
 
         Args:
             index: The number of the share, counted from 0.
@@ -285,7 +290,7 @@ class DocumentStream:
             self._leave([last])
 
     def _numbered(self, columns: dict[str, Any], row_number: int) -> SourceRow:
-        """Returns a row of a hub data set, whose position is its number.
+        """Returns a row of a hub data set with its number as its position.
 
         Args:
             columns: The columns of the row by name.
@@ -373,7 +378,14 @@ class Mixture:
         }
 
         def progress(index: int) -> float:
-            """Returns the number of documents of a data set relative to its weight."""
+            """Returns the number of documents that a data set has yielded, divided by its weight.
+
+            Half a document is added to the number. So the data set with the largest weight comes
+            first.
+
+            Args:
+                index: Index of the data set.
+            """
             return (num_documents[index] + 0.5) / self._weights[index]
 
         while rows_by_index:
@@ -428,8 +440,11 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
 
 
 def with_remedy(error: RunError) -> InputError:
-    """Returns a RunError as an InputError whose message contains the remedy.
+    """Turns a RunError into an InputError whose message ends with the remedy of the error.
 
     This function is for errors of reading that are detected before anything expensive starts.
+
+    Args:
+        error: The error, whose `remedy` tells the user what to do; None if there is no remedy.
     """
     return InputError(f"{error}; {error.remedy}" if error.remedy else str(error))

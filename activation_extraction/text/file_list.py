@@ -103,7 +103,9 @@ def is_path(source: str) -> bool:
 
 
 def refuse_repeated(files: Iterable[DataFile]) -> None:
-    """Checks that no file is listed twice, even by different paths, which would store rows twice.
+    """Checks that no file is listed twice, not even by different paths.
+
+    The rows of such a file would be stored twice.
 
     Args:
         files: The files of one or several data sets.
@@ -419,7 +421,7 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
 
 
 def _describe(fs: Any, folder: str, path: str) -> DataFile:
-    """Returns a data file with its name, size and version.
+    """Makes the DataFile for a path, with the name, size and version of the file.
 
     Args:
         fs: The file system, an object of fsspec.
@@ -443,7 +445,7 @@ def _describe(fs: Any, folder: str, path: str) -> DataFile:
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
         return DataFile(path, name, status.st_size, str(status.st_mtime_ns))
-    metadata = fs.info(path)  # no request if the store's client has cached the listing
+    metadata = fs.info(path)  # sends no request if the listing is cached
     version = ""
     for key in VERSION_KEYS:
         if metadata.get(key):

@@ -77,7 +77,7 @@ class DataFile:
 
     @property
     def local(self) -> bool:
-        """Whether the file is on this machine."""
+        """Returns whether the file is on this machine."""
         return "://" not in self.url
 
     @property
@@ -89,7 +89,7 @@ class DataFile:
 
     @property
     def may_grow(self) -> bool:
-        """Whether rows may be appended to the file after the run has begun."""
+        """Returns whether rows may be appended to the file after the run has begun."""
         return self.local and self.kind.is_text
 
     @property
@@ -366,7 +366,7 @@ def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]
 MAX_LINE = 2**27  # the largest number of characters of a line, or of a field of CSV
 MAX_ARRAY_BYTES = 2**30  # the largest size in bytes of a file that is a JSON array
 NEWLINES = ("\n", "\r", 10, 13)  # characters that end a line of text, then their bytes as integers
-# Separators that are no commas, with which some CSV files are written -> their names for messages.
+# Separators that some CSV files contain instead of commas -> their names for messages.
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 DOUBLE_QUOTES = (
     "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
@@ -378,7 +378,11 @@ AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
 def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
-    """Yields the rows of a JSON file: its lines, or the elements if a .json file is an array."""
+    """Yields the rows of a JSON file (see `FileKind.rows`).
+
+    The rows are the elements if the file is a .json file with one array. Otherwise, they are the
+    lines.
+    """
     with text_content(file) as content:
         if uncompressed_name(file.url).endswith(".json"):
             first_bytes = content.peek().removeprefix(codecs.BOM_UTF8).lstrip()
@@ -439,8 +443,11 @@ def _object(element: Any) -> dict[str, Any]:
 
 
 def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
-    """Yields the rows of a CSV file below its header, which names the columns."""
-    csv.field_size_limit(MAX_LINE)  # the limit for the whole process, 131,072 by default
+    """Yields the rows of a CSV file below its header, which names the columns.
+
+    `FileKind.rows` describes the arguments.
+    """
+    csv.field_size_limit(MAX_LINE)  # the default, 131,072, is too small for texts
     with text_content(file) as content:
         # Bytes that are not UTF-8 become lone surrogates, so that only their row is unusable.
         text_file = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
@@ -503,7 +510,10 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
 
 
 def _lines(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
-    """Yields the lines of a text file, without a last line that continues after `file.read_to`.
+    """Yields the lines of a text file that end within the part of the file that is read.
+
+    If the file has grown, only its first `file.read_to` bytes are read. A last line that continues
+    after these bytes is left out.
 
     Args:
         content: The content of the file, as bytes or as text.
@@ -523,7 +533,11 @@ def _lines(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
 
 
 def _byte_after(file: DataFile) -> bytes:
-    """Returns the byte after `file.read_to`; b"" if the file ends there or is compressed."""
+    """Returns the byte after the first `file.read_to` bytes of a file.
+
+    Returns:
+        The byte; b"" if the file ends there, if it is compressed, or if all its bytes are read.
+    """
     if file.read_to is None or compression_of(file.url):
         return b""
     with open_file(file.url) as content:
@@ -540,7 +554,10 @@ BYTES_TYPES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarr
 
 
 def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
-    """Yields the rows of a row group of a Parquet file, with the needed columns only."""
+    """Yields the rows of a row group of a Parquet file, with only the needed columns.
+
+    `FileKind.rows` describes the arguments.
+    """
     with open_file(file.url) as content:
         parquet = pyarrow.parquet.ParquetFile(content)
         columns = schema.columns_among(parquet.schema_arrow.names)
@@ -556,7 +573,10 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
 
 
 def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
-    """Yields the rows of an Arrow file or stream, with the needed columns only."""
+    """Yields the rows of an Arrow file or Arrow stream, with only the needed columns.
+
+    `FileKind.rows` describes the arguments.
+    """
     with open_file(file.url) as content:
         first_bytes = content.read(FORMAT_BYTES)
         refuse_other_formats(first_bytes)
@@ -594,7 +614,10 @@ def _validate(batch: pyarrow.RecordBatch) -> None:
 
 
 def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
-    """Returns the values of the columns of a batch that has a single row, by name.
+    """Returns the values of a row by the names of its columns.
+
+    Args:
+        batch: The row, as a batch that contains no other row.
 
     Raises:
         UnusableRowError: If a column cannot be read. The message names the column.
@@ -612,7 +635,7 @@ def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
 
 
 def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
-    """Returns a value of Arrow with its JSON decoded and its objects as Structs.
+    """Decodes the JSON in a value of Arrow, and turns its objects into Structs (see structs.py).
 
     Args:
         value: The value as `as_py` returns it.
@@ -634,7 +657,7 @@ def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
 
 @cache
 def _contains_objects(arrow_type: pyarrow.DataType) -> bool:
-    """Returns whether values of a type of Arrow contain JSON or objects.
+    """Returns whether values of an Arrow type contain JSON or objects.
 
     Other values, such as long lists of numbers, need no conversion.
     """

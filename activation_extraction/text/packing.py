@@ -22,7 +22,8 @@ from activation_extraction.text.samples import ChangedDataError
 # Bounds of the size of a group, in rows that the tokens of the group would fill without padding.
 MAX_GROUP_ROWS = 256
 MIN_GROUP_ROWS = 16
-GROUP_TOKENS = 2**20  # the size of a group in tokens if MAX_GROUP_ROWS rows have more tokens
+# The size of a group in tokens if rows are so long that MAX_GROUP_ROWS rows have more tokens.
+GROUP_TOKENS = 2**20
 GROUP_SAMPLES = 2**16  # the largest number of samples in a group, however short the samples are
 
 
@@ -37,7 +38,7 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
 
 
 def rows_of_group(length: int) -> int:
-    """Returns the size of a group: the number of rows that its tokens fill without padding.
+    """Returns how many rows the tokens of a group fill at most, without padding.
 
     Args:
         length: The number of tokens of a row.
@@ -74,7 +75,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
     def samples_before_error() -> Iterator[Sample]:
         nonlocal end_mark, read_error
         try:
-            # `yield from` returns None for an iterable that is no generator.
+            # `yield from` returns the mark of a generator, and None for another iterable.
             end_mark = yield from samples  # type: ignore[func-returns-value]
         except ChangedDataError:  # the earlier samples of the group may be wrong as well
             raise
@@ -147,7 +148,7 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         their first sample.
     """
     rows: list[list[int]] = []
-    # The free tokens and the index of each row that is not full, ascending.
+    # The number of free tokens and the index of each row that is not full, in ascending order.
     free_spaces: list[tuple[int, int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]

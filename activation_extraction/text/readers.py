@@ -29,7 +29,8 @@ class TextColumn:
     """Reads the text of a column.
 
     Attributes:
-        name: The name of the column.
+        activity: Verb that describes the reading in messages (see `Reader`).
+        name: Name of the column.
     """
 
     activity: ClassVar = "reading"
@@ -66,10 +67,11 @@ class IdsColumn:
     """Reads token ids from a column, and from another column a mask of the tokens to keep.
 
     Attributes:
-        name: The name of the column with lists of token ids.
-        mask: The name of the column with masks, which are lists of 0 and 1; "" for no mask. In a
+        activity: Verb that describes the reading in messages (see `Reader`).
+        name: Name of the column with lists of token ids.
+        mask: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In a
             column of the name ATTENTION_MASK, 0 means padding, which is left out.
-        vocabulary: The number of token ids of the model.
+        vocabulary: Number of token ids that the model has.
     """
 
     activity: ClassVar = "reading"
@@ -114,7 +116,18 @@ class IdsColumn:
         return Content(token_ids=token_ids.astype(np.int32), mask=mask)
 
     def _mask(self, row: Mapping[str, Any], length: int) -> np.ndarray:
-        """Returns the mask of a row of `length` token ids, bool (length,)."""
+        """Returns the mask in the mask column of a row.
+
+        Args:
+            row: The columns of the row by name.
+            length: Number of token ids of the row.
+
+        Returns:
+            The mask, bool (length,).
+
+        Raises:
+            UnusableRowError: If the column does not contain a 0 or 1 for each token id.
+        """
         column = column_of(row, self.mask, "--mask_column")
         integers = _integers(column, self.mask, "--mask_column")
         if len(integers) != length or not np.isin(integers, (0, 1)).all():
@@ -156,7 +169,8 @@ class ArcTask:
     rows without that column.
 
     Attributes:
-        template: The chat template that renders the prompt as a message of the user; None to use
+        activity: Verb that describes the reading in messages (see `Reader`).
+        template: Chat template that renders the prompt as a message of the user; None to use
             the prompt without a template.
     """
 

@@ -50,8 +50,8 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
 
     Args:
         text: The conversation as the template renders it.
-        messages: The messages that were rendered. They contain neither START nor END.
-        marks_thinking: Whether the template writes thinking between THINK and END_THINK.
+        messages: The messages that were rendered. They contain neither <|im_start|> nor <|im_end|>.
+        marks_thinking: Whether the template writes thinking between <think> and </think>.
 
     Returns:
         The spans, which together cover the text.
@@ -86,13 +86,14 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
 def _blocks(text: str) -> list[re.Match[str]]:
     """Returns the blocks of a rendered conversation.
 
-    After the last block, one more START may open the turn that a model would generate.
+    After the last block, one more <|im_start|> may open the turn that a model would generate.
 
     Returns:
         A match for each block. Group 1 of the match is the header, and group 2 is the content.
 
     Raises:
-        UnusableRowError: If START or END occurs anywhere else, or if there is no START.
+        UnusableRowError: If <|im_start|> or <|im_end|> occurs anywhere else, or if there is no
+            <|im_start|>.
     """
     if START not in text:
         raise UnusableRowError(f"the template writes no turns that begin with {START}")
@@ -101,7 +102,8 @@ def _blocks(text: str) -> list[re.Match[str]]:
     starts_after_blocks = text.count(START, last_block_end)
     if text.count(START) - len(blocks) != starts_after_blocks or starts_after_blocks > 1:
         raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
-    # If a message ends in "<|im_end|" and the template writes ">" after it, they make another END.
+    # If a message ends in "<|im_end|" and the template writes ">" after it, the text contains an
+    # additional <|im_end|>.
     if text.count(END) != len(blocks):
         raise UnusableRowError(f"its rendered text contains {END} elsewhere than at a turn's end")
     return blocks
@@ -139,7 +141,12 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
 
 
 def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
-    """Returns whether the headers of blocks are possible headers of turns, one for each turn."""
+    """Returns whether there is one header for each turn, which a template may write for its role.
+
+    Args:
+        headers: The header of each block.
+        turns: The turns.
+    """
     if len(headers) != len(turns):
         return False
     return all(
@@ -161,7 +168,7 @@ def require_texts(
 
     Args:
         messages: The messages whose texts are checked.
-        marks_thinking: Whether the template writes thinking between THINK and END_THINK.
+        marks_thinking: Whether the template writes thinking between <think> and </think>.
         text: The rendered conversation.
         start: Offset in characters at which the search begins.
         stop: Offset in characters at which the search ends; None for the end of the text.
@@ -185,7 +192,14 @@ def require_texts(
 
 
 def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[str]:
-    """Returns the texts of a message that a template must write: the texts around its thinking."""
+    """Returns the texts of a message that a template must write.
+
+    These are the texts before and after the thinking, because a template may leave out thinking.
+
+    Args:
+        message: The message.
+        marks_thinking: Whether the template writes thinking between <think> and </think>.
+    """
     text = without_surrogates(message.get("content") or "")
     text_before_end, end_marker, text_after = text.partition(END_THINK)
     if not (end_marker and marks_thinking and message["role"] == "assistant"):
@@ -201,7 +215,7 @@ def refuse_markers(content: Any, markers: Iterable[str], message: str) -> None:
     Args:
         content: A text, or nested lists and objects with texts. The keys of objects are checked as
             well.
-        markers: The markers, such as START.
+        markers: The markers, such as <|im_start|>.
         message: The message of the error, with {} in the place of the marker.
 
     Raises:

@@ -292,7 +292,14 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
 
 
 def kind_of_value(value: Any) -> str:
-    """Returns the kind that a value seems to have: "text", CONVERSATION or TOKEN_IDS; else ""."""
+    """Returns the kind of content that a value seems to be.
+
+    Args:
+        value: The value of a column.
+
+    Returns:
+        "text", CONVERSATION or TOKEN_IDS; "" if the value seems to be none of these.
+    """
     if isinstance(value, str):
         return "text"
     if isinstance(value, list) and value:

@@ -38,7 +38,7 @@ PREVIEW_CHARACTERS = 200  # the length of SampleFacts.text_preview
 
 
 class ChangedDataError(RunError):
-    """The data set has changed, so that a stored sample would now come from another row."""
+    """Raised if the data set has changed, so that a stored sample would come from another row."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SampleSettings:
     special_tokens: SpecialTokens = SpecialTokens()
 
     def pieces(self, tokens: int) -> list[range]:
-        """Returns, for each sample of a document, the range of the document's tokens in it.
+        """Returns the range of tokens of each sample that is made from a document.
 
         Args:
             tokens: Number of tokens of the document.
@@ -140,7 +140,7 @@ def samples(
     mark = start or Mark(0)
 
     def is_over() -> bool:
-        """Returns whether a limit ends the stream at the mark."""
+        """Returns whether a limit of samples or tokens ends the stream at the current mark."""
         is_limit_reached = mark.samples >= sample_limit or mark.tokens >= token_limit
         return mark.samples >= limits_from and is_limit_reached
 
@@ -184,7 +184,7 @@ def _whole_samples(
     start: Mark,
     sample_limit: float,
 ) -> Generator[Sample, None, Mark]:
-    """Yields the samples of one worker before the limit of tokens is applied.
+    """Yields the samples of one worker without applying the limit of tokens.
 
     `SampleFacts.cut` counts all tokens that follow the sample in its document, and `Mark.tokens` is
     not set yet.
@@ -328,7 +328,7 @@ def _sample(
 
 
 def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
-    """Returns a sample that keeps only the first of its kept tokens.
+    """Returns a sample with at most `max_kept` kept tokens, which are the first kept tokens.
 
     If the sample keeps fewer tokens than before, it ends with the last token that it keeps, because
     later tokens do not change the activations of earlier tokens.

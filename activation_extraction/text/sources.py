@@ -257,8 +257,9 @@ class ShuffledRows:
     partitions, the partition and the block. (The shuffle buffer of `datasets` is not used, because
     its content cannot be restored.)
 
-    A position contains the position in the data set where a block begins, because the rows of this
-    block are read again when a run continues. Its keys, which stored runs contain, are:
+    When a run continues, the rows of the current block are read again. So a position of this stream
+    contains the place in the data set where the block begins. The keys of a position, which stored
+    runs contain, are:
         piece: The number of partitions that were read.
         block: The number of the block in the partition.
         taken: The number of rows of the block that were read.

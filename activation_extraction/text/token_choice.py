@@ -42,7 +42,7 @@ class TokenChoice:
 
     @property
     def everything(self) -> bool:
-        """Whether all tokens are kept."""
+        """Returns whether all tokens are kept."""
         return self == TokenChoice()
 
     def eligible(
@@ -125,7 +125,7 @@ def _hashes(seed: int, sample_idx: int, positions: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Returns hashes of numbers, by one step of SplitMix64 (Steele, Lea and Flood, 2014).
+    """Hashes numbers with one step of SplitMix64 (Steele, Lea and Flood, 2014).
 
     Args:
         x: The numbers, uint64 (numbers,).

@@ -120,14 +120,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _replace_words(tokenizer: Tokenizer, source: Tokenizer, prefix_space: bool | None) -> None:
-    """Gives a tokenizer the vocabulary and the words of another tokenizer.
+    """Makes a tokenizer split texts into words, and words into tokens, as another one does.
 
-    The special tokens of the tokenizer stay as they are.
+    The special tokens of the tokenizer do not change.
 
     Args:
         tokenizer: The tokenizer to change.
         source: The tokenizer whose normalizer, pre-tokenizer, model and decoder are used.
-        prefix_space: Whether a space is added in front of a text; None to do as `source` does.
+        prefix_space: Whether a space is added in front of a text. None to keep the setting of
+            `source`.
     """
     if prefix_space is not None:
         for byte_level in _byte_levels(source):
@@ -139,9 +140,9 @@ def _replace_words(tokenizer: Tokenizer, source: Tokenizer, prefix_space: bool |
 
 
 def _byte_levels(tokenizer: Tokenizer) -> list[pre_tokenizers.ByteLevel]:
-    """Returns the steps of a tokenizer that turn words into bytes.
+    """Returns the pre-tokenization steps of a tokenizer that turn words into bytes.
 
-    They are references to the steps, so changing one of them changes the tokenizer.
+    The returned objects belong to the tokenizer, so changing one of them changes the tokenizer.
     """
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     steps: list[Any] = [pre_tokenizer]
@@ -171,14 +172,14 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     settings["special tokens around"] = [tokenizer.encode(text).ids for text in ("", "x")]
     splits_special_tokens = tokenizer.encode_special_tokens
     settings["special tokens split"] = splits_special_tokens
-    if not splits_special_tokens:  # then special tokens are treated like other added tokens
+    if not splits_special_tokens:  # special tokens are then split off like other added tokens
         for token in settings.get("added_tokens", ()):
             token.pop("special", None)
     return settings
 
 
 def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns an object of tokenizer.json without settings that are off or change no token id."""
+    """Returns an object of tokenizer.json without settings that have no effect on token ids."""
     effective_settings = {}
     for key, setting in settings.items():
         is_off = setting is None or setting is False or setting == ""

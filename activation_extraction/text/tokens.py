@@ -76,7 +76,7 @@ class SpecialTokens:
         return len(self.front_ids) + len(self.end_ids)
 
     def around(self, tokens: Tokens, characters: int) -> Tokens:
-        """Returns the tokens of a text with the special tokens around them.
+        """Adds the special tokens around the tokens of a text.
 
         Args:
             tokens: The tokens of a text, without labels.
@@ -137,7 +137,8 @@ def tokenise(
         cuts: The result of `safe_cuts` for the tokenizer; None if texts must not be cut.
 
     Returns:
-        For each content, its tokens. If the tokenizer fails on a content, the reason as a text.
+        For each content, its tokens. If the tokenizer fails on a content, a text with the reason
+        instead.
     """
     if tokenizer is None:
         id_lists = [content.token_ids for content in contents]
@@ -158,7 +159,10 @@ def _tokenise_all(
     max_tokens: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens]:
-    """Returns the tokens of texts (see `tokenise`). May raise any exception if one text fails."""
+    """Returns the tokens of texts, as `tokenise` does, but raises an exception if a text fails.
+
+    `tokenise` describes the arguments. The tokenizer may raise any exception.
+    """
     sections_of_contents = [_sections(content.text, cuts) for content in contents]
     section_texts: list[str] = []
     for content, sections in zip(contents, sections_of_contents, strict=True):
@@ -249,7 +253,7 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
-    """Returns whether a text has the same words if it is cut.
+    """Returns whether a tokenizer finds the same words in a text if the text is cut in two.
 
     Args:
         tokenizer: The tokenizer, which splits texts into words.
@@ -270,11 +274,14 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
 
 
 def _sections(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
-    """Returns the slice of a text for each of its sections. A short text is a single section.
+    """Divides a text into sections, which are tokenised separately.
 
     Args:
         text: The text.
         cuts: Pattern of the positions where the text may be cut; None if it must not be cut.
+
+    Returns:
+        The slice of the text for each section. A short text is a single section.
     """
     boundaries = [0]
     while boundaries[-1] < len(text) or len(boundaries) == 1:
