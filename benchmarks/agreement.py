@@ -49,39 +49,39 @@ class Comparison:
     Attributes:
         deviations: Deviation of each hook of each compared document from the reference; see
             `deviation`. Empty if the contender is the reference.
-        tokens: Number of compared tokens.
-        rerouted: Number of compared tokens whose experts differ from those of the reference.
-        changed: Number of this contender's tokens whose experts differ from those of the reference
-            in float32. None if there is no float32 run to compare with.
-        changed_in_reference: The same number for the reference in this dtype. 0 without a float32
-            run.
+        compared_tokens: Number of compared tokens.
+        rerouted_tokens: Number of compared tokens whose experts differ from those of the reference.
+        changed_tokens: Number of this contender's tokens whose experts differ from those of the
+            reference in float32. None if there is no float32 run to compare with.
+        changed_reference_tokens: Number of the reference's tokens in this dtype whose experts
+            differ from those of the reference in float32. 0 without a float32 run.
     """
 
     deviations: list[float] = field(default_factory=list)
-    tokens: int = 0
-    rerouted: int = 0
-    changed: int | None = 0
-    changed_in_reference: int = 0
+    compared_tokens: int = 0
+    rerouted_tokens: int = 0
+    changed_tokens: int | None = 0
+    changed_reference_tokens: int = 0
 
-    def add(self, values: Values, reference: Values, exact: Values | None) -> None:
+    def add(self, values: Values, reference: Values, exact_values: Values | None) -> None:
         """Adds one document to the comparison.
 
         Args:
             values: The values of this contender.
             reference: The values of the reference in the same dtype.
-            exact: The values of the reference in float32. None if they were not computed.
+            exact_values: The values of the reference in float32. None if they were not computed.
         """
-        same_mask = same_experts(values, reference)
-        self.tokens += len(same_mask)
-        self.rerouted += int((~same_mask).sum())
-        if exact is None:
-            self.changed = None
-        elif self.changed is not None:
-            self.changed += int((~same_experts(values, exact)).sum())
-            self.changed_in_reference += int((~same_experts(reference, exact)).sum())
-        if values is not reference and same_mask.any():
+        has_same_experts = same_experts(values, reference)
+        self.compared_tokens += len(has_same_experts)
+        self.rerouted_tokens += int((~has_same_experts).sum())
+        if exact_values is None:
+            self.changed_tokens = None
+        elif self.changed_tokens is not None:
+            self.changed_tokens += int((~same_experts(values, exact_values)).sum())
+            self.changed_reference_tokens += int((~same_experts(reference, exact_values)).sum())
+        if values is not reference and has_same_experts.any():
             self.deviations += [
-                deviation(array[same_mask], reference[hook][same_mask])
+                deviation(array[has_same_experts], reference[hook][has_same_experts])
                 for hook, array in values.items()
                 if not _is_expert_hook(hook)
             ]
@@ -104,19 +104,22 @@ class Comparison:
         Raises:
             Disagreement: If a deviation or a number of tokens is larger than allowed.
         """
-        largest = self.largest_deviation
+        largest_deviation = self.largest_deviation
         # The negated comparison is also true for NaN.
-        if largest is not None and not largest <= TOLERANCE[dtype]:
+        if largest_deviation is not None and not largest_deviation <= TOLERANCE[dtype]:
             raise Disagreement(
-                f"{name}: deviates by {largest:.3g} times the RMS; at most {TOLERANCE[dtype]} "
-                "is allowed"
+                f"{name}: deviates by {largest_deviation:.3g} times the RMS; at most "
+                f"{TOLERANCE[dtype]} is allowed"
             )
-        changed = self.changed or 0
-        max_changed = MAX_CHANGED_RATIO * self.changed_in_reference + 10
-        if not few_more(self.changed_in_reference, changed) or changed > max_changed:
+        num_changed_tokens = self.changed_tokens or 0
+        max_changed_tokens = MAX_CHANGED_RATIO * self.changed_reference_tokens + 10
+        if (
+            not few_more(self.changed_reference_tokens, num_changed_tokens)
+            or num_changed_tokens > max_changed_tokens
+        ):
             raise Disagreement(
-                f"{name}: {changed} of {self.tokens} tokens have other experts than in float32; "
-                f"for the first contender, {self.changed_in_reference} do"
+                f"{name}: {num_changed_tokens} of {self.compared_tokens} tokens have other experts "
+                f"than in float32; for the first contender, {self.changed_reference_tokens} do"
             )
 
 
@@ -127,13 +130,14 @@ class Agreement:
     """
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        """Starts without any contender.
+        """Prepares a comparison to which no contender has been added yet.
 
         Args:
             documents: The expected token ids of each document.
         """
         self._documents = documents
-        self._reference: dict[tuple[str, int], Values] = {}  # dtype, document number -> values
+        # Tuple of dtype and document number -> values of the reference.
+        self._reference: dict[tuple[str, int], Values] = {}
 
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
         """Compares the shards of one contender with the documents and with the reference.
@@ -151,16 +155,18 @@ class Agreement:
         """
         tokens_by_hook: Counter[str] = Counter()
         comparison = Comparison()
-        for number, token_ids, values in stored_documents(folder):
-            length = len(token_ids)
+        for document_number, token_ids, values in stored_documents(folder):
+            num_tokens = len(token_ids)
             lengths = {len(array) for array in values.values()}
-            if token_ids.tolist() != list(self._documents[number]) or lengths != {length}:
-                raise Disagreement(f"{folder.name}: document {number} has other tokens")
-            tokens_by_hook.update(dict.fromkeys(values, length))
-            if length <= MAX_COMPARED_TOKENS:
-                reference = self._reference.setdefault((dtype, number), values)
-                exact = self._reference.get(("float32", number))
-                comparison.add(values, reference, exact)
+            if token_ids.tolist() != list(self._documents[document_number]) or lengths != {
+                num_tokens
+            }:
+                raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
+            tokens_by_hook.update(dict.fromkeys(values, num_tokens))
+            if num_tokens <= MAX_COMPARED_TOKENS:
+                reference = self._reference.setdefault((dtype, document_number), values)
+                exact_values = self._reference.get(("float32", document_number))
+                comparison.add(values, reference, exact_values)
         if set(tokens_by_hook.values()) != {tokens}:
             raise Disagreement(
                 f"{folder.name}: tokens by hook are {tokens_by_hook}, expected {tokens}"
@@ -177,14 +183,14 @@ def same_experts(values: Values, expected: Values) -> np.ndarray:
         expected: The values to compare with, with the same hooks and shapes.
 
     Returns:
-        An array (...) of bool. It is True for all tokens of a model without experts.
+        A mask of bool in the shape (...). It is True for all tokens of a model without experts.
     """
-    same_mask = np.ones(next(iter(values.values())).shape[:-1], bool)
+    has_same_experts = np.ones(next(iter(values.values())).shape[:-1], bool)
     for hook in filter(_is_expert_hook, values):
         experts = np.sort(values[hook].astype(np.float32), axis=-1)
         expected_experts = np.sort(expected[hook].astype(np.float32), axis=-1)
-        same_mask &= (experts == expected_experts).all(axis=-1)
-    return same_mask
+        has_same_experts &= (experts == expected_experts).all(axis=-1)
+    return has_same_experts
 
 
 def _is_expert_hook(hook: str) -> bool:
@@ -202,25 +208,34 @@ def few_more(count: int, reference_count: int) -> bool:
 
 
 def deviation(values: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest absolute difference of two arrays, divided by the RMS of `expected`."""
+    """Returns the largest absolute difference of two arrays, relative to the second array.
+
+    The difference is divided by the root mean square (RMS) of `expected`.
+    """
     values, expected = values.astype(np.float32), expected.astype(np.float32)
     rms = np.sqrt(np.mean(np.square(expected), dtype=np.float64))
     return float(np.abs(values - expected).max() / rms)
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, Values]]:
-    """Yields the number, the token ids and the values of each document in a folder's shards."""
+    """Yields the documents in the shards of a folder.
+
+    Yields:
+        A tuple of the number of the document, its token ids, and its values: hook name -> array
+        (tokens, width).
+    """
     for path in sorted(folder.glob("shard_*.pkl.gz")):
-        token_ids_of: dict[int, np.ndarray] = {}  # document number -> token ids
-        values_of: dict[int, dict[str, np.ndarray]] = {}  # document number -> values
-        with open(path, "rb") as file:
-            records_by_key = read_records(file, path.name, MAX_SHARD_BYTES)
-        for key, records in records_by_key.items():
-            hook = RESIDUAL.format(key) if isinstance(key, int) else str(key)
+        # The keys of both dicts are the numbers of documents.
+        token_ids_of_document: dict[int, np.ndarray] = {}
+        values_of_document: dict[int, dict[str, np.ndarray]] = {}
+        with open(path, "rb") as shard_file:
+            records_by_key = read_records(shard_file, path.name, MAX_SHARD_BYTES)
+        for hook_key, records in records_by_key.items():
+            hook = RESIDUAL.format(hook_key) if isinstance(hook_key, int) else str(hook_key)
             for record in records:
-                number = record["sample_idx"]
+                document_number = record["sample_idx"]
                 assert record["token_ids"] is not None
-                token_ids_of.setdefault(number, record["token_ids"])
-                values_of.setdefault(number, {})[hook] = record["activation"]
-        for number, values in values_of.items():
-            yield number, token_ids_of[number], values
+                token_ids_of_document.setdefault(document_number, record["token_ids"])
+                values_of_document.setdefault(document_number, {})[hook] = record["activation"]
+        for document_number, values in values_of_document.items():
+            yield document_number, token_ids_of_document[document_number], values

@@ -35,7 +35,7 @@ from isal import igzip
 # A function that computes a batch from the token ids of its documents. It returns a tensor
 # (documents, tokens, width) for each hook.
 Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
-# The largest size of a shard before compression, as extract_activations.py has it by default.
+# The largest size of a shard before compression, which is the default of extract_activations.py.
 SHARD_BYTES = 10**9
 # The compression level of isal, from 0 (fastest) to 3 (smallest files).
 ISAL_LEVEL = 1
@@ -48,7 +48,8 @@ class Way:
     Attributes:
         batched: Whether a batch contains several documents, which are padded to the longest one.
         by_length: Whether documents are sorted by length before they are batched.
-        widen: Whether values are stored in float32, whatever the model's dtype is.
+        widen: Whether all floating-point values are stored in float32. Otherwise, they are stored
+            in the model's dtype.
         quick_gzip: Whether isal compresses the files instead of Python's gzip module.
     """
 
@@ -84,8 +85,8 @@ def batches_of(
         document_numbers.sort(key=lambda number: lengths[number])
     if not way.batched:
         batch_size = 1
-    starts = range(0, len(document_numbers), batch_size)
-    batches = [document_numbers[start : start + batch_size] for start in starts]
+    batch_starts = range(0, len(document_numbers), batch_size)
+    batches = [document_numbers[start : start + batch_size] for start in batch_starts]
     return batches[min(computed_every // 2, len(batches) - 1) :: computed_every]
 
 
@@ -104,29 +105,34 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
 
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model.eval()
-    # transformers takes the last hidden state after the final norm. Without the norm, it is the
-    # residual stream after the last layer, just as the others are after earlier layers.
+    # The last hidden state of transformers is the output of the final norm. Without the norm, it is
+    # the residual stream after the last layer, as the other hidden states are after their layers.
     model.norm = torch.nn.Identity()
-    experts: dict[int, torch.Tensor] = {}  # layer -> expert numbers (tokens of the batch, experts)
+    # Number of a layer -> expert numbers, (tokens of the batch, experts).
+    experts_of_layer: dict[int, torch.Tensor] = {}
     for layer in map(layer_of, filter(is_expert_hook, hooks)):
 
         def hook_gate(_: Any, _inputs: Any, gate_output: Any, layer: int = layer) -> None:
             _logits, _weights, expert_numbers = gate_output
-            experts[layer] = expert_numbers
+            experts_of_layer[layer] = expert_numbers
 
         model.layers[layer].mlp.gate.register_forward_hook(hook_gate)
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        tokens, mask = pad(documents)
-        output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
-        values = []
+        padded_ids, attention_mask = pad(documents)
+        model_output = model(
+            padded_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
+        )
+        hook_values = []
         for hook in hooks:
             layer = layer_of(hook)
             if is_expert_hook(hook):
-                values.append(experts[layer].to(torch.int16).reshape(*tokens.shape, -1))
+                hook_values.append(
+                    experts_of_layer[layer].to(torch.int16).reshape(*padded_ids.shape, -1)
+                )
             else:
-                values.append(output.hidden_states[layer + 1])
-        return values
+                hook_values.append(model_output.hidden_states[layer + 1])
+        return hook_values
 
     return forward
 
@@ -147,18 +153,19 @@ def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor 
         documents: The token ids of each document.
 
     Returns:
-        The token ids, (documents, longest length), and the attention mask of the same shape. The
-        mask is None for a single document, which has no padding.
+        A tuple of the token ids, (documents, longest length), and the attention mask in the same
+        shape, which is 1 for tokens and 0 for padding. The mask is None for a single document,
+        which has no padding.
     """
     if len(documents) == 1:
         return torch.tensor([documents[0]]), None
-    longest = max(map(len, documents))
-    tokens = torch.zeros(len(documents), longest, dtype=torch.int64)
-    mask = torch.zeros(len(documents), longest, dtype=torch.int64)
+    longest_length = max(map(len, documents))
+    padded_ids = torch.zeros(len(documents), longest_length, dtype=torch.int64)
+    attention_mask = torch.zeros(len(documents), longest_length, dtype=torch.int64)
     for row, token_ids in enumerate(documents):
-        tokens[row, : len(token_ids)] = torch.tensor(token_ids)
-        mask[row, : len(token_ids)] = 1
-    return tokens, mask
+        padded_ids[row, : len(token_ids)] = torch.tensor(token_ids)
+        attention_mask[row, : len(token_ids)] = 1
+    return padded_ids, attention_mask
 
 
 def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
@@ -183,7 +190,7 @@ class Shards:
     Attributes:
         folder: Folder of the shards.
         hooks: Names of the hooks, in the order of the values that `add` takes.
-        way: Way to widen and compress values.
+        way: Way that determines the dtype of stored values and the compression.
         bytes: Total size in bytes of the files written so far.
     """
 
@@ -195,11 +202,16 @@ class Shards:
     _array_bytes: int = 0
     _records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def add(self, number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]) -> None:
-        """Adds one document. If the shard would become too large, it is written before.
+    def add(
+        self, document_number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]
+    ) -> None:
+        """Adds one document to the shard.
+
+        If the shard would become too large, it is written before, and the document is added to the
+        next shard.
 
         Args:
-            number: The number of the document.
+            document_number: The number of the document.
             token_ids: The token ids of the document.
             values: The values of each hook, (tokens, width).
         """
@@ -209,7 +221,7 @@ class Shards:
             self.flush()
         for hook, array in zip(self.hooks, arrays, strict=True):
             record = {
-                "sample_idx": number,
+                "sample_idx": document_number,
                 "hook": hook,
                 "activation": array,
                 "shape": array.shape,
@@ -230,15 +242,19 @@ class Shards:
         self._shard_count += 1
         path = self.folder / f"shard_{self._shard_count:04d}.pkl.gz"
         with open(path, "wb") as file:
-            with self._compressed(file) as stream:
-                pickle.dump(self._records, stream)
+            with self._compressed(file) as compressed_stream:
+                pickle.dump(self._records, compressed_stream)
             file.flush()
             os.fsync(file.fileno())
         self.bytes += path.stat().st_size
         self._records, self._array_bytes = {}, 0
 
     def _compressed(self, file: Any) -> Any:
-        """Returns a stream that compresses to a file."""
+        """Returns a stream that compresses data with gzip and writes them to a file.
+
+        Args:
+            file: The binary file to write.
+        """
         if self.way.quick_gzip:
             return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=ISAL_LEVEL)
         # The default compression level of Python's gzip is 9, the slowest one.
@@ -275,15 +291,15 @@ def run(
     start_time = time.perf_counter()
     for batch in batches:
         batch_start_time = time.perf_counter()
-        values = forward([documents[number] for number in batch])
+        values_of_hooks = forward([documents[document_number] for document_number in batch])
         figures["compute_seconds"] += time.perf_counter() - batch_start_time
-        for row, number in enumerate(batch):
-            length = len(documents[number])
-            figures["tokens"] += length
+        for row, document_number in enumerate(batch):
+            num_tokens = len(documents[document_number])
+            figures["tokens"] += num_tokens
             if figures["documents"] % written_every == 0:
-                document_values = [hook_values[row, :length] for hook_values in values]
-                shards.add(number, documents[number], document_values)
-                figures["written_tokens"] += length
+                document_values = [hook_values[row, :num_tokens] for hook_values in values_of_hooks]
+                shards.add(document_number, documents[document_number], document_values)
+                figures["written_tokens"] += num_tokens
             figures["documents"] += 1
     shards.flush()
     figures["store_seconds"] = time.perf_counter() - start_time - figures["compute_seconds"]

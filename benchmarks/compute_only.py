@@ -24,31 +24,32 @@ from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 
-# The full rows are computed again until this time is over.
+# The seconds for which full rows are measured. They are computed again until this time is over.
 MIN_SECONDS = 2
 
 
 def mean_seconds(step: Step, batches: Sequence[Batch], min_seconds: float = 0) -> float:
-    """Returns the mean time in seconds in which all batches are computed once.
+    """Returns the mean number of seconds that it takes to compute all batches once.
 
     As in a run, the next batch is given to the device before the previous one is computed.
 
     Args:
         step: The compiled step.
         batches: The batches to compute.
-        min_seconds: The time after which no other round begins; in a round, all batches are
-            computed once. 0 for one round.
+        min_seconds: The time in seconds after which no further round begins. In a round, all
+            batches are computed once. 0 for a single round.
     """
-    in_flight: deque[Activations] = deque()
-    start_time, rounds = time.perf_counter(), 0
-    while not rounds or time.perf_counter() - start_time < min_seconds:
+    activations_in_flight: deque[Activations] = deque()
+    start_time = time.perf_counter()
+    num_rounds = 0
+    while num_rounds == 0 or time.perf_counter() - start_time < min_seconds:
         for batch in batches:
-            in_flight.append(step(batch, (False, False, False))[0])
-            if len(in_flight) > 1:
-                jax.block_until_ready(in_flight.popleft())
-        rounds += 1
-    jax.block_until_ready(list(in_flight))
-    return (time.perf_counter() - start_time) / rounds
+            activations_in_flight.append(step(batch, (False, False, False))[0])
+            if len(activations_in_flight) > 1:
+                jax.block_until_ready(activations_in_flight.popleft())
+        num_rounds += 1
+    jax.block_until_ready(list(activations_in_flight))
+    return (time.perf_counter() - start_time) / num_rounds
 
 
 def main() -> None:

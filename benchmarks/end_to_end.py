@@ -68,7 +68,7 @@ Figures = dict[str, Any]
 
 
 class Sampling(NamedTuple):
-    """How much of the documents a contender computes and writes.
+    """The fraction of the documents that a contender computes and writes.
 
     Attributes:
         computed_every: Number of batches of which one is computed.
@@ -88,7 +88,7 @@ SAMPLINGS = {
     "padded": Sampling(4, 8),
 }
 COMPETITORS = ROOT / ".venv/competitors/bin/python"
-# The default of --layers_to_extract.
+# The default layers of --layers_to_extract.
 LAYERS = range(10, 24)
 HEADER = (
     f"{'':17} {'tokens/s':>9} {'compute':>8} {'GFLOP/s':>8} {'compute':>8} {'of peak':>8} "
@@ -161,7 +161,7 @@ class Bench:
         return flags
 
     def sampling(self, contender: str) -> Sampling:
-        """Returns how much of the documents a contender computes and writes."""
+        """Returns the fraction of the documents that a contender computes and writes."""
         return EVERYTHING if self.options.whole else SAMPLINGS[contender]
 
 
@@ -175,12 +175,12 @@ def prepare(folder: Path, options: argparse.Namespace) -> Bench:
     Returns:
         The inputs of all contenders.
     """
-    model, documents = folder / "model", folder / "documents.jsonl"
-    make_model(model, SHAPES[options.shape])
-    make_documents(documents, options.documents)
-    token_ids = tokenise(model, documents, options.max_seq_length)
+    model_folder, documents_path = folder / "model", folder / "documents.jsonl"
+    make_model(model_folder, SHAPES[options.shape])
+    make_documents(documents_path, options.documents)
+    token_ids = tokenise(model_folder, documents_path, options.max_seq_length)
     (folder / "token_ids.json").write_text(json.dumps(token_ids))
-    return Bench(folder, options, read_model_config(model / "config.json"), token_ids)
+    return Bench(folder, options, read_model_config(model_folder / "config.json"), token_ids)
 
 
 def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
@@ -192,16 +192,22 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
     Returns:
         dtype -> FLOP/s in the faster library.
     """
-    rates: dict[str, float] = defaultdict(float)
+    peak_of_dtype: dict[str, float] = defaultdict(float)
     libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
         libraries.append((str(options.competitors), "torch"))
-    for python, library in libraries:
-        command = [python, str(ROOT / "benchmarks/peak.py"), library, "--dtypes", *options.dtypes]
+    for python_path, library in libraries:
+        command = [
+            python_path,
+            str(ROOT / "benchmarks/peak.py"),
+            library,
+            "--dtypes",
+            *options.dtypes,
+        ]
         process = run([*command, "--seconds", str(options.peak_seconds)])
-        for dtype, rate in best(process.result).items():
-            rates[dtype] = max(rates[dtype], rate)
-    return dict(rates)
+        for dtype, flops_per_second in best(process.result).items():
+            peak_of_dtype[dtype] = max(peak_of_dtype[dtype], flops_per_second)
+    return dict(peak_of_dtype)
 
 
 def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
@@ -290,25 +296,25 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
     """
     agreement = Agreement(bench.documents)
     figures_of_rounds: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
-    # float32 comes first, because its experts are the reference for those in bfloat16.
+    # float32 is measured first, because its experts are the reference for experts in bfloat16.
     dtypes = sorted(bench.options.dtypes, reverse=True)
     for round_number in range(1, bench.options.rounds + 1):
         for dtype in dtypes:
-            for name in bench.options.only:
-                output = bench.folder / name
-                if name == "ours":
+            for contender in bench.options.only:
+                output = bench.folder / contender
+                if contender == "ours":
                     figures = run_ours(bench, dtype, output)
                 else:
-                    figures = run_competitor(bench, name, dtype, output)
+                    figures = run_competitor(bench, contender, dtype, output)
                 try:
                     comparison = agreement.check(output, dtype, figures["written_tokens"])
                 except Disagreement as error:
                     raise SystemExit(f"error: {error}") from error
                 figures |= agreement_figures(comparison, bench.has_experts)
                 shutil.rmtree(output)
-                figures_of_rounds[name][dtype].append(figures)
+                figures_of_rounds[contender][dtype].append(figures)
                 print(
-                    f"round {round_number}: {name} {dtype}: "
+                    f"round {round_number}: {contender} {dtype}: "
                     f"{figures['tokens_per_second']:.0f} tokens/s, "
                     f"computing alone {figures['compute_tokens_per_second']:.0f}; "
                     f"other processes used {figures['disturbed']:.0%} of the machine",
@@ -318,10 +324,10 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
 
 
 def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
-    """Returns figures that describe how well a contender agrees with the first one.
+    """Returns figures that describe how well a contender agrees with the first contender.
 
     Args:
-        comparison: The comparison of both.
+        comparison: The comparison of the contender with the first one.
         has_experts: Whether the model has experts.
 
     Returns:
@@ -331,44 +337,55 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
         changed_experts: The fraction of these tokens whose experts differ from those in float32.
             None in a model without experts or without a float32 run.
     """
-    changed_share = None
-    if has_experts and comparison.changed is not None and comparison.tokens:
-        changed_share = comparison.changed / comparison.tokens
+    changed_fraction = None
+    if has_experts and comparison.changed_tokens is not None and comparison.compared_tokens:
+        changed_fraction = comparison.changed_tokens / comparison.compared_tokens
     return {
         "deviation": comparison.largest_deviation,
-        "compared_tokens": comparison.tokens,
-        "changed_experts": changed_share,
+        "compared_tokens": comparison.compared_tokens,
+        "changed_experts": changed_fraction,
     }
 
 
 def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
-    """Returns the medians of one contender's figures in one dtype, and figures derived from them.
+    """Summarises the figures of one contender in one dtype over all rounds.
 
     Args:
         bench: The inputs.
         rounds: The figures of each round.
         peak: The FLOP/s of the fastest matrix product in this dtype.
+
+    Returns:
+        The median of each figure, and figures that are derived from the medians.
     """
     medians = {
-        name: statistics.median(figures[name] for figures in rounds)
-        for name, figure in rounds[0].items()
+        figure_name: statistics.median(figures[figure_name] for figures in rounds)
+        for figure_name, figure in rounds[0].items()
         if isinstance(figure, int | float)
     }
     flops_per_token = bench.flops_per_token([len(token_ids) for token_ids in bench.documents])
     medians["flops_per_second"] = medians["tokens_per_second"] * flops_per_token
     medians["compute_flops_per_second"] = medians["compute_tokens_per_second"] * flops_per_token
-    for name in ("flops_per_second", "compute_flops_per_second", "full_rows_flops_per_second"):
-        if name in medians:
-            medians[name.replace("flops_per_second", "of_peak")] = medians[name] / peak
+    for figure_name in (
+        "flops_per_second",
+        "compute_flops_per_second",
+        "full_rows_flops_per_second",
+    ):
+        if figure_name in medians:
+            medians[figure_name.replace("flops_per_second", "of_peak")] = (
+                medians[figure_name] / peak
+            )
     medians["end_to_end_over_compute"] = (
         medians["tokens_per_second"] / medians["compute_tokens_per_second"]
     )
-    # The medians contain the first two only if they are numbers, and never contain the versions.
+    # Figures of the first round that are no numbers, so that they have no median. `deviation` and
+    # `changed_experts` may also be numbers, and then their medians replace these values.
     first_figures = {
-        name: rounds[0].get(name) for name in ("deviation", "changed_experts", "versions")
+        figure_name: rounds[0].get(figure_name)
+        for figure_name in ("deviation", "changed_experts", "versions")
     }
-    speeds = [figures["tokens_per_second"] for figures in rounds]
-    return {**first_figures, **medians, "tokens_per_second_of_rounds": speeds}
+    speeds_of_rounds = [figures["tokens_per_second"] for figures in rounds]
+    return {**first_figures, **medians, "tokens_per_second_of_rounds": speeds_of_rounds}
 
 
 def report(
@@ -385,18 +402,19 @@ def report(
             contenders, and the "best" of both.
     """
     print(HEADER)
-    contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
-    for name, rounds_by_dtype in figures_of_rounds.items():
-        sampling = bench.sampling(name)
-        for dtype, rounds in rounds_by_dtype.items():
-            figures = summarise(bench, rounds, peaks["best"][dtype])
-            contenders[name][dtype] = {**figures, "part": sampling}
-            print(table_line(name, dtype, figures, sampling))
-    ratios: dict[str, dict[str, float]] = defaultdict(dict)  # competitor -> dtype -> ratio of speed
-    for dtype, figures in contenders.get("ours", {}).items():
-        for name in contenders.keys() - {"ours"}:
-            competitor_speed = contenders[name][dtype]["tokens_per_second"]
-            ratios[name][dtype] = figures["tokens_per_second"] / competitor_speed
+    figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
+    for contender, rounds_of_dtype in figures_of_rounds.items():
+        sampling = bench.sampling(contender)
+        for dtype, figures_of_dtype in rounds_of_dtype.items():
+            figures = summarise(bench, figures_of_dtype, peaks["best"][dtype])
+            figures_of_contenders[contender][dtype] = {**figures, "part": sampling}
+            print(table_line(contender, dtype, figures, sampling))
+    # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
+    ratios: dict[str, dict[str, float]] = defaultdict(dict)
+    for dtype, figures in figures_of_contenders.get("ours", {}).items():
+        for contender in figures_of_contenders.keys() - {"ours"}:
+            competitor_speed = figures_of_contenders[contender][dtype]["tokens_per_second"]
+            ratios[contender][dtype] = figures["tokens_per_second"] / competitor_speed
         print(
             f"ours {dtype}: compiled in {figures['compile_seconds']:.1f} s; the storage got the "
             f"first batch {figures['first_batch_seconds']:.1f} s after the start; the step alone "
@@ -404,20 +422,24 @@ def report(
             f"{figures['full_rows_of_peak']:.0%} of the peak of {peaks['best'][dtype] / 1e9:.0f} "
             "GFLOP/s"
         )
-    for name, ratio_by_dtype in ratios.items():
+    for contender, ratio_by_dtype in ratios.items():
         ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
-        print(f"ours / {name}: " + ", ".join(ratio_texts))
-    lengths = [len(token_ids) for token_ids in bench.documents]
-    options = vars(bench.options).copy()
-    # This path means nothing to readers on other machines.
-    del options["competitors"]
+        print(f"ours / {contender}: " + ", ".join(ratio_texts))
+    document_lengths = [len(token_ids) for token_ids in bench.documents]
+    flags = vars(bench.options).copy()
+    # The path of this Python means nothing to readers on other machines.
+    del flags["competitors"]
     packages = ("jax", "jaxlib", "numpy", "isal")
     return {
         "versions": {package: version(package) for package in packages},
-        "asked": options,
-        "documents": {"count": len(lengths), "tokens": sum(lengths), "layers": bench.layers},
+        "asked": flags,
+        "documents": {
+            "count": len(document_lengths),
+            "tokens": sum(document_lengths),
+            "layers": bench.layers,
+        },
         "peak_flops_per_second": peaks,
-        "contenders": contenders,
+        "contenders": figures_of_contenders,
         "ours_over": ratios,
     }
 
@@ -427,20 +449,22 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
 
     Args:
         name: The name of the contender.
-        dtype: The dtype of its model.
+        dtype: The dtype of the contender's model.
         figures: The figures of the contender, as `summarise` returns them.
-        sampling: How much of the documents the contender computes and writes.
+        sampling: The fraction of the documents that the contender computes and writes.
     """
     speed, compute_speed = figures["tokens_per_second"], figures["compute_tokens_per_second"]
     gflops = figures["flops_per_second"] / 1e9
     compute_gflops = figures["compute_flops_per_second"] / 1e9
-    deviation = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
-    experts = "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
+    largest_deviation = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
+    changed_experts = (
+        "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
+    )
     return (
         f"{name:8}{dtype:9} {speed:9.0f} {compute_speed:8.0f} {gflops:8.0f} {compute_gflops:8.0f}"
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
-        f" {figures['process_seconds']:6.0f} s {deviation:>10} {experts:>8}"
+        f" {figures['process_seconds']:6.0f} s {largest_deviation:>10} {changed_experts:>8}"
         f" {figures['disturbed']:9.0%}  1/{sampling.computed_every} computed,"
         f" 1/{sampling.written_every} of it written"
     )
