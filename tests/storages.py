@@ -28,5 +28,5 @@ def open_storage(folder: str | Path, hooks: dict[Any, str], **arguments: Any) ->
 
 def kill(storage: ActivationStorage) -> None:
     """Ends a storage as SIGKILL does: only committed shards remain, and the status is unchanged."""
-    storage._writer.queue.wait()
+    storage._shard_writer.queue.wait()
     storage.close()

@@ -693,7 +693,7 @@ def test_a_write_may_send_for_longer_than_its_patience_but_not_for_ever(monkeypa
 def test_a_write_that_waits_for_minutes_is_logged(monkeypatch, is_sending, told):
     assert sending.LOGGED_AFTER == 60
     monkeypatch.setattr(sending, "is_sending", lambda: is_sending)
-    monkeypatch.setattr(sending, "STEP", 0.001)
+    monkeypatch.setattr(sending, "CHECK_SECONDS", 0.001)
     monkeypatch.setattr(sending, "LOGGED_AFTER", 0.001)
     enough = threading.Event()
 

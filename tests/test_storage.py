@@ -363,7 +363,10 @@ def test_a_shard_that_fails_stops_those_after_it_only(tmp_path):
         add(storage, sample, 1000)
     store.let_go(3, 4, 5, 6)
     until(
-        lambda: "shard_0006.npz" in store.arrived and storage._writer.queue._shards[2].stored.done()
+        lambda: (
+            "shard_0006.npz" in store.arrived
+            and storage._shard_writer.queue._shards[2].stored.done()
+        )
     )
     for sample in (7, 8):
         with pytest.raises(StorageError, match="shard_0003.pkl: permission denied"):

@@ -135,7 +135,7 @@ class OpenShards:
 
     def _check_sizes(self) -> None:
         """Raises ValueError if a shard's file is too small for the tokens that it should hold."""
-        row = sum(hook.least_bytes for hook in self.hooks.values())
+        row = sum(hook.min_token_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
             most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
             if commit.tokens * row > most:

@@ -177,6 +177,6 @@ def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
         The number of the first feature of each file, and finally the number of all features.
     """
     feature_count = dataset.hooks[hook]
-    most_values = dataset.tokens * dataset.shards.hooks[hook].most_values
-    file_count = max(LEAST_FILES, -(-most_values * ENTRY.itemsize // FILE_BYTES))  # rounded up
+    max_values = dataset.tokens * dataset.shards.hooks[hook].max_values
+    file_count = max(LEAST_FILES, -(-max_values * ENTRY.itemsize // FILE_BYTES))  # rounded up
     return np.linspace(0, feature_count, min(file_count, feature_count) + 1).astype(int).tolist()

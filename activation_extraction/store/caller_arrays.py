@@ -34,7 +34,7 @@ def copy_array(values: Any) -> np.ndarray:
 
 
 def _without_torch(values: Any) -> Any:
-    """Returns a PyTorch tensor as a NumPy array in the same memory, and other values unchanged.
+    """Returns a PyTorch tensor as a NumPy array that shares its memory, and other values unchanged.
 
     Raises:
         ValueError: If the tensor requires grad or is not in CPU memory.
@@ -43,8 +43,8 @@ def _without_torch(values: Any) -> Any:
     if torch is None or not isinstance(values, torch.Tensor):
         return values
     if values.requires_grad or values.device.type != "cpu":
-        problem = "requires grad" if values.requires_grad else f"is on {values.device}"
-        raise ValueError(f"the tensor {problem}; give tensor.detach().cpu()")
+        problem_in_words = "requires grad" if values.requires_grad else f"is on {values.device}"
+        raise ValueError(f"the tensor {problem_in_words}; give tensor.detach().cpu()")
     if values.dtype == torch.bfloat16:  # NumPy's from_dlpack does not support bfloat16
         return np.from_dlpack(values.view(torch.int16)).view(ml_dtypes.bfloat16)
     return np.from_dlpack(values)

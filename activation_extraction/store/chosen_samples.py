@@ -149,13 +149,13 @@ def read_samples(
     hooks = _hooks_of(run_log, commit)
     reader = open_shard(folder, commit, hooks)
     tokens_by_sample = _tokens_of(reader, run_log, commit, sample_indices)
-    samples = []
+    chosen_samples = []
     for sample_index, tokens in zip(sample_indices, tokens_by_sample, strict=True):
         start, stop = reader.offsets[sample_index : sample_index + 2].tolist()
         values = [hook.for_user(hook.begin_rows(reader, start, stop)()) for hook in hooks]
         path_and_number = f"{where}: sample {tokens.sample_idx}"
-        samples.append(ChosenSample(path_and_number, tokens, hooks, values))
-    return samples
+        chosen_samples.append(ChosenSample(path_and_number, tokens, hooks, values))
+    return chosen_samples
 
 
 def _tokens_of(

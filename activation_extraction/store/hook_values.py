@@ -47,17 +47,19 @@ from activation_extraction.store.statistics import (
     sums_of,
 )
 
-Key = int | str  # name of a hook in pickles: its layer number, or the name the user asked for
+Key = (
+    int | str
+)  # name of a hook in pickles: the number of its layer, or the name that the user gave
 Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOATS: np.dtype = np.dtype(np.float32)
-GROUP_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
-# Largest number of tokens of a shard, attention sinks and other tokens each, whose encoding errors
-# are measured.
-MAX_MEASURED = 1024
-# Integers or features of a sample that may always differ: as many as differ if two nearly equal
-# numbers change places in an order.
+SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
+# Largest number of attention sinks of a shard whose encoding errors are measured, and largest
+# number of other tokens of a shard whose encoding errors are measured.
+MAX_MEASURED_TOKENS = 1024
+# Number of integers or features of a sample that may always differ. Two differ if two nearly equal
+# scores are sorted in another order.
 TIE = 2
 
 
@@ -89,22 +91,26 @@ class Tolerance:
         computing_error: Largest relative error of computing the values again.
         rounding_error: Largest relative error of rounding activations to the dtype in which they
             are stored.
-        different_share: Largest share of a sample's integers, or of its active features, that may
-            differ, from 0 to 1.
+        max_different_share: Largest share of a sample's integers, or of its active features, that
+            may differ, from 0 to 1.
     """
 
     computing_error: float
     rounding_error: float
-    different_share: float
+    max_different_share: float
 
     @property
     def activations(self) -> float:
         """The largest relative error of activations, from both computing and rounding."""
         return self.computing_error + self.rounding_error
 
-    def different_numbers(self, count: int) -> int:
-        """Returns the largest number of integers or features, out of `count`, that may differ."""
-        return max(int(self.different_share * count), TIE)
+    def different_numbers(self, compared_count: int) -> int:
+        """Returns the largest number of integers or features that may differ.
+
+        Args:
+            compared_count: Number of integers or features that are compared.
+        """
+        return max(int(self.max_different_share * compared_count), TIE)
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class HookValues(ABC):
     width: int
     stored_dtype: str
 
-    # These members describe the values.
+    # The following members describe the values.
 
     @property
     @abstractmethod
@@ -155,10 +161,10 @@ class HookValues(ABC):
 
     @property
     @abstractmethod
-    def most_values(self) -> int:
+    def max_values(self) -> int:
         """The largest number of values that are stored for a token."""
 
-    # These members are used to write shards.
+    # The following members are used to write shards.
 
     @property
     @abstractmethod
@@ -214,7 +220,7 @@ class HookValues(ABC):
         Args:
             samples: Values of each sample, as `for_shard` returns them.
             positions: Positions of each sample's tokens, int32 (tokens,).
-            threads: Threads that encode groups of samples.
+            threads: Threads that encode slices of the samples.
 
         Returns:
             A tuple of the encoded values of each sample (in the stored form), and the encoding
@@ -268,11 +274,11 @@ class HookValues(ABC):
             values: Values of the sample, as `encode` returns them.
         """
 
-    # These members are used to read shards.
+    # The following members are used to read shards.
 
     @abstractmethod
     def from_record(self, record: Mapping[str, Any]) -> Any:
-        """Returns the values in a record of a pickle, in the form that `encode` returns.
+        """Returns the values in a record of a pickle, in the stored form.
 
         Args:
             record: Record of a sample.
@@ -291,7 +297,7 @@ class HookValues(ABC):
 
     @property
     @abstractmethod
-    def least_bytes(self) -> int:
+    def min_token_bytes(self) -> int:
         """The smallest number of bytes per token in a shard, before compression."""
 
     @abstractmethod
@@ -332,7 +338,7 @@ class HookValues(ABC):
         """
         return rows
 
-    # This member is used by --verify to compare stored values with recomputed values.
+    # The following member is used by --verify, which compares stored with recomputed values.
 
     @abstractmethod
     def differences(
@@ -356,7 +362,7 @@ class DenseValues(HookValues):
     (tokens, width).
 
     Attributes:
-        content: Meaning of the values:
+        meaning: Meaning of the values:
 
             activations: Activations in the dtype in which the run stores them.
             integers: Indices of experts, or token ids, int32. They have no statistics.
@@ -365,7 +371,7 @@ class DenseValues(HookValues):
             numbers: Other float32 numbers, such as entropies and log-probabilities.
     """
 
-    content: Literal["activations", "integers", "loss", "numbers"] = "activations"
+    meaning: Literal["activations", "integers", "loss", "numbers"] = "activations"
     is_array = True
     is_encoded = False
 
@@ -375,10 +381,10 @@ class DenseValues(HookValues):
 
     @property
     def are_activations(self) -> bool:
-        return self.content == "activations"
+        return self.meaning == "activations"
 
     @property
-    def most_values(self) -> int:
+    def max_values(self) -> int:
         return self.width
 
     @property
@@ -389,11 +395,11 @@ class DenseValues(HookValues):
         return max(len(values), 1) * values.shape[1] * values.itemsize
 
     def sums(self, samples: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
-        if self.content == "integers":
+        if self.meaning == "integers":
             return Sums.zeros(samples[0].shape[1])
         values = np.concatenate(samples)
         all_positions = np.concatenate(positions)
-        if self.content == "loss":
+        if self.meaning == "loss":
             has_loss = self._has_loss(values, all_positions)
             values = values[has_loss]
             all_positions = all_positions[has_loss]
@@ -427,7 +433,7 @@ class DenseValues(HookValues):
         return np.dtype((self.dtype, (self.width,)))
 
     @property
-    def least_bytes(self) -> int:
+    def min_token_bytes(self) -> int:
         return token_bytes(self.width, self.stored_dtype)
 
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
@@ -447,18 +453,20 @@ class DenseValues(HookValues):
         positions: np.ndarray,
         tolerance: Tolerance,
     ) -> Iterator[str]:
-        if self.content == "integers":
-            count = int((recomputed != stored).sum())
+        if self.meaning == "integers":
+            difference_count = int((recomputed != stored).sum())
             max_count = tolerance.different_numbers(stored.size)
-            if count > max_count:
-                yield f"{count} of its {stored.size} numbers differ (allowed: {max_count})"
-        elif self.content == "loss":
+            if difference_count > max_count:
+                yield (
+                    f"{difference_count} of its {stored.size} numbers differ (allowed: {max_count})"
+                )
+        elif self.meaning == "loss":
             has_loss = self._has_loss(stored, positions) | self._has_loss(recomputed, positions)
             max_error = tolerance.computing_error
             yield from _norm_difference(stored[has_loss], recomputed[has_loss], max_error)
-        elif self.content == "numbers":
-            # These numbers are stored in the dtype in which they are computed, so they have no
-            # error of rounding.
+        elif self.meaning == "numbers":
+            # Numbers such as entropies are stored in the dtype in which they are computed, so no
+            # rounding error is added.
             yield from _norm_difference(stored, recomputed, tolerance.computing_error)
         else:
             yield from _norm_difference(stored, recomputed, tolerance.activations)
@@ -481,7 +489,7 @@ class Float8Values(HookValues):
     in_pickles = False
 
     @property
-    def most_values(self) -> int:
+    def max_values(self) -> int:
         return self.width
 
     @property
@@ -501,22 +509,22 @@ class Float8Values(HookValues):
         are_sinks = np.concatenate(positions) == 0
         are_measured = _evenly_chosen(are_sinks) | _evenly_chosen(~are_sinks)
 
-        def encode_group(group: slice) -> tuple[list[Float8Array], np.ndarray]:
-            group_offsets = offsets[group.start : group.stop + 1]
-            group_start, group_stop = group_offsets[[0, -1]]
-            activations = np.concatenate(samples[group])
+        def encode_group(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
+            slice_offsets = offsets[sample_slice.start : sample_slice.stop + 1]
+            start_token, stop_token = slice_offsets[[0, -1]]
+            activations = np.concatenate(samples[sample_slice])
             encoded = Float8Array.of(activations)
-            group_mask = are_measured[group_start:group_stop]
-            decoded = encoded[group_mask].decode()
-            token_errors = relative_errors(activations[group_mask], decoded)
-            return encoded.split(group_offsets[1:-1] - group_start), token_errors
+            slice_mask = are_measured[start_token:stop_token]
+            decoded = encoded[slice_mask].decode()
+            token_errors = relative_errors(activations[slice_mask], decoded)
+            return encoded.split(slice_offsets[1:-1] - start_token), token_errors
 
         encoded_samples: list[Float8Array] = []
-        errors_by_group: list[np.ndarray] = []
-        for group_samples, group_errors in threads.map(encode_group, groups_of(samples)):
-            encoded_samples += group_samples
-            errors_by_group.append(group_errors)
-        errors = np.concatenate(errors_by_group)
+        errors_by_slice: list[np.ndarray] = []
+        for slice_samples, slice_errors in threads.map(encode_group, slices_of(samples)):
+            encoded_samples += slice_samples
+            errors_by_slice.append(slice_errors)
+        errors = np.concatenate(errors_by_slice)
         measured_sinks = are_sinks[are_measured]
         return encoded_samples, {
             "sinks": EncodingError.of(errors[measured_sinks]),
@@ -551,7 +559,7 @@ class Float8Values(HookValues):
         return np.dtype((FLOATS, (self.width,)))
 
     @property
-    def least_bytes(self) -> int:
+    def min_token_bytes(self) -> int:
         return token_bytes(self.width, FLOAT8)
 
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
@@ -565,9 +573,9 @@ class Float8Values(HookValues):
     ) -> Callable[[], np.ndarray]:
         if start == stop:
             return lambda: np.empty(0, self.row)
-        values = file.begin_rows(self.name, start, stop)
-        scales = file.begin_rows(self.name + SCALE, start, stop)
-        return lambda: Float8Array(values(), scales()).decode(dtype or FLOATS)
+        wait_for_values = file.begin_rows(self.name, start, stop)
+        wait_for_scales = file.begin_rows(self.name + SCALE, start, stop)
+        return lambda: Float8Array(wait_for_values(), wait_for_scales()).decode(dtype or FLOATS)
 
     def differences(
         self,
@@ -589,19 +597,19 @@ class CodeValues(HookValues):
     common/codes.py describes.
 
     Attributes:
-        most: Largest number of features stored for a token. 0 in a process that writes codes, which
-            does not need this number.
+        max_features: Largest number of features stored for a token. 0 in a process that writes
+            codes, which does not need this number.
     """
 
-    most: int
+    max_features: int
     dtype = FLOATS
     are_activations = False
     is_array = False
     is_encoded = False
 
     @property
-    def most_values(self) -> int:
-        return self.most
+    def max_values(self) -> int:
+        return self.max_features
 
     @property
     def tensor_names(self) -> list[str]:
@@ -629,8 +637,8 @@ class CodeValues(HookValues):
         return {array: getattr(values, field) for array, field in ARRAYS.items()}
 
     def from_record(self, record: Mapping[str, Any]) -> Codes:
-        arrays = {field: np.asarray(record[array]) for array, field in ARRAYS.items()}
-        codes = Codes(**arrays, features=record["shape"][1])
+        code_arrays = {field: np.asarray(record[array]) for array, field in ARRAYS.items()}
+        codes = Codes(**code_arrays, features=record["shape"][1])
         first_offset, last_offset = codes.indptr[[0, -1]].tolist()
         feature_counts = {last_offset, len(codes.indices), len(codes.data)}
         is_ascending = (np.diff(codes.indptr) >= 0).all()
@@ -640,10 +648,10 @@ class CodeValues(HookValues):
 
     @property
     def row(self) -> np.dtype:
-        return np.dtype((np.int32, (record_width(self.most),)))
+        return np.dtype((np.int32, (record_width(self.max_features),)))
 
     @property
-    def least_bytes(self) -> int:
+    def min_token_bytes(self) -> int:
         return code_bytes(0, self.stored_dtype)
 
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
@@ -660,15 +668,22 @@ class CodeValues(HookValues):
             return lambda: np.empty(0, self.row)
         offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
         first_feature, end_feature = offsets[[0, -1]].tolist()
-        ids = file.begin_rows(f"{self.name}.ids", first_feature, end_feature)
-        values = file.begin_rows(f"{self.name}.values", first_feature, end_feature)
-        errors = file.begin_rows(f"{self.name}.error", start, stop)
-        norms = file.begin_rows(f"{self.name}.norm", start, stop)
+        wait_for_ids = file.begin_rows(f"{self.name}.ids", first_feature, end_feature)
+        wait_for_values = file.begin_rows(f"{self.name}.values", first_feature, end_feature)
+        wait_for_errors = file.begin_rows(f"{self.name}.error", start, stop)
+        wait_for_norms = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
             local_offsets = offsets - first_feature
-            codes = Codes(local_offsets, ids(), values(), errors(), norms(), self.width)
-            return codes.records(self.most)
+            codes = Codes(
+                local_offsets,
+                wait_for_ids(),
+                wait_for_values(),
+                wait_for_errors(),
+                wait_for_norms(),
+                self.width,
+            )
+            return codes.records(self.max_features)
 
         return wait
 
@@ -678,9 +693,11 @@ class CodeValues(HookValues):
     def differences(
         self, stored: Codes, recomputed: Codes, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Compares active features, their values, norms, and errors of reconstruction.
+        """Yields a message for each quantity of the codes that differs more than is allowed.
 
-        Values are compared only for the features that are active in both codes.
+        The quantities are the active features, their values, the norms of the activations, and the
+        errors of reconstruction. Values are compared only for the features that are active in both
+        codes.
         """
         stored_features = self._flat_features(stored)
         recomputed_features = self._flat_features(recomputed)
@@ -697,53 +714,56 @@ class CodeValues(HookValues):
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
         }
-        # Codes may differ twice as much as activations, because the product with the encoder and
-        # the difference from the reconstruction add to the error.
+        # Codes may differ twice as much as activations, because two computations add to the error:
+        # the product with the encoder, and the difference from the reconstruction.
         max_error = 2 * tolerance.activations
         for quantity, (stored_array, recomputed_array) in compared_arrays.items():
-            error = _relative_error(stored_array, recomputed_array)
-            if not error <= max_error:
-                yield f"its {quantity} differ by {error:.2g} of their norm (allowed: {max_error:g})"
+            relative_error = _relative_error(stored_array, recomputed_array)
+            if not relative_error <= max_error:
+                yield (
+                    f"its {quantity} differ by {relative_error:.2g} of their norm "
+                    f"(allowed: {max_error:g})"
+                )
 
     def _flat_features(self, codes: Codes) -> np.ndarray:
         """Returns a number for each active feature of each token, int64 (active features,).
 
         It is the index of the feature in the flattened array (tokens, width) of all features.
         """
-        tokens = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
-        return tokens * self.width + codes.indices
+        token_of_feature = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
+        return token_of_feature * self.width + codes.indices
 
 
-def groups_of(samples: Iterable[Any]) -> Iterator[slice]:
-    """Divides the samples of a shard into groups, which threads process one at a time.
+def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
+    """Divides the samples of a shard into slices. A thread processes one slice at a time.
 
     Args:
         samples: Values of each sample at one hook, in any form.
 
     Yields:
-        Slices of consecutive samples whose values have about GROUP_BYTES bytes together.
+        Slices of consecutive samples whose values have about SLICE_BYTES bytes together.
     """
-    group_start = 0
-    group_bytes = 0
+    slice_start = 0
+    slice_bytes = 0
     stop = 0
     for stop, values in enumerate(samples, 1):
-        group_bytes += values.nbytes
-        if group_bytes >= GROUP_BYTES:
-            yield slice(group_start, stop)
-            group_start = stop
-            group_bytes = 0
-    if group_start < stop:
-        yield slice(group_start, stop)
+        slice_bytes += values.nbytes
+        if slice_bytes >= SLICE_BYTES:
+            yield slice(slice_start, stop)
+            slice_start = stop
+            slice_bytes = 0
+    if slice_start < stop:
+        yield slice(slice_start, stop)
 
 
 def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
-    """Returns a mask of at most MAX_MEASURED of the tokens in a mask, at equal intervals.
+    """Returns a mask of at most MAX_MEASURED_TOKENS of the tokens in a mask, at equal intervals.
 
     Args:
         mask: Mask to choose tokens from, bool (tokens,).
     """
     indices = np.flatnonzero(mask)
-    interval = max(math.ceil(len(indices) / MAX_MEASURED), 1)
+    interval = max(math.ceil(len(indices) / MAX_MEASURED_TOKENS), 1)
     chosen_mask = np.zeros(len(mask), bool)
     chosen_mask[indices[::interval]] = True
     return chosen_mask
@@ -754,7 +774,7 @@ def _root(squares: np.ndarray) -> np.ndarray:
 
 
 def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
-    """Returns the norm of the difference of two arrays, divided by the norm of the stored one."""
+    """Returns the norm of the difference of two arrays, divided by the norm of `stored`."""
     float64_stored = stored.astype(np.float64)
     difference = recomputed.astype(np.float64) - float64_stored
     stored_norm = float(np.linalg.norm(float64_stored))
@@ -763,6 +783,6 @@ def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
 
 def _norm_difference(stored: np.ndarray, recomputed: np.ndarray, limit: float) -> Iterator[str]:
     """Yields a message if the relative error of recomputed values exceeds a limit or is NaN."""
-    error = _relative_error(stored, recomputed)
-    if not error <= limit:  # true for NaN, too
-        yield f"it differs by {error:.2g} of its norm (allowed: {limit:g})"
+    relative_error = _relative_error(stored, recomputed)
+    if not relative_error <= limit:  # this condition is also true for NaN
+        yield f"it differs by {relative_error:.2g} of its norm (allowed: {limit:g})"

@@ -32,8 +32,8 @@ from activation_extraction.text.batch import Worker
 
 PER_HOST = {"num_hosts", "machine", "host"}  # fields that may differ between the hosts of a run
 MAY_TURN_ON = {"skip_bad_rows"}  # flags that may be turned on when a run is continued
-# Fields that decide which samples and tokens a row of the data set becomes. The digest of the
-# tokenizer is left out, because the tokenizers of a base model and a chat model have different
+# Fields that decide into which samples and tokens a row of the data set is converted. The digest of
+# the tokenizer is left out, because the tokenizers of a base model and a chat model have different
 # files, but may produce the same token ids.
 OF_SAMPLES = (
     "data",
@@ -127,10 +127,10 @@ class Identity:
     worker: Worker = Worker()
 
     def __post_init__(self) -> None:
-        """Sets flags that do not decide content to their defaults."""
-        for name in ("text", "storage"):
-            options = getattr(self, name)
-            object.__setattr__(self, name, type(options)(**content_flags(options)))
+        """Sets flags that do not decide the content of shards to their defaults."""
+        for options_name in ("text", "storage"):
+            options = getattr(self, options_name)
+            object.__setattr__(self, options_name, type(options)(**content_flags(options)))
 
     @property
     def from_dataset(self) -> bool:
@@ -149,13 +149,15 @@ class Identity:
     @property
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
-        text = self.text
-        has_mask = text.mask_column not in (None, ATTENTION_MASK)
-        drops_tokens = text.drop_token_ids or text.roles or has_mask or text.overlap
-        return text.positions == Positions() and not drops_tokens
+        text_options = self.text
+        has_mask = text_options.mask_column not in (None, ATTENTION_MASK)
+        drops_tokens = (
+            text_options.drop_token_ids or text_options.roles or has_mask or text_options.overlap
+        )
+        return text_options.positions == Positions() and not drops_tokens
 
     def hook_values(
-        self, key: Key, name: str, width: int = 0, dtype: str = "", most: int = 0
+        self, key: Key, name: str, width: int = 0, dtype: str = "", max_features: int = 0
     ) -> HookValues:
         """Returns the description of a hook, of the class for the hook's kind of values.
 
@@ -166,38 +168,41 @@ class Identity:
                 known yet.
             dtype: Name of the dtype of the values in files. "" for the dtype that follows from the
                 identity.
-            most: Largest number of features that are stored for a token. 0 for other values than
-                codes, and in a process that writes codes.
+            max_features: Largest number of features that are stored for a token. 0 for other values
+                than codes, and in a process that writes codes.
         """
         if name in self.code_hooks:
-            return CodeValues(key, name, width, value_dtype(self.activation_dtype).name, most)
+            return CodeValues(
+                key, name, width, value_dtype(self.activation_dtype).name, max_features
+            )
         if name in self.integer_hooks:
             return DenseValues(key, name, width, dtype or "int32", "integers")
         if name in self.float32_hooks:
-            content: Literal["loss", "numbers"] = "loss" if name == LOSS else "numbers"
-            return DenseValues(key, name, width, dtype or "float32", content)
+            meaning: Literal["loss", "numbers"] = "loss" if name == LOSS else "numbers"
+            return DenseValues(key, name, width, dtype or "float32", meaning)
         if self.activation_dtype == FLOAT8:
             return Float8Values(key, name, width)
         return DenseValues(key, name, width, dtype or self.activation_dtype)
 
-    def recorded_hook(self, recorded: Mapping[str, Any]) -> HookValues:
+    def recorded_hook(self, description: Mapping[str, Any]) -> HookValues:
         """Returns the description of a hook from the JSON files of a run.
 
         Args:
-            recorded: Description of the hook in a shard's JSON or in metadata.json, or both merged.
+            description: Description of the hook in a shard's JSON or in metadata.json, or both
+                merged.
 
         Raises:
             ValueError: If the width is not recorded, or the dtype is unknown.
         """
-        hook_name = recorded["name"]
-        width = recorded.get("width")
+        hook_name = description["name"]
+        width = description.get("width")
         if width is None:
             raise ValueError(f"the metadata does not record how wide {hook_name} is")
-        dtype = recorded.get("dtype", "")
-        max_features = recorded.get("most", 0)
-        hook = self.hook_values(recorded["key"], hook_name, width, dtype, max_features)
+        dtype = description.get("dtype", "")
+        max_features = description.get("most", 0)
+        hook = self.hook_values(description["key"], hook_name, width, dtype, max_features)
         try:
-            # This property raises TypeError if NumPy does not have the recorded dtype.
+            # Reading the property raises TypeError if NumPy does not have the recorded dtype.
             hook.dtype  # noqa: B018
         except TypeError as error:
             raise ValueError(f"{hook_name}: dtype {dtype!r}: {error}") from error
@@ -209,37 +214,37 @@ class Identity:
 
         The JSON of every shard contains this digest.
         """
-        content = self.to_json()
+        identity_fields = self.to_json()
         for field_name in MAY_TURN_ON:
-            del content[field_name]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+            del identity_fields[field_name]
+        return hashlib.sha256(json.dumps(identity_fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
-        content = self.to_json()
+        identity_fields = self.to_json()
         for field_name in PER_HOST | MAY_TURN_ON:
-            del content[field_name]
-        return content
+            del identity_fields[field_name]
+        return identity_fields
 
     def to_json(self) -> dict[str, Any]:
         """Returns the identity as the flat JSON object that metadata.json contains."""
-        content: dict[str, Any] = {}
+        identity_fields: dict[str, Any] = {}
         for attribute in fields(self):
             field_value = getattr(self, attribute.name)
             if attribute.name in ("text", "storage"):
                 for flag_name, flag_value in content_flags(field_value).items():
-                    content[flag_name] = _flag_to_json(flag_name, flag_value)
+                    identity_fields[flag_name] = _flag_to_json(flag_name, flag_value)
             elif attribute.name == "worker":
-                content["total_machines"] = self.worker.machines
-                content["num_hosts"] = self.worker.hosts
-                content["machine"] = self.worker.machine
-                content["host"] = self.worker.host
+                identity_fields["total_machines"] = self.worker.machines
+                identity_fields["num_hosts"] = self.worker.hosts
+                identity_fields["machine"] = self.worker.machine
+                identity_fields["host"] = self.worker.host
             elif isinstance(field_value, tuple):
-                content[attribute.name] = list(field_value)
+                identity_fields[attribute.name] = list(field_value)
             else:
-                content[attribute.name] = field_value
-        return content
+                identity_fields[attribute.name] = field_value
+        return identity_fields
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
@@ -254,44 +259,44 @@ class Identity:
             ValueError: If the value of a flag cannot be parsed.
         """
         default_identity = cls()
-        recorded = {**default_identity.to_json(), **content}
+        recorded_fields = {**default_identity.to_json(), **content}
         field_values: dict[str, Any] = {}
         for attribute in fields(cls):
             if attribute.name in ("text", "storage"):
                 options = getattr(default_identity, attribute.name)
-                flags = {
-                    flag_name: _flag_from_json(flag_name, recorded.pop(flag_name))
+                flag_values = {
+                    flag_name: _flag_from_json(flag_name, recorded_fields.pop(flag_name))
                     for flag_name in content_flags(options)
                 }
-                field_values[attribute.name] = type(options)(**flags)
+                field_values[attribute.name] = type(options)(**flag_values)
             elif attribute.name == "worker":
                 field_values["worker"] = Worker(
-                    machine=recorded.pop("machine"),
-                    machines=recorded.pop("total_machines"),
-                    host=recorded.pop("host"),
-                    hosts=recorded.pop("num_hosts"),
+                    machine=recorded_fields.pop("machine"),
+                    machines=recorded_fields.pop("total_machines"),
+                    host=recorded_fields.pop("host"),
+                    hosts=recorded_fields.pop("num_hosts"),
                 )
             elif attribute.default == ():
-                field_values[attribute.name] = tuple(recorded.pop(attribute.name))
+                field_values[attribute.name] = tuple(recorded_fields.pop(attribute.name))
             else:
-                field_values[attribute.name] = recorded.pop(attribute.name)
-        if recorded:
-            raise TypeError(f"unknown fields: {', '.join(recorded)}")
+                field_values[attribute.name] = recorded_fields.pop(attribute.name)
+        if recorded_fields:
+            raise TypeError(f"unknown fields: {', '.join(recorded_fields)}")
         return cls(**field_values)
 
     def compare(self, stored: "Identity", shared_only: bool = False) -> Difference | None:
         """Returns the first field in which another identity differs from this identity.
 
-        A flag that may be turned on when a run is continued is no difference if this identity has
-        turned it on.
+        Flags that may be turned on when a run is continued (MAY_TURN_ON) do not count as different
+        if they are turned on in this identity.
 
         Args:
             stored: Identity of a stored run.
             shared_only: Whether to compare only the fields that all hosts of a run share.
 
         Returns:
-            The field, with the value in `stored` first; None if there is no difference, so that the
-            stored run may be continued.
+            The field with both values, of which the value in `stored` is the first. None if there
+            is no difference, so that the stored run may be continued.
         """
         stored_values = stored.to_json()
         for field_name, field_value in self.to_json().items():
@@ -306,15 +311,16 @@ class Identity:
     @property
     def kept_tokens(self) -> dict[str, Any]:
         """The fields that decide which tokens of a sample are stored, by name, as JSON."""
-        content = self.to_json()
-        return {name: content[name] for name in OF_KEPT_TOKENS}
+        identity_fields = self.to_json()
+        return {field_name: identity_fields[field_name] for field_name in OF_KEPT_TOKENS}
 
     def other_samples(
         self, other: "Identity", files: DataFiles, other_files: DataFiles
     ) -> list[Difference]:
         """Returns the differences because of which two runs have different samples.
 
-        Without a difference, the same row of the data set becomes the same samples in both runs.
+        If there is no difference, a row of the data set is converted to the same samples in both
+        runs.
 
         Args:
             other: Identity of the other run.
@@ -329,9 +335,11 @@ class Identity:
         """
         if not (self.data and other.data):
             return []
-        content = self.to_json()
-        other_content = other.to_json()
-        comparisons = [Difference(name, content[name], other_content[name]) for name in OF_SAMPLES]
+        identity_fields = self.to_json()
+        other_fields = other.to_json()
+        comparisons = [
+            Difference(name, identity_fields[name], other_fields[name]) for name in OF_SAMPLES
+        ]
         for file_name in files.keys() & other_files.keys():
             size, fingerprint = files[file_name]
             other_size, other_fingerprint = other_files[file_name]
@@ -339,8 +347,8 @@ class Identity:
             # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
             # another place may have another fingerprint.
             if fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
-                label = f"the content of data file {file_name}"
-                comparisons.append(Difference(label, fingerprint, other_fingerprint))
+                compared_thing = f"the content of data file {file_name}"
+                comparisons.append(Difference(compared_thing, fingerprint, other_fingerprint))
         return [
             comparison
             for comparison in comparisons
@@ -358,7 +366,7 @@ def _flag_to_json(name: str, value: Any) -> Any:
 
 
 def _flag_from_json(name: str, value: Any) -> Any:
-    """Returns the value of a flag from the result of `_flag_to_json`."""
+    """Returns the value of a flag from its JSON value, as `_flag_to_json` returns it."""
     if value == "":
         return None
     if name == "positions":

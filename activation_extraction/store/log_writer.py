@@ -23,8 +23,8 @@ from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.resume import Planner, StoragePlan
 from activation_extraction.store.run_log import (
     FORMAT_VERSION,
+    MAX_JSON_BYTES,
     METADATA,
-    MOST_BYTES,
     Commit,
     DamagedError,
     RunLog,
@@ -277,7 +277,7 @@ class LogWriter:
             LostError: If metadata.json is missing or damaged, or names no owner.
         """
         metadata_url = f"{self.folder.url}/{METADATA}"
-        metadata_bytes = self.folder.read(METADATA, max_bytes=MOST_BYTES)
+        metadata_bytes = self.folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
         if metadata_bytes is None:
             owner_problem = f"{metadata_url}: is gone"
         else:
@@ -352,7 +352,7 @@ class LogWriter:
 
     def _read(self, name: str) -> tuple[bytes | None, str | None]:
         """Returns the content and the version of a JSON file; both are None if it is missing."""
-        return self.folder.read_with_version(name, max_bytes=MOST_BYTES) or (None, None)
+        return self.folder.read_with_version(name, max_bytes=MAX_JSON_BYTES) or (None, None)
 
     def commit(self, commit: Commit) -> Commit:
         """Commits a shard whose files are all written, and adds it to the totals.

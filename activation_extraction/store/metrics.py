@@ -18,7 +18,7 @@ from activation_extraction.store.local_files import append_line, write_file
 
 METRICS = "metrics.jsonl"
 UPLOAD_SECONDS = 300  # seconds between two uploads to a bucket
-TAIL = 4096  # bytes at the end of metrics.jsonl that contain at least one whole line
+TAIL_BYTES = 4096  # bytes read from the end of metrics.jsonl, enough for a whole line
 
 
 class MetricsFile:
@@ -46,12 +46,13 @@ class MetricsFile:
         if anew:
             self._path.unlink(missing_ok=True)
             if self._bucket is not None:
-                # If the file is not deleted, the next upload replaces it.
+                # The result does not matter: if the file is not deleted, the next upload replaces
+                # it.
                 self._bucket.remove_once(METRICS)
         elif self._bucket is not None and not self._path.exists():
-            content = self._bucket.read(METRICS)
-            if content is not None:
-                write_file(self._path, [content])
+            uploaded_metrics = self._bucket.read(METRICS)
+            if uploaded_metrics is not None:
+                write_file(self._path, [uploaded_metrics])
         self.upload()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -89,12 +90,14 @@ def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
         folder: Folder of the host.
         size: Size of the file in bytes; 0 if there is no file.
     """
-    tail = folder.read_range(METRICS, max(0, size - TAIL), size)
-    for line in reversed(bytes(tail or b"").splitlines()):
+    last_bytes = folder.read_range(METRICS, max(0, size - TAIL_BYTES), size)
+    for line in reversed(bytes(last_bytes or b"").splitlines()):
         with suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             if isinstance(metrics, dict):
                 return {
-                    name: metric for name, metric in metrics.items() if type(metric) in (int, float)
+                    metric_name: metric
+                    for metric_name, metric in metrics.items()
+                    if type(metric) in (int, float)
                 }
     return {}

@@ -23,8 +23,8 @@ from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderErr
 from activation_extraction.store.identity import Identity
 from activation_extraction.store.resume import VERSION_REMEDY, refuse_difference, shown
 from activation_extraction.store.run_log import (
+    MAX_JSON_BYTES,
     METADATA,
-    MOST_BYTES,
     OTHER_VERSION,
     DamagedError,
     RunLog,
@@ -404,7 +404,7 @@ def _find_metadata(
     if preferred is not None:
         folders_to_search.insert(0, preferred)
     for folder in folders_to_search:
-        metadata_bytes = folder.read(METADATA, max_bytes=MOST_BYTES)
+        metadata_bytes = folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
         try:
             if metadata_bytes is not None:
                 return folder.url, parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")

@@ -100,7 +100,9 @@ METADATA = "metadata.json"
 FORMAT_VERSION = 5
 OTHER_VERSION = "was written by another version of this program"
 REPAIRS = "--repair repairs it"
-MOST_BYTES = 256 * 2**20  # largest size of a JSON file in bytes; this program writes smaller files
+MAX_JSON_BYTES = (
+    256 * 2**20
+)  # largest size of a JSON file in bytes; this program writes smaller files
 RESERVED = "reserved"  # name of a field that only reservations contain
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 OWN_FILES = re.compile(
@@ -108,7 +110,7 @@ OWN_FILES = re.compile(
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
 JSONS_AT_ONCE = 64  # number of JSON files that are read at the same time
-MOST_ABSENT = (
+MAX_UNLISTED = (
     1000  # largest number of JSON files that are requested although the listing lacks them
 )
 T = TypeVar("T")
@@ -385,7 +387,7 @@ def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
 
 def read_metadata(folder: Folder) -> dict[str, Any] | None:
     """Reads metadata.json in a folder, and returns None if the file is missing or damaged."""
-    json_bytes = folder.read(METADATA, max_bytes=MOST_BYTES)
+    json_bytes = folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
         return None if json_bytes is None else parse_metadata(json_bytes, METADATA)
     return None
@@ -511,7 +513,7 @@ def _read_once(folder: Folder) -> RunLog:
 
     The returned log may mix the files of two runs if a new run begins at the same time.
     """
-    metadata_file = folder.read_with_version(METADATA, max_bytes=MOST_BYTES)
+    metadata_file = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
     metadata_bytes, version = metadata_file or (None, None)
     damaged_files: dict[str, str] = {}
     versions: dict[str, str | None] = {}
@@ -526,7 +528,7 @@ def _read_once(folder: Folder) -> RunLog:
     commits = _read_commits(folder, listed_names, metadata, versions, damaged_files)
     # A listing of several pages is not a snapshot, so missing entries are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
-    missing_names = {commit_name(number) for number in islice(missing_numbers, MOST_ABSENT)}
+    missing_names = {commit_name(number) for number in islice(missing_numbers, MAX_UNLISTED)}
     unlisted_names = missing_names - listed_names
     commits |= _read_commits(folder, unlisted_names, metadata, versions, damaged_files)
     run_log = RunLog(
@@ -568,7 +570,7 @@ def _read_commits(
     sorted_names = sorted(names)
 
     def read(name: str) -> tuple[bytes, str | None] | None:
-        return folder.read_with_version(name, max_bytes=MOST_BYTES)
+        return folder.read_with_version(name, max_bytes=MAX_JSON_BYTES)
 
     with ThreadPoolExecutor(JSONS_AT_ONCE) as pool:
         for name, bytes_and_version in zip(sorted_names, pool.map(read, sorted_names), strict=True):
@@ -623,7 +625,7 @@ def check_own(folder: Folder) -> None:
     for file_name in run_file_names:
         with suppress(DamagedError):
             if file_name.endswith(".json") and unseal(
-                folder.read(file_name, max_bytes=MOST_BYTES) or b"", file_name
+                folder.read(file_name, max_bytes=MAX_JSON_BYTES) or b"", file_name
             ):
                 return
     if run_file_names:

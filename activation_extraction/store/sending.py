@@ -23,10 +23,10 @@ from typing import TypeVar
 from activation_extraction.common.log import log
 from activation_extraction.store.local_files import FolderError
 
-STEP = 1.0  # seconds between two checks of a write
-SAMPLE = 0.2  # seconds for which all writes share one check of the connections
-# Seconds after which a message about a waiting write is logged. More messages follow after twice
-# as many seconds, four times as many, and so on.
+CHECK_SECONDS = 1.0  # seconds between two checks of a write
+SHARED_SECONDS = 0.2  # seconds for which all writes share one check of the connections
+# Seconds after which the first message about a waiting write is logged. The next messages follow
+# after twice as many seconds, after four times as many, and so on.
 LOGGED_AFTER = 60.0
 CONNECTED = "01"  # state of an established connection in TCP_TABLES
 TCP_TABLES = Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")
@@ -65,7 +65,11 @@ class Patience:
         self._latest_end = self.end + sending
 
     def add(self, seconds: float) -> None:
-        """Extends the time by seconds in which the body of the write was being sent."""
+        """Extends the time of the write, because its body was being sent.
+
+        Args:
+            seconds: Number of seconds in which the body was being sent.
+        """
         self.end = min(self.end + seconds, self._latest_end)
 
 
@@ -86,20 +90,20 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             unknown whether the file was written.
         Exception: If `write` raises an exception, which is raised again.
     """
-    answer: Future[T] = Future()
+    write_future: Future[T] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(write())
+            write_future.set_result(write())
         except BaseException as error:
-            answer.set_exception(error)
+            write_future.set_exception(error)
 
     Thread(target=run, name=f"write {name}", daemon=True).start()
     start_time = time.monotonic()
     last_check_time = start_time
     silent_seconds = 0.0
-    logged_after = LOGGED_AFTER
-    while not wait([answer], min(STEP, patience.silence / 4)).done:
+    next_log_seconds = LOGGED_AFTER
+    while not wait([write_future], min(CHECK_SECONDS, patience.silence / 4)).done:
         check_time = time.monotonic()
         sends_bytes = is_sending()
         if sends_bytes is False:
@@ -110,30 +114,41 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
         last_check_time = check_time
         waited_seconds = check_time - start_time
         if silent_seconds >= patience.silence or check_time >= patience.end:
-            period = f"within {waited_seconds:.0f} s"
+            waiting_time = f"within {waited_seconds:.0f} s"
             if silent_seconds:
-                period = f"for {silent_seconds:.0f} s after the last byte"
-            raise FolderError(f"no answer {period}", final=False)
-        if waited_seconds >= logged_after:
-            logged_after *= 2
-            level, state = STATES[sends_bytes]
-            log.log(level, "%s has been waiting for %.0f s: %s", name, waited_seconds, state)
-    return answer.result()
+                waiting_time = f"for {silent_seconds:.0f} s after the last byte"
+            raise FolderError(f"no answer {waiting_time}", final=False)
+        if waited_seconds >= next_log_seconds:
+            next_log_seconds *= 2
+            log_level, state_in_words = STATES[sends_bytes]
+            log.log(
+                log_level,
+                "%s has been waiting for %.0f s: %s",
+                name,
+                waited_seconds,
+                state_in_words,
+            )
+    return write_future.result()
 
 
 def is_sending() -> bool | None:
     """Returns whether a TCP connection of this process has bytes that are not acknowledged yet.
 
-    Returns None if the system does not show such bytes.
+    None means that the system does not show such bytes.
     """
     if not _shows_unsent_bytes():
         return None
-    return _is_sending_at(int(time.monotonic() / SAMPLE))
+    return _is_sending_at(int(time.monotonic() / SHARED_SECONDS))
 
 
 @lru_cache(1)
 def _is_sending_at(_tick: int) -> bool | None:
-    """Does the same as `is_sending`, once per tick of SAMPLE seconds."""
+    """Returns the result of `is_sending`, which is computed once in SHARED_SECONDS seconds.
+
+    Args:
+        _tick: Number of the current period of SHARED_SECONDS seconds. It is only the key of the
+            cache.
+    """
     with suppress(OSError):
         return bool(_sockets_with_unsent_bytes() & _own_sockets())
     return None
@@ -142,26 +157,26 @@ def _is_sending_at(_tick: int) -> bool | None:
 def _own_sockets() -> set[str]:
     """Returns the inodes of the sockets that this process has open."""
     inodes = set()
-    for name in os.listdir(OPEN_FILES):
-        with suppress(OSError):  # the file may have been closed since the folder was listed
-            kind, _, inode = os.readlink(OPEN_FILES / name).partition(":")
-            if kind == "socket":
+    for descriptor in os.listdir(OPEN_FILES):
+        with suppress(OSError):  # the descriptor may have been closed since the folder was listed
+            file_type, _, inode = os.readlink(OPEN_FILES / descriptor).partition(":")
+            if file_type == "socket":
                 inodes.add(inode.strip("[]"))
     return inodes
 
 
 def _sockets_with_unsent_bytes() -> set[str]:
-    """Returns the inodes of the connections on this machine with unacknowledged bytes."""
+    """Returns the inodes of the TCP connections of this machine that have unacknowledged bytes."""
     inodes = set()
-    for table in TCP_TABLES:
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+    for tcp_table in TCP_TABLES:
+        for table_line in tcp_table.read_text().splitlines()[1:] if tcp_table.exists() else ():
             # The columns are: number, local address, remote address, state, bytes to send and bytes
             # to read (in hexadecimal digits, "SEND:READ"), four other columns, inode, ...
-            columns = line.split()
-            state = columns[3]
+            columns = table_line.split()
+            connection_state = columns[3]
             unacknowledged_bytes = int(columns[4].split(":")[0], 16)
             inode = columns[9]
-            if state == CONNECTED and unacknowledged_bytes:
+            if connection_state == CONNECTED and unacknowledged_bytes:
                 inodes.add(inode)
     return inodes
 

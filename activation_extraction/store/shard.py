@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from activation_extraction.common.errors import StorageError
-from activation_extraction.store.hook_values import HookValues, Key, groups_of
+from activation_extraction.store.hook_values import HookValues, Key, slices_of
 from activation_extraction.store.statistics import Errors, Sums, SumsOfCodes
 from activation_extraction.text.sample_facts import SampleFacts
 
@@ -79,21 +79,23 @@ class Shard:
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
     def encode(self, threads: Executor) -> tuple["Shard", dict[Key, Errors]]:
-        """Encodes the values at the hooks whose values are stored encoded.
+        """Encodes the values at all hooks that need an encoding.
 
         Args:
             threads: Threads that encode.
 
         Returns:
             A tuple of the shard, whose values are ready to be written (in the stored form), and the
-            encoding errors by the key of the hook, which are empty for a hook without encoded
-            values.
+            encoding errors by the key of the hook. The errors are an empty dict at a hook whose
+            values are not encoded.
         """
-        values: dict[Key, list[Any]] = {}
+        encoded_values: dict[Key, list[Any]] = {}
         errors: dict[Key, Errors] = {}
         for key, hook in self.hooks.items():
-            values[key], errors[key] = hook.encode(self.values[key], self.positions, threads)
-        return replace(self, values=values), errors
+            encoded_values[key], errors[key] = hook.encode(
+                self.values[key], self.positions, threads
+            )
+        return replace(self, values=encoded_values), errors
 
     def measure(
         self, errors: Mapping[Key, Errors], threads: Executor
@@ -111,24 +113,30 @@ class Shard:
         Raises:
             StorageError: If a value is NaN or infinite. The message names the sample.
         """
-        keys: list[Key] = []
-        groups: list[slice] = []
+        keys_of_slices: list[Key] = []
+        sample_slices: list[slice] = []
         for key in self.hooks:
-            for group in groups_of(self.values[key]):
-                keys.append(key)
-                groups.append(group)
-        totals: dict[Key, Any] = {}
-        for key, group_sums in zip(keys, threads.map(self._sums, keys, groups), strict=True):
-            totals[key] = totals[key].merge(group_sums) if key in totals else group_sums
+            for sample_slice in slices_of(self.values[key]):
+                keys_of_slices.append(key)
+                sample_slices.append(sample_slice)
+        sums_by_key: dict[Key, Any] = {}
+        for key, slice_sums in zip(
+            keys_of_slices, threads.map(self._sums, keys_of_slices, sample_slices), strict=True
+        ):
+            sums_by_key[key] = (
+                sums_by_key[key].merge(slice_sums) if key in sums_by_key else slice_sums
+            )
         descriptions = []
-        for key, total in totals.items():
-            statistics = replace(total.statistics, error=errors[key])
+        for key, hook_sums in sums_by_key.items():
+            statistics = replace(hook_sums.statistics, error=errors[key])
             if not statistics.finite:
                 self._refuse_not_finite(key)
             description = self.hooks[key].to_json(self.values[key][0])
             descriptions.append(description | statistics.to_json())
-        sums = {hook.name: totals[key] for key, hook in self.hooks.items() if hook.is_array}
-        return descriptions, sums
+        sums_by_name = {
+            hook.name: sums_by_key[key] for key, hook in self.hooks.items() if hook.is_array
+        }
+        return descriptions, sums_by_name
 
     def _sums(self, key: Key, samples: slice) -> Sums | SumsOfCodes:
         """Returns the sums over some samples at one hook.
@@ -146,9 +154,9 @@ class Shard:
         Args:
             key: Key of the hook with this value.
         """
-        for index, sample in enumerate(self.samples):
-            if not self._sums(key, slice(index, index + 1)).statistics.finite:
-                dtype = self.values[key][index].dtype.name
+        for sample_index, sample in enumerate(self.samples):
+            if not self._sums(key, slice(sample_index, sample_index + 1)).statistics.finite:
+                dtype = self.values[key][sample_index].dtype.name
                 raise StorageError(
                     f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype} values",
                     remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,

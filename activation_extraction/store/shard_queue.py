@@ -51,45 +51,48 @@ class ShardQueue(Generic[T]):
     Args:
         commit: Function that takes the result of storing a shard's files, and commits the shard. It
             is called in one thread, in the order in which the shards were submitted.
-        most_bytes: Largest number of bytes of activations in memory; `take` waits if there are
+        max_bytes: Largest number of bytes of activations in memory; `take` waits if there are
             more.
         on_wait: Function without arguments that is called repeatedly while `take` waits.
 
     Attributes:
         bytes_waiting: Number of bytes in memory that wait to be stored.
-        waited: Seconds for which `take` waited, by the phase of the oldest shard meanwhile.
+        waited: Seconds for which `take` waited, by the phase in which the oldest shard was at that
+            time.
     """
 
     def __init__(
-        self, commit: Callable[[T], None], most_bytes: float, on_wait: Callable[[], None]
+        self, commit: Callable[[T], None], max_bytes: float, on_wait: Callable[[], None]
     ) -> None:
         self.bytes_waiting = 0
         self.waited = dict.fromkeys(PHASES, 0.0)
         self._commit = commit
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._on_wait = on_wait
-        self._failure: Exception | None = None  # exception of the first shard that failed
-        self._stopped = False  # whether `close` was called without waiting for the threads
+        self._failure: Exception | None = (
+            None  # exception of the first shard that could not be stored
+        )
+        self._was_stopped = False  # whether `close` was called, and did not wait for the threads
         self._storing = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._committing = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._batch_bytes: list[int] = []  # bytes of each batch that belongs to no shard yet
         self._shards: deque[QueuedShard[T]] = deque()
-        # Condition that is notified when a shard was committed or has failed.
+        # Notified when a shard was committed or could not be stored. The lock guards `_shards`.
         self._changed = threading.Condition()
 
-    def take(self, size: int) -> None:
+    def take(self, batch_bytes: int) -> None:
         """Counts the memory of a batch, and waits while too many bytes wait to be stored.
 
         Args:
-            size: Number of bytes of memory that the batch needs until it is stored.
+            batch_bytes: Number of bytes of memory that the batch needs until it is stored.
 
         Raises:
             StorageError: If a shard could not be stored.
         """
         with self._changed:
-            self._batch_bytes.append(size)
-            self.bytes_waiting += size
-            while self.bytes_waiting > self._most_bytes and self._shards:
+            self._batch_bytes.append(batch_bytes)
+            self.bytes_waiting += batch_bytes
+            while self.bytes_waiting > self._max_bytes and self._shards:
                 self.check()
                 self._on_wait()
                 start_time = time.perf_counter()
@@ -112,14 +115,14 @@ class ShardQueue(Generic[T]):
             StorageError: If an earlier shard could not be stored.
         """
         self.check()
-        shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
+        queued_shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
         del self._batch_bytes[:-1]
-        shard.stored = self._storing.submit(store, shard)
+        queued_shard.stored = self._storing.submit(store, queued_shard)
         with self._changed:
-            # `_finish` may begin at once, but waits for the lock held here before it removes the
-            # shard from `_shards`.
-            self._committing.submit(self._finish, shard)
-            self._shards.append(shard)
+            # `_finish` may run at once in another thread. It cannot remove the shard from `_shards`
+            # before the shard is added, because it needs the lock that is held here.
+            self._committing.submit(self._finish, queued_shard)
+            self._shards.append(queued_shard)
 
     def check(self) -> None:
         """Raises the error of a shard that could not be stored, if there is one.
@@ -132,8 +135,8 @@ class ShardQueue(Generic[T]):
         if self._failure is not None:
             raise self._failure
         for shard in list(self._shards):
-            if shard.stored.done() and (error := shard.stored.exception()) is not None:
-                raise self._error_of(error)
+            if shard.stored.done() and (storing_error := shard.stored.exception()) is not None:
+                raise self._error_of(storing_error)
 
     def wait(self) -> None:
         """Waits until all shards are committed.
@@ -149,8 +152,8 @@ class ShardQueue(Generic[T]):
     def gauges(self) -> dict[str, Any]:
         """Returns metrics about the shards that are not committed yet, by name.
 
-        They are the number of bytes in memory, the number of shards in each phase, and the seconds
-        for which `take` waited, by the phase of the oldest shard meanwhile.
+        The metrics are the number of bytes in memory, the number of shards in each phase, and the
+        seconds for which `take` waited, by the phase in which the oldest shard was at that time.
         """
         phases = [shard.phase for shard in list(self._shards)]
         gauges: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}
@@ -166,7 +169,7 @@ class ShardQueue(Generic[T]):
         Args:
             patient: Whether the threads finish their work first.
         """
-        self._stopped = self._stopped or not patient
+        self._was_stopped = self._was_stopped or not patient
         for pool in (self._storing, self._committing):
             pool.shutdown(wait=patient, cancel_futures=True)
 
@@ -187,8 +190,15 @@ class ShardQueue(Generic[T]):
                 self._changed.notify_all()
 
     def _error_of(self, error: BaseException) -> Exception:
-        """Returns the error that is raised to the caller for an exception in a thread."""
-        if self._stopped:  # the exception only means that `close` has cancelled the work
+        """Returns the error that the methods raise after an exception in a thread.
+
+        Args:
+            error: Exception of the thread.
+
+        Returns:
+            A LostError as it is, and any other exception as a StorageError with its message.
+        """
+        if self._was_stopped:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")
         user_error = for_the_user(error)
         if isinstance(user_error, LostError):

@@ -25,7 +25,7 @@ from activation_extraction.store.folder import ChangedError, Folder, FolderError
 from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
 from activation_extraction.store.hook_values import HookValues, Shape
 from activation_extraction.store.pickle_file import read_pickle
-from activation_extraction.store.run_log import MOST_BYTES, Commit, DamagedError, parse_commit
+from activation_extraction.store.run_log import MAX_JSON_BYTES, Commit, DamagedError, parse_commit
 from activation_extraction.store.safetensors_file import SafetensorsFile, safetensors_pieces
 from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
@@ -278,7 +278,7 @@ def _check_json(folder: Folder, commit: Commit, where: str) -> None:
         commit: The commit that was read before.
         where: URL of one of the shard's files, for the message.
     """
-    data = folder.read(commit.name, max_bytes=MOST_BYTES)
+    data = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
         if data is not None and parse_commit(data, commit.name) != commit:
             raise RunError(f"{where}: {REPLACED}")

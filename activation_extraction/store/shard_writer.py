@@ -40,7 +40,7 @@ class ShardWriter:
 
     Samples become shards in the order in which they are added. A shard contains at most
     `options.shard_bytes` bytes of values at hooks, but at least one sample. After a shard could not
-    be stored, methods raise StorageError or LostError, as those of ShardQueue do.
+    be stored, methods raise StorageError or LostError, like the methods of ShardQueue.
 
     Args:
         log_writer: Writer of the folder, which this process must own.
@@ -69,45 +69,45 @@ class ShardWriter:
         on_commit: Callable[[], None],
     ) -> None:
         self.format = chosen_format(options.shard_format, options.compress_shards)
-        self._log = log_writer
+        self._log_writer = log_writer
         self._hooks = hooks
         self._identity = identity
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit
         self._shard_bytes = options.shard_bytes
-        self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
+        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
         self._packing = threading.Semaphore(options.threads)
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
     def follow(self, plan: StoragePlan) -> None:
-        """Begins with the first shard of a plan. No sample must have been added before.
+        """Sets the plan of this process, before the first sample is added.
 
         Args:
             plan: Plan of this process, with the numbers of the shards to store.
         """
         self._plan = plan
-        self._numbers = ShardNumbers(plan)
+        self._shard_numbers = ShardNumbers(plan)
         self._mark = plan.mark
-        self._empty()
+        self._clear_pending()
 
-    def _empty(self) -> None:
+    def _clear_pending(self) -> None:
         self._pending: list[tuple[ShardSample, Mapping[Key, Any]]] = []
-        self._bytes = 0
+        self._pending_bytes = 0
 
-    def take(self, size: int) -> None:
+    def take(self, batch_bytes: int) -> None:
         """Counts the memory of a batch, and waits while too many bytes wait to be stored.
 
         Args:
-            size: Number of bytes of the batch's values at hooks.
+            batch_bytes: Number of bytes of the batch's values at hooks.
         """
-        # While a shard is stored, memory contains its arrays, the compressed file, and the encoded
-        # values, if there are any.
+        # While a shard is stored, memory contains its arrays and, if there are any, the compressed
+        # file and the encoded values.
         is_encoded = any(hook.is_encoded for hook in self._hooks.values())
-        copies = 1 + self.format.compressed + is_encoded
-        self.queue.take(size * copies)
+        copy_count = 1 + self.format.compressed + is_encoded
+        self.queue.take(batch_bytes * copy_count)
 
     def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
-        """Adds a sample, and submits a shard before if the sample does not fit in it.
+        """Adds a sample. If it does not fit into the current shard, that shard is submitted first.
 
         Args:
             sample: Sample without its values.
@@ -117,10 +117,10 @@ class ShardWriter:
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
         sample_bytes = sum(self._hooks[key].bytes_of(values[key]) for key in values)
-        if self._pending and self._bytes + sample_bytes > self._shard_bytes:
-            self._submit_pending(self._numbers.take())
+        if self._pending and self._pending_bytes + sample_bytes > self._shard_bytes:
+            self._submit_pending(self._shard_numbers.take())
         self._pending.append((sample, values))
-        self._bytes += sample_bytes
+        self._pending_bytes += sample_bytes
         self._mark = self._plan.mark_after(mark)
 
     def finish(self, complete: bool) -> None:
@@ -133,18 +133,22 @@ class ShardWriter:
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.
         """
-        with suppress(StorageError):  # `queue.wait` raises the same error below
-            gaps = self._numbers.take_gaps() if complete else []
-            for number in gaps[:-1]:
+        with suppress(StorageError):  # `queue.wait` raises the error again
+            gap_numbers = self._shard_numbers.take_gaps() if complete else []
+            for number in gap_numbers[:-1]:
                 self._submit(Shard([], {}, {}), number)
-            if gaps:
-                self._submit_pending(gaps[-1])
+            if gap_numbers:
+                self._submit_pending(gap_numbers[-1])
             elif self._pending:
-                self._submit_pending(self._numbers.take())
+                self._submit_pending(self._shard_numbers.take())
         self.queue.wait()
 
     def _submit_pending(self, number: int) -> None:
-        """Makes a shard with a number of the samples that were added since the last shard."""
+        """Submits a shard with the samples that were added since the last shard.
+
+        Args:
+            number: Number of the shard.
+        """
         self._pending.sort(key=lambda pending: pending[0].facts.sample_idx)
         samples = [sample for sample, _ in self._pending]
         values_by_key: dict[Key, list[Any]] = {key: [] for key in self._hooks}
@@ -152,9 +156,9 @@ class ShardWriter:
             for key in self._hooks:
                 values_by_key[key].append(sample_values[key])
         shard = Shard(samples, self._hooks, values_by_key)
-        # The samples are removed before `_submit`, which Ctrl-C may interrupt, so that no sample
-        # can be in two shards.
-        self._empty()
+        # Ctrl-C may interrupt `_submit`. The samples are removed before it, so that no sample can
+        # be in two shards.
+        self._clear_pending()
         self._submit(shard, number)
 
     def _submit(self, shard: Shard, number: int) -> None:
@@ -167,7 +171,7 @@ class ShardWriter:
             patient: Whether the threads finish their work first.
         """
         self.queue.close(patient)
-        self._threads.shutdown(wait=patient, cancel_futures=True)
+        self._pool.shutdown(wait=patient, cancel_futures=True)
 
     def _store(
         self, shard: Shard, mark: Mark | None, number: int, queued_shard: QueuedShard[StoredShard]
@@ -183,54 +187,54 @@ class ShardWriter:
         Returns:
             A tuple of the commit, which is not written yet, and the samples of the shard.
         """
-        writer = self._log.id
-        commit = Commit(number, self._log.began, mark, identity=self._identity.digest)
+        writer_id = self._log_writer.id
+        commit = Commit(number, self._log_writer.began, mark, identity=self._identity.digest)
         if not shard.samples:
             return commit, []
         with self._packing:
-            shard, errors = shard.encode(self._threads)
-            hooks, sums = shard.measure(errors, self._threads)
-            packed_file = self.format.pack(shard, self._threads, writer)
+            shard, errors = shard.encode(self._pool)
+            hooks, sums = shard.measure(errors, self._pool)
+            packed_file = self.format.pack(shard, self._pool, writer_id)
         cut_counts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
-        lengths = [len(sample.positions) for sample in shard.samples]
+        token_counts = [len(sample.positions) for sample in shard.samples]
         commit = replace(
             commit,
             file=shard_name(number, self.format.suffix),
             unpacked=packed_file.uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
-            count=len(lengths),
-            tokens=sum(lengths),
+            count=len(token_counts),
+            tokens=sum(token_counts),
             hooks=hooks,
             cut_samples=len(cut_counts),
             cut_tokens=sum(cut_counts),
-            empty_samples=lengths.count(0),
+            empty_samples=token_counts.count(0),
         )
         small_files = {
-            commit.statistics_file: pack_sums(sums, writer),
-            commit.table_file: pack_table(shard.samples, writer),
+            commit.statistics_file: pack_sums(sums, writer_id),
+            commit.table_file: pack_table(shard.samples, writer_id),
         }
         queued_shard.phase = "writing"
-        version = self._log.write_file(commit.file, packed_file.buffers)
+        version = self._log_writer.write_file(commit.file, packed_file.buffers)
         files = {commit.file: replace(packed_file.facts, version=version)}
-        for name, data in small_files.items():
-            digest = hashlib.sha256(data).hexdigest()
-            version = self._log.write_file(name, [data])
-            files[name] = FileFacts(len(data), digest, version)
+        for file_name, file_content in small_files.items():
+            sha256 = hashlib.sha256(file_content).hexdigest()
+            version = self._log_writer.write_file(file_name, [file_content])
+            files[file_name] = FileFacts(len(file_content), sha256, version)
         queued_shard.phase = "committing"
         return replace(commit, files=files), shard.samples
 
-    def _commit(self, stored: StoredShard) -> None:
+    def _commit(self, stored_shard: StoredShard) -> None:
         """Commits a shard whose files are stored.
 
         Args:
-            stored: Commit of the shard, which is not written yet, and its samples.
+            stored_shard: Commit of the shard, which is not written yet, and its samples.
 
         Raises:
             StorageError: If a file from which samples come has changed.
         """
-        commit, samples = stored
+        commit, samples = stored_shard
         self._source_check.check(samples)
-        commit = self._log.commit(replace(commit, committed=round(time.time(), 3)))
+        commit = self._log_writer.commit(replace(commit, committed=round(time.time(), 3)))
         log.debug("shard %d: %d samples, %d bytes", commit.number, commit.count, commit.bytes)
         self._on_commit()

@@ -110,32 +110,32 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
     # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
     with np.errstate(invalid="ignore"):
         for start in range(0, token_count, block_tokens):
-            tokens = slice(start, start + block_tokens)
-            values = decode(tokens)
-            block = buffer[: len(values)]
-            np.copyto(block, values)
-            sinks = np.flatnonzero(positions[tokens] == 0)
-            _add_rows(totals.sums, block, sinks)
+            block_slice = slice(start, start + block_tokens)
+            block_values = decode(block_slice)
+            block = buffer[: len(block_values)]
+            np.copyto(block, block_values)
+            sink_indices = np.flatnonzero(positions[block_slice] == 0)
+            _add_rows(totals.sums, block, sink_indices)
             np.multiply(block, block, out=block)
-            _add_rows(totals.squares, block, sinks)
-            np.add.reduce(block, 1, out=squared_norms[tokens])
+            _add_rows(totals.squares, block, sink_indices)
+            np.add.reduce(block, 1, out=squared_norms[block_slice])
     norms = np.sqrt(squared_norms)
-    kinds = np.where(positions == 0, SINK, OTHER)
-    totals.counts += np.bincount(kinds, minlength=2)
-    totals.norms += np.bincount(kinds, norms, minlength=2)
+    kind_of_token = np.where(positions == 0, SINK, OTHER)
+    totals.counts += np.bincount(kind_of_token, minlength=2)
+    totals.norms += np.bincount(kind_of_token, norms, minlength=2)
     totals.largest = np.maximum(totals.largest, norms.max(initial=0.0))
     return totals
 
 
-def _add_rows(sums: np.ndarray, block: np.ndarray, sinks: np.ndarray) -> None:
-    """Adds the rows of a block to sums by kind of token.
+def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> None:
+    """Adds the rows of a block to two sums, one over attention sinks and one over other tokens.
 
     Args:
         sums: Sums to which the rows are added, float64 (2, width).
         block: Rows of the tokens, float64 (tokens, width).
-        sinks: Indices of the rows that are attention sinks.
+        sink_indices: Indices of the rows that are attention sinks.
     """
-    sink_sum = np.add.reduce(block[sinks], 0)
+    sink_sum = np.add.reduce(block[sink_indices], 0)
     sums[SINK] += sink_sum
     sums[OTHER] += np.add.reduce(block, 0) - sink_sum
 
@@ -159,7 +159,7 @@ class EncodingError:
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "EncodingError":
-        """Returns the mean and the largest of the errors of tokens.
+        """Returns the number, the mean and the largest of the errors of tokens.
 
         Args:
             errors: Relative error of each token, float64 (tokens,).
@@ -170,9 +170,11 @@ class EncodingError:
 
     def merge(self, other: "EncodingError") -> "EncodingError":
         """Returns the errors over the tokens of `self` and of `other` together."""
-        tokens = self.tokens + other.tokens
+        token_count = self.tokens + other.tokens
         error_sum = self.mean * self.tokens + other.mean * other.tokens
-        return EncodingError(tokens, error_sum / max(tokens, 1), max(self.worst, other.worst))
+        return EncodingError(
+            token_count, error_sum / max(token_count, 1), max(self.worst, other.worst)
+        )
 
 
 # The encoding errors at one hook, by kind of token. The keys are "sinks" for the first tokens of
@@ -202,24 +204,24 @@ class CodeSums:
     square: float = 0.0
 
     @classmethod
-    def of(cls, codes: Codes, chosen: np.ndarray) -> "CodeSums":
+    def of(cls, codes: Codes, token_mask: np.ndarray) -> "CodeSums":
         """Returns the sums over some of the tokens of codes.
 
         Args:
             codes: Codes of the tokens.
-            chosen: Mask of the tokens to sum over, bool (tokens,).
+            token_mask: Mask of the tokens to sum over, bool (tokens,).
         """
-        stored_counts = np.diff(codes.indptr)[chosen]
+        stored_counts = np.diff(codes.indptr)[token_mask]
         cut_counts = np.zeros(1, np.int64)
         if codes.active is not None:
-            cut_counts = codes.active[chosen] - stored_counts
+            cut_counts = codes.active[token_mask] - stored_counts
         return cls(
             tokens=len(stored_counts),
             features=int(stored_counts.sum()),
             cut=int(cut_counts.sum()),
             cut_tokens=int((cut_counts > 0).sum()),
-            error=float(codes.error[chosen].astype(np.float64).sum()),
-            square=float(np.square(codes.norm)[chosen].astype(np.float64).sum()),
+            error=float(codes.error[token_mask].astype(np.float64).sum()),
+            square=float(np.square(codes.norm)[token_mask].astype(np.float64).sum()),
         )
 
     def merge(self, other: "CodeSums") -> "CodeSums":
@@ -228,7 +230,9 @@ class CodeSums:
 
     @property
     def explained(self) -> float:
-        """The share of the squared norms that the stored features explain, 1 - error / square.
+        """The share of the activations' squared norms that the stored features explain.
+
+        It is computed as 1 - error / square.
 
         It is 1 for a perfect reconstruction, 0 for a reconstruction that is as bad as zeros, and
         negative for a worse one. It is NaN if all activations are zeros.
@@ -289,10 +293,10 @@ class Statistics:
     @property
     def finite(self) -> bool:
         """Whether none of the values is NaN or infinite."""
-        totals = [self.max_norm]
+        numbers_to_check = [self.max_norm]
         for code_sums in self.codes.values():
-            totals.append(code_sums.error + code_sums.square)
-        return all(map(math.isfinite, totals))
+            numbers_to_check.append(code_sums.error + code_sums.square)
+        return all(map(math.isfinite, numbers_to_check))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Returns the statistics over the tokens of `self` and of `other` together.
@@ -303,17 +307,17 @@ class Statistics:
             return other
         if not (other.values or other.codes):
             return self
-        share = other.values / (self.values + other.values or 1)
+        other_share = other.values / (self.values + other.values or 1)
         mean_difference = other.overall_mean - self.overall_mean
 
         def weighted(own_number: float, other_number: float) -> float:
-            return own_number * (1 - share) + other_number * share
+            return own_number * (1 - other_share) + other_number * other_share
 
-        variance_between = mean_difference * mean_difference * share * (1 - share)
+        variance_between = mean_difference * mean_difference * other_share * (1 - other_share)
         return Statistics(
             tokens=self.tokens + other.tokens,
             values=self.values + other.values,
-            overall_mean=self.overall_mean + mean_difference * share,
+            overall_mean=self.overall_mean + mean_difference * other_share,
             overall_variance=weighted(self.overall_variance, other.overall_variance)
             + variance_between,
             mean_norm=weighted(self.mean_norm, other.mean_norm),
@@ -327,24 +331,28 @@ class Statistics:
 
         `error` and `codes` are left out if they are empty.
         """
-        content = {key: getattr(self, name) for key, name in STATISTICS.items()}
+        json_fields = {key: getattr(self, field_name) for key, field_name in STATISTICS.items()}
         if self.error:
-            content["error"] = {kind: asdict(error) for kind, error in self.error.items()}
+            json_fields["error"] = {kind: asdict(error) for kind, error in self.error.items()}
         if self.codes:
-            content["codes"] = {kind: asdict(sums) for kind, sums in self.codes.items()}
-        return content
+            json_fields["codes"] = {kind: asdict(sums) for kind, sums in self.codes.items()}
+        return json_fields
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Statistics":
+    def from_json(cls, json_fields: Mapping[str, Any]) -> "Statistics":
         """Returns the statistics in a JSON object.
 
         Args:
-            content: Result of `to_json`. Other keys in it are ignored.
+            json_fields: Result of `to_json`. Other keys in it are ignored.
         """
-        error = {kind: EncodingError(**sums) for kind, sums in content.get("error", {}).items()}
-        codes = {kind: CodeSums(**sums) for kind, sums in content.get("codes", {}).items()}
-        numbers = {name: content[key] for key, name in STATISTICS.items()}
-        return cls(**numbers, error=error, codes=codes)
+        errors_by_kind = {
+            kind: EncodingError(**sums) for kind, sums in json_fields.get("error", {}).items()
+        }
+        sums_by_kind = {
+            kind: CodeSums(**sums) for kind, sums in json_fields.get("codes", {}).items()
+        }
+        field_values = {field_name: json_fields[key] for key, field_name in STATISTICS.items()}
+        return cls(**field_values, error=errors_by_kind, codes=sums_by_kind)
 
 
 # Names of the fields of Statistics, by their keys in the JSON files.
@@ -428,8 +436,8 @@ class HookStatistics(Statistics):
 
 
 FIELDS = [attribute.name for attribute in fields(Sums)]
-# Lock that lets one thread at a time read a file of sums. NumPy parses the headers of arrays with
-# `ast`, which fails in two threads at once (python/cpython#106905).
+# Lock, so that only one thread at a time reads a file of sums. NumPy parses the headers of arrays
+# with `ast`, which may fail if two threads use it at the same time (python/cpython#106905).
 PARSING = threading.Lock()
 
 
@@ -446,21 +454,23 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
             arrays[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
     if writer:
         arrays["writer"] = np.array(writer)
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    return file.getvalue()
+    npz_file = io.BytesIO()
+    np.savez(npz_file, **arrays)
+    return npz_file.getvalue()
 
 
-def unpack_sums(data: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
+def unpack_sums(npz_bytes: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
     """Returns the sums in a file of sums, by the full names of the hooks.
 
     Args:
-        data: Content of the file.
+        npz_bytes: Content of the file.
         hooks: Full names of the hooks whose sums are read.
     """
     sums_by_hook = {}
-    with PARSING, np.load(io.BytesIO(data)) as arrays:
+    with PARSING, np.load(io.BytesIO(npz_bytes)) as arrays:
         for hook_name in hooks:
-            field_arrays = {name: arrays[f"{hook_name}/{name}"] for name in FIELDS}
+            field_arrays = {
+                field_name: arrays[f"{hook_name}/{field_name}"] for field_name in FIELDS
+            }
             sums_by_hook[hook_name] = Sums(**field_arrays)
     return sums_by_hook

@@ -95,7 +95,8 @@ class ActivationStorage:
     Attributes:
         folder: Path of the local folder.
         options: Options of the shards.
-        plan: Shards that earlier processes have stored, and the place where the run goes on.
+        plan: Shards that earlier processes have stored, and the place in the data where the run
+            goes on.
         made: Commits of the shards that this process has stored.
         waited: Seconds for which adding samples waited for free memory, by the phase of the oldest
             shard meanwhile: "packing", "writing" or "committing".
@@ -157,13 +158,13 @@ class ActivationStorage:
         local_folder = Folder(str(self.folder))
         description = RunDescription(self._identity, dict(hooks), options.limits, facts)
         if remote is None:
-            self._log = LogWriter(local_folder, description)
+            self._log_writer = LogWriter(local_folder, description)
         else:
             keeps_shards = not options.delete_local_after_upload
-            self._log = LogWriter(remote, description, local_folder, keeps_shards)
+            self._log_writer = LogWriter(remote, description, local_folder, keeps_shards)
         self._metrics = MetricsFile(self.folder, remote)
-        self._writer = ShardWriter(
-            self._log,
+        self._shard_writer = ShardWriter(
+            self._log_writer,
             self._hooks,
             self._identity,
             options,
@@ -171,9 +172,9 @@ class ActivationStorage:
             on_wait,
             self._metrics.upload_if_due,
         )
-        self.made = self._log.new_commits
-        self.waited = self._writer.queue.waited
-        self.format = self._writer.format
+        self.made = self._log_writer.new_commits
+        self.waited = self._shard_writer.queue.waited
+        self.format = self._shard_writer.format
         self._planner: Planner = partial(plan_run, self._identity, options.limits)
         if repair:
             self._planner = RepairPlanner(self.destination, self._identity, options.limits)
@@ -185,9 +186,12 @@ class ActivationStorage:
             if remote is not None:
                 refuse_elsewhere(RunLog.read(local_folder), remote.url)
             self._follow(self._planner(RunLog.read(self.destination)))
-        # Samples without an activation for every key, with their activations, by sample number.
+        # Samples that still lack an activation at a hook, with the activations that they have, by
+        # sample number.
         self._incomplete: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
-        self._last_complete = -1  # number of the last sample that got all its activations
+        self._last_complete_number = (
+            -1
+        )  # number of the last sample that has all its activations; -1 if there is none
         self._lock: int | None = None
         # "planned": the stored shards are known, and this storage has not written anything yet.
         # "open": this process owns the folder.
@@ -196,16 +200,17 @@ class ActivationStorage:
 
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
-        self._log.follow(plan)
+        self._log_writer.follow(plan)
         hooks = plan.commits[-1].hooks if plan.commits else []
-        # The width and dtype of the stored samples at each hook; new samples must have the same.
+        # Width and dtype of the stored samples, by the key of the hook. New samples must have the
+        # same width and dtype.
         self._widths_and_dtypes = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
-        self._after_mark: dict[int, StoredSample] | None = None
-        self._stored_samples = sum(commit.count for commit in plan.commits)
+        self._samples_after_mark: dict[int, StoredSample] | None = None
+        self._stored_count = sum(commit.count for commit in plan.commits)
         # The sample number that `add_activation` expects next. In a repair, the program adds all
         # samples again, from number 0.
-        self._next_sample = self._stored_samples if plan.repair is None else 0
-        self._writer.follow(plan)
+        self._next_number = self._stored_count if plan.repair is None else 0
+        self._shard_writer.follow(plan)
 
     @property
     def destination(self) -> Folder:
@@ -213,27 +218,28 @@ class ActivationStorage:
 
         This is the folder in the bucket if there is one, otherwise the local folder.
         """
-        return self._log.folder
+        return self._log_writer.folder
 
     @property
     def stored_after_mark(self) -> dict[int, StoredSample]:
         """The stored samples after `plan.mark`, the place in the data where the run goes on.
 
-        They are a dict by `sample_idx`, which may contain some samples before the mark, too.
+        The keys are the numbers of the samples (`sample_idx`). Some samples before the mark may be
+        included, too.
 
         Raises:
             InputError: If a sample before the mark is not stored, or a table of samples is damaged.
         """
-        if self._after_mark is None:
-            self._after_mark = stored_after(
+        if self._samples_after_mark is None:
+            self._samples_after_mark = stored_after(
                 self.destination, self.plan.commits, self.plan.mark, self._identity
             )
-        return self._after_mark
+        return self._samples_after_mark
 
     @property
     def totals(self) -> Totals:
         """The totals over all stored shards of the run, including those of earlier processes."""
-        return self._log.totals
+        return self._log_writer.totals
 
     @property
     def complete(self) -> bool:
@@ -244,7 +250,7 @@ class ActivationStorage:
     def limits(self) -> dict[str, int | None]:
         """The largest numbers of samples and tokens to store, by name; None for no limit.
 
-        A repair that fills gaps has the limits that the run recorded.
+        A repair that fills gaps uses the limits in metadata.json.
         """
         if self.plan.repair is None:
             return self.options.limits
@@ -274,7 +280,7 @@ class ActivationStorage:
                     "writing there; see to it that only one does",
                     self.folder,
                 )
-            self._follow(self._log.take_over(self._planner, self.options.overwrite))
+            self._follow(self._log_writer.take_over(self._planner, self.options.overwrite))
             if self.plan.up_to_date:
                 return self._unlock()
             self._state = "open"
@@ -306,7 +312,7 @@ class ActivationStorage:
         return {
             "shards_stored": self.totals.shards,
             "bytes_stored": self.totals.bytes,
-            **self._writer.queue.gauges(),
+            **self._shard_writer.queue.gauges(),
             "upload_retries_since_start": self.destination.retries,
         }
 
@@ -344,18 +350,21 @@ class ActivationStorage:
             ValueError: If the run is already complete.
         """
         self.open()
-        self._writer.take(sum(array.nbytes for array in activations.values()))
-        for placed, (token_index, positions) in zip(
+        self._shard_writer.take(sum(array.nbytes for array in activations.values()))
+        for placement, (kept_index, positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
-            sample = placed.sample
+            sample = placement.sample
             self._check_takes_samples(sample.facts.sample_idx)
-            labels = {name: values[positions] for name, values in sample.labels.items()}
+            labels = {
+                label_name: label_values[positions]
+                for label_name, label_values in sample.labels.items()
+            }
             shard_sample = ShardSample(sample.facts, sample.token_ids[positions], positions, labels)
             values_by_key = {}
             for key, hook in self._hooks.items():
-                values_by_key[key] = hook.for_shard(activations[key][token_index])
-            self._writer.add(shard_sample, values_by_key, placed.mark)
+                values_by_key[key] = hook.for_shard(activations[key][kept_index])
+            self._shard_writer.add(shard_sample, values_by_key, placement.mark)
 
     def _check_takes_samples(self, sample_idx: int) -> None:
         if self.complete:
@@ -418,47 +427,52 @@ class ActivationStorage:
         self.open()
         if layer_idx not in self._hooks or not self._hooks[layer_idx].is_array:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
-        number = index(sample_idx)
-        if self._is_stored(number):
-            self._next_sample = max(self._next_sample, number + 1)
+        sample_number = index(sample_idx)
+        if self._is_stored(sample_number):
+            self._next_number = max(self._next_number, sample_number + 1)
             return
-        self._check_takes_samples(number)
-        sample_and_hook = f"sample {number}, hook {layer_idx!r}"
+        self._check_takes_samples(sample_number)
+        sample_and_hook = f"sample {sample_number}, hook {layer_idx!r}"
         try:
             activation = copy_array(activation)
-            ids = None if token_ids is None else copy_as_int32(token_ids)
+            copied_ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
             raise ValueError(f"{sample_and_hook}: {error}") from error
-        for problem in self._problems(layer_idx, activation, ids, number):
+        for problem in self._problems(layer_idx, activation, copied_ids, sample_number):
             raise ValueError(f"{sample_and_hook}: {problem}")
-        if number not in self._incomplete:
+        if sample_number not in self._incomplete:
             positions = np.arange(len(activation), dtype=np.int32)
-            facts = SampleFacts(
-                number, deepcopy(row), doc_id, text_preview or "", cut, deepcopy(columns or {})
+            sample_facts = SampleFacts(
+                sample_number,
+                deepcopy(row),
+                doc_id,
+                text_preview or "",
+                cut,
+                deepcopy(columns or {}),
             )
-            self._incomplete[number] = ShardSample(facts, ids, positions), {}
-            self._next_sample += 1
-        sample, activations = self._incomplete[number]
+            self._incomplete[sample_number] = ShardSample(sample_facts, copied_ids, positions), {}
+            self._next_number += 1
+        shard_sample, activations = self._incomplete[sample_number]
         activations[layer_idx] = activation
         if len(activations) == len(self._hooks):
-            del self._incomplete[number]
-            self._writer.take(sum(array.nbytes for array in activations.values()))
-            self._last_complete = number
-            self._writer.add(sample, activations)
+            del self._incomplete[sample_number]
+            self._shard_writer.take(sum(array.nbytes for array in activations.values()))
+            self._last_complete_number = sample_number
+            self._shard_writer.add(shard_sample, activations)
 
-    def _is_stored(self, number: int) -> bool:
+    def _is_stored(self, sample_number: int) -> bool:
         """Returns whether an earlier process has stored the sample with this number.
 
-        The number of stored samples decides, because a run without damage stores its samples
-        without gaps. In a repair, samples between the stored ones are missing, so the tables of
-        samples are read instead.
+        A sample is stored if its number is smaller than the number of stored samples, because a run
+        without damage stores its samples without gaps. In a repair, samples between the stored ones
+        are missing, so the tables of samples are read instead.
         """
         if self.plan.repair is not None:
-            return number <= self._next_sample and number in self.stored_after_mark
-        return 0 <= number < self._stored_samples
+            return sample_number <= self._next_number and sample_number in self.stored_after_mark
+        return 0 <= sample_number < self._stored_count
 
     def _problems(
-        self, key: Key, activation: np.ndarray, ids: np.ndarray | None, number: int
+        self, key: Key, activation: np.ndarray, token_ids: np.ndarray | None, sample_number: int
     ) -> Iterator[str]:
         """Yields the reasons why a sample's activation cannot be stored.
 
@@ -468,27 +482,31 @@ class ActivationStorage:
         Args:
             key: Key of the hook.
             activation: Activation that is added.
-            ids: Token ids of the sample; None if there are none.
-            number: Number of the sample.
+            token_ids: Token ids of the sample; None if there are none.
+            sample_number: Number of the sample.
         """
         shape = activation.shape
         dtype = activation.dtype.name
-        if len(shape) != 2 or not shape[1] or (ids is not None and ids.shape != shape[:1]):
+        if (
+            len(shape) != 2
+            or not shape[1]
+            or (token_ids is not None and token_ids.shape != shape[:1])
+        ):
             yield (
                 f"the activation has shape {shape}, expected (tokens, width) with as many "
                 "tokens as there are token ids"
             )
-        if ids is None and self.format is SAFETENSORS:
+        if token_ids is None and self.format is SAFETENSORS:
             yield "has no token ids, and safetensors need them"
-        if ids is not None and ids.dtype != np.int32:
-            yield f"token ids of dtype {ids.dtype}, expected int32"
-        sample, activations = self._incomplete.get(number, (None, {}))
-        if key in activations or number <= self._last_complete:
+        if token_ids is not None and token_ids.dtype != np.int32:
+            yield f"token ids of dtype {token_ids.dtype}, expected int32"
+        incomplete_sample, activations = self._incomplete.get(sample_number, (None, {}))
+        if key in activations or sample_number <= self._last_complete_number:
             yield "given twice or out of order"
-        if sample is None and number != self._next_sample:
-            yield f"expected sample {self._next_sample} next: samples are 0, 1, 2, ..."
-        if sample is not None and len(sample.positions) != shape[0]:
-            expected_tokens = counted(len(sample.positions), "token")
+        if incomplete_sample is None and sample_number != self._next_number:
+            yield f"expected sample {self._next_number} next: samples are 0, 1, 2, ..."
+        if incomplete_sample is not None and len(incomplete_sample.positions) != shape[0]:
+            expected_tokens = counted(len(incomplete_sample.positions), "token")
             yield f"{shape[0]}, expected {expected_tokens} as at other hooks"
         if dtype not in DTYPES:
             yield f"dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
@@ -512,10 +530,10 @@ class ActivationStorage:
         Args:
             complete: Whether the run is complete, so that no more samples can be added. False if
                 the run may be continued.
-            skipped_rows: Number of rows of the data set that were skipped. It counts only if it is
-                larger than in the marks of the shards.
-            empty_rows: Number of rows of the data set without text. It counts only if it is larger
-                than in the marks of the shards.
+            skipped_rows: Number of rows of the data set that were skipped. It is ignored if the
+                marks of the shards record a larger number.
+            empty_rows: Number of rows of the data set without text. It is ignored if the marks of
+                the shards record a larger number.
 
         Raises:
             ValueError: If `complete` is True, and a sample lacks an activation at a hook, or the
@@ -529,30 +547,31 @@ class ActivationStorage:
             return self.close()
         missing_samples = 0
         if complete and self.plan.repair is not None:
-            missing_samples = self.plan.repair.samples_missing(self._next_sample)
+            missing_samples = self.plan.repair.samples_missing(self._next_number)
         complete = (complete and not missing_samples) or self.plan.complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
         is_stored = False
         try:
-            self._writer.finish(complete)
-            self._log.finish(complete)
+            self._shard_writer.finish(complete)
+            self._log_writer.finish(complete)
             self._metrics.upload()
             is_stored = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
         except RunError:
             with suppress(OSError, RunError, InputError):
-                self._log.write_metadata("failed", upload=False)
+                self._log_writer.write_metadata("failed", upload=False)
             raise
         finally:
-            # After a second Ctrl-C or a failure, the program does not wait for uploads.
+            # If the shards could not be stored, or after a second Ctrl-C, the program does not wait
+            # for uploads.
             self.close(patient=is_stored)
         if complete and self._incomplete:
-            number, (_, activations) = next(iter(self._incomplete.items()))
+            sample_number, (_, activations) = next(iter(self._incomplete.items()))
             missing_keys = [key for key in self._hooks if key not in activations]
             raise ValueError(
-                f"sample {number} has no activation for {missing_keys}; it is not stored"
+                f"sample {sample_number} has no activation for {missing_keys}; it is not stored"
             )
         if missing_samples:
             raise ValueError(
@@ -568,7 +587,7 @@ class ActivationStorage:
                 committed yet are lost.
         """
         self._state = "closed"
-        self._writer.close(patient)
+        self._shard_writer.close(patient)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -70,29 +70,29 @@ class Totals:
         return totals
 
     def add(self, commit: Commit) -> None:
-        """Adds one more shard of the same host.
+        """Adds a shard of the same host to the totals.
 
         The marks of shards count rows from the beginning of the host's data, so the largest counts
         of skipped and empty rows are kept, instead of their sums.
         """
         self.shards += 1
         self.samples += commit.count
-        for name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
-            setattr(self, name, getattr(self, name) + getattr(commit, name))
+        for count_name in ("tokens", "bytes", "cut_samples", "cut_tokens", "empty_samples"):
+            setattr(self, count_name, getattr(self, count_name) + getattr(commit, count_name))
         if commit.mark is not None:
             self.count_rows(commit.mark.skipped_rows, commit.mark.empty_rows)
         for hook in commit.hooks:
             previous_statistics = self.statistics.get(hook["name"], Statistics())
             self.statistics[hook["name"]] = previous_statistics.merge(Statistics.from_json(hook))
 
-    def add_host(self, host: "Totals") -> None:
-        """Adds the totals of another host.
+    def add_host(self, host_totals: "Totals") -> None:
+        """Adds the totals of another host to these totals.
 
         No row of the data set belongs to two hosts, so the counts of rows are added, too.
         """
-        for count_name, count in host.counts.items():
+        for count_name, count in host_totals.counts.items():
             setattr(self, count_name, getattr(self, count_name) + count)
-        for hook_name, statistics in host.statistics.items():
+        for hook_name, statistics in host_totals.statistics.items():
             previous_statistics = self.statistics.get(hook_name, Statistics())
             self.statistics[hook_name] = previous_statistics.merge(statistics)
 
@@ -109,8 +109,8 @@ class Totals:
     @property
     def counts(self) -> dict[str, int]:
         """The counts that metadata.json records, by name: all fields except `statistics`."""
-        names = [attribute.name for attribute in fields(self) if attribute.type is int]
-        return {name: getattr(self, name) for name in names}
+        count_names = [attribute.name for attribute in fields(self) if attribute.type is int]
+        return {count_name: getattr(self, count_name) for count_name in count_names}
 
 
 def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> Iterator[str]:
@@ -121,6 +121,7 @@ def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> It
         metadata: Content of metadata.json in the same folder.
     """
     totals = Totals.of(commits)
-    for name in COUNTED:
-        if metadata[name] != (total := getattr(totals, name)):
-            yield f"has {counted(metadata[name], name.removesuffix('s'))}, there are {total}"
+    for count_name in COUNTED:
+        if metadata[count_name] != (counted_total := getattr(totals, count_name)):
+            recorded_total = counted(metadata[count_name], count_name.removesuffix("s"))
+            yield f"has {recorded_total}, there are {counted_total}"
