@@ -181,12 +181,15 @@ class Batch:
             return
         row_length = self.kept_mask.shape[1]
         # For each token of the batch, row by row, the number of kept tokens before it.
-        counts_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
+        num_kept_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
         for placement in self.samples:
             sample_mask = self.kept_mask[placement.row, placement.start : placement.stop]
             positions = np.flatnonzero(sample_mask)
-            first_index = counts_before[placement.row * row_length + placement.start]
-            yield slice(first_index, first_index + len(positions)), positions.astype(np.int32)
+            first_kept_index = num_kept_before[placement.row * row_length + placement.start]
+            yield (
+                slice(first_kept_index, first_kept_index + len(positions)),
+                positions.astype(np.int32),
+            )
 
     @property
     def num_tokens(self) -> int:

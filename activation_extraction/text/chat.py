@@ -100,8 +100,8 @@ class MessagesColumn:
         messages = _decoded(without_nulls(column_of(row, self.name, "--messages_column")))
         if messages is None or messages == []:
             return None
-        is_list = isinstance(messages, list)
-        if not is_list or not all(isinstance(message, dict) for message in messages):
+        messages_are_list = isinstance(messages, list)
+        if not messages_are_list or not all(isinstance(message, dict) for message in messages):
             raise UnusableRowError(
                 f"--messages_column {self.name}: expected a list of messages, found "
                 f"{type(messages).__name__} {messages!r:.40}"
@@ -180,15 +180,19 @@ def _content_text(content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise UnusableRowError(f"a message's content is {type(content).__name__}, expected text")
-    texts = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            part_type = part.get("type") if isinstance(part, dict) else type(part).__name__
+    part_texts = []
+    for content_part in content:
+        if not isinstance(content_part, dict) or content_part.get("type") != "text":
+            part_type = (
+                content_part.get("type")
+                if isinstance(content_part, dict)
+                else type(content_part).__name__
+            )
             raise UnusableRowError(f"a message has a part of type {part_type!r:.40}, expected text")
-        if not isinstance(part.get("text"), str):
+        if not isinstance(content_part.get("text"), str):
             raise UnusableRowError("a message has a part of type text that contains no text")
-        texts.append(part["text"])
-    return "".join(texts)
+        part_texts.append(content_part["text"])
+    return "".join(part_texts)
 
 
 def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
@@ -307,12 +311,16 @@ class ChatTemplate:
             InputError: If an argument is reserved for transformers, or if no template mentions it.
         """
         parameters = {"messages", *tokenizer.apply_chat_template.__annotations__}
-        for name in arguments:
-            if name in parameters - TEMPLATE_PARAMETERS:
-                raise InputError(f"--chat_template_args {name}: is no argument of a template")
-            is_mentioned = any(name in source for source in sources.values())
-            if name != "add_generation_prompt" and not is_mentioned:
-                raise InputError(f"--chat_template_args {name}: {origin} does not mention it")
+        for argument_name in arguments:
+            if argument_name in parameters - TEMPLATE_PARAMETERS:
+                raise InputError(
+                    f"--chat_template_args {argument_name}: is no argument of a template"
+                )
+            is_mentioned = any(argument_name in source for source in sources.values())
+            if argument_name != "add_generation_prompt" and not is_mentioned:
+                raise InputError(
+                    f"--chat_template_args {argument_name}: {origin} does not mention it"
+                )
         return cls(tokenizer, sources, origin, arguments)
 
     def check(self) -> None:
@@ -328,24 +336,26 @@ class ChatTemplate:
                 f"{self.origin}: of its templates default and tool_use, one writes turns between "
                 f"{START} and {END} and the other does not; expected both or neither"
             )
-        for name in self.sources:
-            tools = [TRIAL_TOOL] if name == "tool_use" else None
+        for template_name in self.sources:
+            tools = [TRIAL_TOOL] if template_name == "tool_use" else None
             try:
                 with activity(f"rendering the chat template of {self.origin}"):
-                    is_same = self.content(TRIAL_MESSAGES, tools) == self.content(
+                    renders_identically = self.content(TRIAL_MESSAGES, tools) == self.content(
                         TRIAL_MESSAGES, tools
                     )
             except UnusableRowError as error:
                 raise InputError(f"{self.origin}: cannot render a conversation: {error}") from error
-            if not is_same:
+            if not renders_identically:
                 raise InputError(f"{self.origin}: renders the same conversation in different ways")
 
     @property
     def digest(self) -> str:
         """The SHA-256 of the templates and their arguments, in hexadecimal."""
         first_source, *other_sources = self.sources.values()
-        content = json.dumps([first_source, dict(self.arguments), *other_sources], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        templates_json = json.dumps(
+            [first_source, dict(self.arguments), *other_sources], sort_keys=True
+        )
+        return hashlib.sha256(templates_json.encode()).hexdigest()
 
     @cached_property
     def has_roles(self) -> bool:
@@ -382,16 +392,16 @@ class ChatTemplate:
             refuse_markers([messages, tools], (START, END), error_message)
         if self.marks_thinking:
             self._refuse_marked_thinking(messages)
-        text = self._render(messages, tools)
+        rendered_text = self._render(messages, tools)
         if self.has_roles:
-            return Content(text, role_spans(text, messages, self.marks_thinking))
+            return Content(rendered_text, role_spans(rendered_text, messages, self.marks_thinking))
         try:
-            require_texts(messages, self.marks_thinking, text)
+            require_texts(messages, self.marks_thinking, rendered_text)
         except UnusableRowError:
             # Some templates write the text of the system first, even if its message is not first.
             system_first = sorted(messages, key=lambda message: message["role"] != "system")
-            require_texts(system_first, self.marks_thinking, text)
-        return Content(text)
+            require_texts(system_first, self.marks_thinking, rendered_text)
+        return Content(rendered_text)
 
     def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Checks that messages with a separate key for thinking contain no <think> or </think>.
@@ -441,10 +451,10 @@ class ChatTemplate:
         template_name = "tool_use" if tools and "tool_use" in self.sources else "default"
         if template_name not in self.sources:
             raise ValueError("its only template is for conversations with tools, tool_use")
-        source = self.sources[template_name]
-        if "strftime_now" in source:
-            source = DATE_REJECTION + source
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=source, tokenize=False, **self.arguments
+        template_source = self.sources[template_name]
+        if "strftime_now" in template_source:
+            template_source = DATE_REJECTION + template_source
+        rendered_text: str = self.tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template_source, tokenize=False, **self.arguments
         )
-        return without_surrogates(text)
+        return without_surrogates(rendered_text)

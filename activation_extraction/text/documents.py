@@ -130,8 +130,8 @@ def log_skipped_row(problem: str, num_skipped: int) -> None:
         problem: The position of the row, and the reason why it is skipped.
         num_skipped: The number of rows that this worker skipped before this row.
     """
-    level = logging.WARNING if num_skipped < LOGGED_ROWS else logging.DEBUG
-    log.log(level, "skipped a row: %s", problem)
+    log_level = logging.WARNING if num_skipped < LOGGED_ROWS else logging.DEBUG
+    log.log(log_level, "skipped a row: %s", problem)
 
 
 class Documents(Protocol):
@@ -230,14 +230,14 @@ class DocumentStream:
         if count > 1 and self._dataset.num_shards < MIN_PARTITIONS_PER_SHARE * count:
             self._dataset = self._dataset.reshard()
         num_subsets = min(self._dataset.num_shards, count)
-        subset = index % num_subsets
-        self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset)
+        subset_index = index % num_subsets
+        self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset_index)
         self._turn += self._num_turns * (index // num_subsets)
-        shares_of_subset = range(subset, count, num_subsets)
+        shares_of_subset = range(subset_index, count, num_subsets)
         self._num_turns *= len(shares_of_subset)
         if num_subsets > 1:
-            names = (self._subset_name, f"{subset} of {num_subsets}")
-            self._subset_name = ", ".join(filter(None, names))
+            subset_names = (self._subset_name, f"{subset_index} of {num_subsets}")
+            self._subset_name = ", ".join(filter(None, subset_names))
 
     @property
     def beginning(self) -> dict[str, Any]:
@@ -325,12 +325,12 @@ class DocumentStream:
             if not self.skip_bad_rows:
                 raise unusable_row(problem) from error
             return None, problem
-        position = {**self._source}
+        stored_position = {**self._source}
         # Rows of the hub are counted within the partitions that the worker reads.
         if self._subset_name and "file" not in row.position:
-            position["share"] = self._subset_name
-        position |= row.position
-        return Document(content, doc_id, position, row.location, kept_columns), ""
+            stored_position["share"] = self._subset_name
+        stored_position |= row.position
+        return Document(content, doc_id, stored_position, row.location, kept_columns), ""
 
 
 class Mixture:

@@ -113,16 +113,21 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     Raises:
         InputError: If a file is listed twice.
     """
-    urls: dict[str, str] = {}  # path of a file without links, or its URL -> its path in the list
+    # Path of a file with all links resolved, or its URL -> its path in `files`.
+    url_by_path: dict[str, str] = {}
     for file in files:
-        target = os.path.realpath(file.url) if file.local else file.url
-        if target in urls:
-            alias = f", also as {urls[target]}" if urls[target] != file.url else ""
+        resolved_path = os.path.realpath(file.url) if file.local else file.url
+        if resolved_path in url_by_path:
+            alias = (
+                f", also as {url_by_path[resolved_path]}"
+                if url_by_path[resolved_path] != file.url
+                else ""
+            )
             raise InputError(
                 f"--dataset_path {file.url}: is given twice{alias}; each of its rows would be "
                 "stored twice; leave one of them out, for example with a glob"
             )
-        urls[target] = file.url
+        url_by_path[resolved_path] = file.url
 
 
 @contextmanager
@@ -161,22 +166,22 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
     has_wildcard = any(character in root for character in WILDCARDS)
     is_glob = has_wildcard and not fs.exists(root)
     if is_glob:
-        entries = fs.glob(root, detail=True)
+        entry_by_path = fs.glob(root, detail=True)
         folder = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
     else:
-        entries = fs.find(root, detail=True)
+        entry_by_path = fs.find(root, detail=True)
         folder = root
     paths = sorted(
-        entry_path for entry_path, entry in entries.items() if entry["type"] != "directory"
+        entry_path for entry_path, entry in entry_by_path.items() if entry["type"] != "directory"
     )
     _refuse_delta_table(path, fs, folder, paths)
     data_paths, left_out = _select(path, fs, root, paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
     if not data_paths:
-        if not (entries or fs.exists(root)):
+        if not (entry_by_path or fs.exists(root)):
             raise InputError(f"--dataset_path {path}: no such file or folder{_remedies([root])}")
-        raise _no_data(path, "has no files that end in", entries or [root], left_out)
+        raise _no_data(path, "has no files that end in", entry_by_path or [root], left_out)
     if left_out:
         num_files = counted(len(data_paths), "file")
         log.warning("reading %s of %s; left out: %s", num_files, path, left_out)
@@ -204,13 +209,14 @@ def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") 
 
 def _remedies(paths: Iterable[str]) -> str:
     """Returns advice on converting files, in clauses that each begin with a semicolon."""
-    clauses: dict[str, None] = {}  # the clauses in the order of the files, each once
+    # A dict keeps the order of the files, and contains each clause once.
+    advice_clauses: dict[str, None] = {}
     for path in paths:
         for extensions, remedy in CONVERSIONS.items():
             for extension in extensions:
                 if uncompressed_name(path).endswith(extension):
-                    clauses[f"; {extension} is not read: {remedy}"] = None
-    return "".join(clauses)
+                    advice_clauses[f"; {extension} is not read: {remedy}"] = None
+    return "".join(advice_clauses)
 
 
 def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[str], str]:
@@ -233,30 +239,32 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
             saved.
     """
     # Path of each file that is left out -> the reason; "" if the file is not counted.
-    reasons: dict[str, str] = {}
+    reason_by_path: dict[str, str] = {}
     for file_path in paths:
         if _is_hidden(file_path, root):
-            reasons[file_path] = "name or folder begins with . or _" if kind_of(file_path) else ""
+            reason_by_path[file_path] = (
+                "name or folder begins with . or _" if kind_of(file_path) else ""
+            )
         elif not kind_of(file_path):
             is_link = isinstance(fs, LocalFileSystem) and os.path.isdir(file_path)
             extension = os.path.splitext(file_path)[1]
-            reasons[file_path] = "link to a folder" if is_link else extension or "no ending"
-    data_paths = [file_path for file_path in paths if file_path not in reasons]
+            reason_by_path[file_path] = "link to a folder" if is_link else extension or "no ending"
+    data_paths = [file_path for file_path in paths if file_path not in reason_by_path]
     arrow_paths = [file_path for file_path in data_paths if kind_of(file_path) is ARROW]
     if arrow_paths:
         _refuse_saved_splits(path, paths, arrow_paths)
         for file_path in paths:
             if os.path.basename(file_path) in FILES_SAVED_WITH_DATA:
-                reasons[file_path] = ""
+                reason_by_path[file_path] = ""
         for file_path in _paths_not_in_state(fs, arrow_paths):
-            reasons[file_path] = f"not listed in {STATE_FILE}"
-        data_paths = [file_path for file_path in paths if file_path not in reasons]
+            reason_by_path[file_path] = f"not listed in {STATE_FILE}"
+        data_paths = [file_path for file_path in paths if file_path not in reason_by_path]
     # .json files beside other data files usually contain settings, not data.
     if not all(uncompressed_name(file_path).endswith(".json") for file_path in data_paths):
         for file_path in data_paths:
             if file_path.lower().endswith(".json"):
-                reasons[file_path] = ".json beside other data"
-        data_paths = [file_path for file_path in data_paths if file_path not in reasons]
+                reason_by_path[file_path] = ".json beside other data"
+        data_paths = [file_path for file_path in data_paths if file_path not in reason_by_path]
     kinds_of_data = {kind_of(file_path) for file_path in data_paths}
     kinds = [kind for kind in KINDS if kind in kinds_of_data]
     if len(kinds) > 1:
@@ -264,8 +272,10 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
             f"--dataset_path {path}: holds both {kinds[-1].name} and {kinds[-2].name}; choose one "
             f"of them, for example with a glob such as FOLDER/*{kinds[-1].extensions[0]}"
         )
-    counts = Counter(reason for reason in reasons.values() if reason)
-    left_out = (f"{counted(count, 'file')} ({reason})" for reason, count in counts.items())
+    counts_by_reason = Counter(reason for reason in reason_by_path.values() if reason)
+    left_out = (
+        f"{counted(count, 'file')} ({reason})" for reason, count in counts_by_reason.items()
+    )
     return data_paths, ", ".join(left_out)
 
 
@@ -279,11 +289,13 @@ def _is_hidden(path: str, root: str) -> bool:
         path: The path of the file in the file system.
         root: The path of the folder, or the glob, in the file system.
     """
-    patterns = root.split("/")
+    name_patterns = root.split("/")
     for name in path.removeprefix(root).split("/"):
         if name[:1] not in (".", "_"):
             continue
-        is_explicit = any(pattern[:1] == name[0] and fnmatch(name, pattern) for pattern in patterns)
+        is_explicit = any(
+            pattern[:1] == name[0] and fnmatch(name, pattern) for pattern in name_patterns
+        )
         if not is_explicit:
             return True
     return False
@@ -301,16 +313,16 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
     Raises:
         InputError: If a folder is a Delta table.
     """
-    tables = set()
+    table_folders = set()
     for file_path in paths:
-        table, log_folder, _ = file_path.partition(f"/{DELTA_LOG}/")
+        table_folder, log_folder, _ = file_path.partition(f"/{DELTA_LOG}/")
         if log_folder:
-            tables.add(table)
+            table_folders.add(table_folder)
     # A glob may match only the data files, so the log is looked for as well.
-    if tables or fs.isdir(f"{folder}/{DELTA_LOG}"):
+    if table_folders or fs.isdir(f"{folder}/{DELTA_LOG}"):
         raise InputError(
-            f"--dataset_path {path}: {min(tables, default=folder)} is a Delta table, whose files "
-            "may hold rows that were deleted from it; save its rows to new files, for example the "
+            f"--dataset_path {path}: {min(table_folders, default=folder)} is a Delta table, whose "
+            "files may hold rows that were deleted from it; save its rows to new files, for example the "
             "result of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
 
@@ -353,10 +365,10 @@ def _files_in_state(fs: Any, folder: str) -> set[str] | None:
     if not fs.isfile(state_path):
         return None
     try:
-        entries = json.loads(fs.cat_file(state_path)).get("_data_files")
-        if entries is None:
+        file_entries = json.loads(fs.cat_file(state_path)).get("_data_files")
+        if file_entries is None:
             return None
-        paths = {f"{folder}/{entry['filename']}" for entry in entries}
+        paths = {f"{folder}/{entry['filename']}" for entry in file_entries}
     except Exception as error:
         raise InputError(
             f"--dataset_path {state_path}: is damaged, but says which files count: "
@@ -407,16 +419,17 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     Raises:
         InputError: If the names of the files name several splits.
     """
-    examples: dict[int | None, str] = {}  # number of a group of SPLIT_WORD -> a file of this split
+    # Number of a group of SPLIT_WORD, which names a split -> a file of this split.
+    example_by_group: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word = SPLIT_WORD.search(data_path.removeprefix(root).lower())
         if split_word:
-            examples.setdefault(split_word.lastindex, data_path)
-    if len(examples) > 1:
+            example_by_group.setdefault(split_word.lastindex, data_path)
+    if len(example_by_group) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(examples.values()))}; choose the files of one split with a "
-            f"glob, or all files with {path.rstrip('/')}/**"
+            f"{' and '.join(sorted(example_by_group.values()))}; choose the files of one split with "
+            f"a glob, or all files with {path.rstrip('/')}/**"
         )
 
 
@@ -439,16 +452,16 @@ def _describe(fs: Any, folder: str, path: str) -> DataFile:
     relative_path = relative_path.lstrip("/")
     name = os.fsencode(relative_path).decode(errors="backslashreplace")
     if isinstance(fs, LocalFileSystem):
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
+        file_status = os.stat(path)
+        if not stat.S_ISREG(file_status.st_mode):
             raise InputError(
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
-        return DataFile(path, name, status.st_size, str(status.st_mtime_ns))
+        return DataFile(path, name, file_status.st_size, str(file_status.st_mtime_ns))
     metadata = fs.info(path)  # sends no request if the listing is cached
     version = ""
-    for key in VERSION_KEYS:
-        if metadata.get(key):
-            version = f"{key} {metadata[key]}"
+    for version_key in VERSION_KEYS:
+        if metadata.get(version_key):
+            version = f"{version_key} {metadata[version_key]}"
             break
     return DataFile(fs.unstrip_protocol(path), name, metadata["size"], version)

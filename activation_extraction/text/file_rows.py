@@ -142,12 +142,12 @@ def count_row_groups(file: DataFile) -> int:
     """
     if file.kind is not PARQUET:
         return 1
-    with open_file(file.url) as content:
+    with open_file(file.url) as file_bytes:
         try:
-            return pyarrow.parquet.ParquetFile(content).num_row_groups
+            return pyarrow.parquet.ParquetFile(file_bytes).num_row_groups
         except pyarrow.ArrowException:
-            content.seek(0)
-            refuse_other_formats(content.read(FORMAT_BYTES))
+            file_bytes.seek(0)
+            refuse_other_formats(file_bytes.read(FORMAT_BYTES))
             raise
 
 
@@ -173,9 +173,11 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
             yield row
             last_location = row.location
     except Exception as error:
-        progress = ""
+        progress_note = ""
         if last_location:
-            progress = f"; the last row before: {last_location.removeprefix(file.url).lstrip()}"
+            progress_note = (
+                f"; the last row before: {last_location.removeprefix(file.url).lstrip()}"
+            )
         remedy = getattr(error, "remedy", None)
         is_decompression_error = isinstance(error, OSError) and error.errno is None
         if WINDOW_TOO_LONG in str(error):
@@ -185,7 +187,7 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
         # A damaged local file raises the error again at the next start. A file at a URL may have
         # been transferred wrongly only this time.
         recurs = remedy is not None and (file.local or isinstance(error, RunError))
-        message = f"{file.url}: {one_line(error)}{progress}"
+        message = f"{file.url}: {one_line(error)}{progress_note}"
         raise RunError(message, remedy=remedy, recurs=recurs) from error
 
 
@@ -285,8 +287,8 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
         RunError: If the format of the file does not fit its name.
     """
     extension = compression_of(file.url)
-    with ExitStack() as stack:
-        raw_file = stack.enter_context(open_file(file.url))
+    with ExitStack() as open_files:
+        raw_file = open_files.enter_context(open_file(file.url))
         if file.read_to is not None:
             raw_file = FirstBytes(raw_file, file.read_to)
         content = io.BufferedReader(raw_file, BUFFER_BYTES)
@@ -296,7 +298,7 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
                 decompressor = pyarrow.CompressedInputStream(content, "zstd")
             else:
                 decompressor = compr[COMPRESSIONS[extension].codec](content, mode="r")
-            content = io.BufferedReader(stack.enter_context(decompressor), BUFFER_BYTES)
+            content = io.BufferedReader(open_files.enter_context(decompressor), BUFFER_BYTES)
         first_bytes = content.peek()
         refuse_other_formats(first_bytes)
         # One byte of an ASCII letter is 0 in UTF-16, which may have no byte order mark.
@@ -383,9 +385,9 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
     The rows are the elements if the file is a .json file with one array. Otherwise, they are the
     lines.
     """
-    with text_content(file) as content:
+    with text_content(file) as text_bytes:
         if uncompressed_name(file.url).endswith(".json"):
-            first_bytes = content.peek().removeprefix(codecs.BOM_UTF8).lstrip()
+            first_bytes = text_bytes.peek().removeprefix(codecs.BOM_UTF8).lstrip()
             first_line = first_bytes.partition(b"\n")[0]
             if first_line.strip() == b"{":  # one object is written over several lines
                 raise RunError(
@@ -393,10 +395,10 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
                     remedy="convert it to one of these, for example with jq -c",
                 )
             if first_bytes.startswith(b"["):
-                for row_number, element in enumerate(_array(content)):
+                for row_number, element in enumerate(_array(text_bytes)):
                     yield _numbered_row(file, row_number, partial(_object, element))
                 return
-        for line_number, line in enumerate(_lines(content, file), start=1):
+        for line_number, line in enumerate(_lines(text_bytes, file), start=1):
             if line.strip():
                 location = f"{file.url} line {line_number}"
                 position = {"file": file.name, "line": line_number}
@@ -451,21 +453,21 @@ def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     with text_content(file) as content:
         # Bytes that are not UTF-8 become lone surrogates, so that only their row is unusable.
         text_file = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
-        records = filter(None, _csv_records(text_file, file))
-        header = next(records, [])
+        csv_records = filter(None, _csv_records(text_file, file))
+        header = next(csv_records, [])
         for separator, separator_name in OTHER_SEPARATORS.items():
             if len(header) == 1 and separator in header[0]:
                 raise RunError(
                     f"its header {header[0]!r:.80} has {separator_name}, expected commas",
                     remedy="save it with commas between the fields",
                 )
-        for column_index, column in enumerate(header):
-            if not column or column in header[:column_index]:
+        for column_index, column_name in enumerate(header):
+            if not column_name or column_name in header[:column_index]:
                 raise RunError(
-                    f"the header calls column {column_index + 1} {column!r}",
+                    f"the header calls column {column_index + 1} {column_name!r}",
                     remedy="give each column a name of its own",
                 )
-        for row_number, fields in enumerate(records):
+        for row_number, fields in enumerate(csv_records):
             yield _numbered_row(file, row_number, partial(_csv_columns, header, fields))
 
 
@@ -540,9 +542,9 @@ def _byte_after(file: DataFile) -> bytes:
     """
     if file.read_to is None or compression_of(file.url):
         return b""
-    with open_file(file.url) as content:
-        content.seek(file.read_to)
-        return content.read(1)
+    with open_file(file.url) as file_bytes:
+        file_bytes.seek(file.read_to)
+        return file_bytes.read(1)
 
 
 # Functions that read files with columns of Arrow, which are Parquet and Arrow.
@@ -558,17 +560,19 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
 
     `FileKind.rows` describes the arguments.
     """
-    with open_file(file.url) as content:
-        parquet = pyarrow.parquet.ParquetFile(content)
-        columns = schema.columns_among(parquet.schema_arrow.names)
-        batches = parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=[row_group], columns=columns)
+    with open_file(file.url) as parquet_bytes:
+        parquet_file = pyarrow.parquet.ParquetFile(parquet_bytes)
+        column_names = schema.columns_among(parquet_file.schema_arrow.names)
+        record_batches = parquet_file.iter_batches(
+            PARQUET_BATCH_ROWS, row_groups=[row_group], columns=column_names
+        )
         row_number = 0
-        for batch in batches:
-            for index_in_batch in range(batch.num_rows):
+        for record_batch in record_batches:
+            for index_in_batch in range(record_batch.num_rows):
                 location = f"{file.url} row group {row_group} row {row_number} (both from 0)"
                 position = {"file": file.name, "row_group": row_group, "row": row_number}
-                read = partial(_arrow_columns, batch.slice(index_in_batch, 1))
-                yield SourceRow(location, position, read)
+                read_columns = partial(_arrow_columns, record_batch.slice(index_in_batch, 1))
+                yield SourceRow(location, position, read_columns)
                 row_number += 1
 
 
@@ -577,23 +581,29 @@ def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[S
 
     `FileKind.rows` describes the arguments.
     """
-    with open_file(file.url) as content:
-        first_bytes = content.read(FORMAT_BYTES)
+    with open_file(file.url) as arrow_bytes:
+        first_bytes = arrow_bytes.read(FORMAT_BYTES)
         refuse_other_formats(first_bytes)
         is_stream = not first_bytes.startswith(ARROW_FILE_MAGIC)
         open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
-        content.seek(0)
-        names = open_arrow(content).schema.names
-        column_indices = [names.index(column) for column in schema.columns_among(names)]
-        options = pyarrow.ipc.IpcReadOptions(included_fields=column_indices)
-        content.seek(0)
-        arrow = open_arrow(content, options=options)
-        batches = arrow if is_stream else map(arrow.get_batch, range(arrow.num_record_batches))
+        arrow_bytes.seek(0)
+        column_names = open_arrow(arrow_bytes).schema.names
+        column_indices = [
+            column_names.index(column) for column in schema.columns_among(column_names)
+        ]
+        read_options = pyarrow.ipc.IpcReadOptions(included_fields=column_indices)
+        arrow_bytes.seek(0)
+        arrow_reader = open_arrow(arrow_bytes, options=read_options)
+        record_batches = (
+            arrow_reader
+            if is_stream
+            else map(arrow_reader.get_batch, range(arrow_reader.num_record_batches))
+        )
         row_number = 0
-        for batch in batches:
-            _validate(batch)
-            for index_in_batch in range(batch.num_rows):
-                read = partial(_arrow_columns, batch.slice(index_in_batch, 1))
+        for record_batch in record_batches:
+            _validate(record_batch)
+            for index_in_batch in range(record_batch.num_rows):
+                read = partial(_arrow_columns, record_batch.slice(index_in_batch, 1))
                 yield _numbered_row(file, row_number, read)
                 row_number += 1
 

@@ -33,8 +33,10 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
     Args:
         documents: Token ids of each sample. The samples are numbered from 0.
     """
-    for number, token_ids in enumerate(documents):
-        yield Sample(SampleFacts(number), np.asarray(token_ids, np.int32), Mark(number))
+    for sample_number, token_ids in enumerate(documents):
+        yield Sample(
+            SampleFacts(sample_number), np.asarray(token_ids, np.int32), Mark(sample_number)
+        )
 
 
 def rows_of_group(length: int) -> int:
@@ -86,15 +88,17 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
     filled_rows = 0  # the number of rows of the next batch that contain tokens
     for group in _groups(samples_before_error(), length):
         packed_rows = best_fit([len(sample.token_ids) for sample in group], length)
-        last_index = packed_rows[-1][-1]
+        last_sample_index = packed_rows[-1][-1]
         for sample_indices in packed_rows:
-            start = 0
-            for index in sample_indices:
+            start_in_row = 0
+            for sample_index in sample_indices:
                 # The whole group is stored only when the sample that is placed last is stored.
-                mark = group[-1].mark_after if index == last_index else group[0].mark
-                placements.append(PlacedSample(group[index], filled_rows, start, mark))
-                start = placements[-1].stop
-            filled_rows += start > 0
+                mark = group[-1].mark_after if sample_index == last_sample_index else group[0].mark
+                placements.append(
+                    PlacedSample(group[sample_index], filled_rows, start_in_row, mark)
+                )
+                start_in_row = placements[-1].stop
+            filled_rows += start_in_row > 0
             if filled_rows == rows or len(placements) >= GROUP_SAMPLES:
                 yield _lay_out(placements, rows, length)
                 placements, filled_rows = [], 0
@@ -147,25 +151,25 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         For each row, the indices of its samples, ascending. The rows are ordered by the index of
         their first sample.
     """
-    rows: list[list[int]] = []
+    indices_of_rows: list[list[int]] = []
     # The number of free tokens and the index of each row that is not full, in ascending order.
     free_spaces: list[tuple[int, int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        length = lengths[index]
-        if not length:
-            rows.append([index])
+    for sample_index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        sample_length = lengths[sample_index]
+        if not sample_length:
+            indices_of_rows.append([sample_index])
             continue
-        best_space = bisect_left(free_spaces, (length, 0))
-        if best_space < len(free_spaces):
-            free_tokens, row_index = free_spaces.pop(best_space)
-            rows[row_index].append(index)
+        best_fit_index = bisect_left(free_spaces, (sample_length, 0))
+        if best_fit_index < len(free_spaces):
+            free_tokens, row_index = free_spaces.pop(best_fit_index)
+            indices_of_rows[row_index].append(sample_index)
         else:
             free_tokens = row_length
-            row_index = len(rows)
-            rows.append([index])
-        if free_tokens > length:
-            insort(free_spaces, (free_tokens - length, row_index))
-    return sorted(map(sorted, rows))
+            row_index = len(indices_of_rows)
+            indices_of_rows.append([sample_index])
+        if free_tokens > sample_length:
+            insort(free_spaces, (free_tokens - sample_length, row_index))
+    return sorted(map(sorted, indices_of_rows))
 
 
 def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batch:
@@ -178,8 +182,8 @@ def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batc
     """
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
     num_segments = [0] * rows  # for each row, the number of samples that were laid out in it
-    keeps_all = all(placement.sample.kept_subset is None for placement in placements)
-    kept_mask = None if keeps_all else np.zeros((rows, length), bool)
+    keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
+    kept_mask = None if keeps_all_tokens else np.zeros((rows, length), bool)
     for placement in placements:
         token_range = placement.row, slice(placement.start, placement.stop)
         num_segments[placement.row] += placement.stop > placement.start

@@ -55,9 +55,11 @@ class TextColumn:
             return None
         if not isinstance(text, str):
             message = f"--text_column {self.name}: expected text, found "
-            kind = kind_of_value(text)
-            if kind in READING_FLAGS:
-                raise ColumnError(f"{message}{kind}; --{READING_FLAGS[kind]} {self.name} reads it")
+            value_kind = kind_of_value(text)
+            if value_kind in READING_FLAGS:
+                raise ColumnError(
+                    f"{message}{value_kind}; --{READING_FLAGS[value_kind]} {self.name} reads it"
+                )
             raise UnusableRowError(f"{message}{type(text).__name__} {text!r:.40}")
         return Content(without_surrogates(text)) if text.strip() else None
 
@@ -93,10 +95,10 @@ class IdsColumn:
             UnusableRowError: If a column is missing or does not contain a list of integers, if the
                 mask does not fit the token ids, or if a token id is outside the vocabulary.
         """
-        column = column_of(row, self.name, "--ids_column")
-        if column is None or column == []:
+        column_value = column_of(row, self.name, "--ids_column")
+        if column_value is None or column_value == []:
             return None
-        token_ids = _integers(column, self.name, "--ids_column")
+        token_ids = _integers(column_value, self.name, "--ids_column")
         mask = self._mask(row, len(token_ids)) if self.mask else None
         if mask is not None and self.mask == ATTENTION_MASK:
             if not mask.any():
@@ -128,8 +130,8 @@ class IdsColumn:
         Raises:
             UnusableRowError: If the column does not contain a 0 or 1 for each token id.
         """
-        column = column_of(row, self.mask, "--mask_column")
-        integers = _integers(column, self.mask, "--mask_column")
+        column_value = column_of(row, self.mask, "--mask_column")
+        integers = _integers(column_value, self.mask, "--mask_column")
         if len(integers) != length or not np.isin(integers, (0, 1)).all():
             raise UnusableRowError(
                 f"--mask_column {self.mask}: expected {length} values, each 0 or 1, one for "
@@ -150,11 +152,11 @@ def _integers(column: Any, name: str, flag: str) -> np.ndarray:
         UnusableRowError: If the column does not contain a list of integers or booleans.
     """
     try:
-        array = np.array(column)
+        integer_array = np.array(column)
     except ValueError:  # NumPy refuses nested lists of different lengths
-        array = np.array(None)
-    if isinstance(column, list) and array.ndim == 1 and array.dtype.kind in "bi":
-        return array.astype(np.int64)
+        integer_array = np.array(None)
+    if isinstance(column, list) and integer_array.ndim == 1 and integer_array.dtype.kind in "bi":
+        return integer_array.astype(np.int64)
     raise UnusableRowError(
         f"{flag} {name}: expected a list of whole numbers, found {type(column).__name__} "
         f"{column!r:.40}"
@@ -211,17 +213,21 @@ def _arc_prompt(row: Mapping[str, Any]) -> str:
     """
 
     def grid_text(grid: list[list[int]]) -> str:
-        lines = [" ".join(map(str, grid_row)) for grid_row in grid]
-        return "\n".join(lines)
+        grid_lines = [" ".join(map(str, grid_row)) for grid_row in grid]
+        return "\n".join(grid_lines)
 
     try:
-        sections = []
-        for number, pair in enumerate(row["train"], start=1):
+        prompt_sections = []
+        for pair_number, pair in enumerate(row["train"], start=1):
             input_text = grid_text(pair["input"])
             output_text = grid_text(pair["output"])
-            sections.append(f"Example {number}\nInput:\n{input_text}\nOutput:\n{output_text}\n")
-        for number, pair in enumerate(row["test"], start=1):
-            sections.append(f"Test {number}\nInput:\n{grid_text(pair['input'])}\nOutput:\n")
+            prompt_sections.append(
+                f"Example {pair_number}\nInput:\n{input_text}\nOutput:\n{output_text}\n"
+            )
+        for pair_number, pair in enumerate(row["test"], start=1):
+            prompt_sections.append(
+                f"Test {pair_number}\nInput:\n{grid_text(pair['input'])}\nOutput:\n"
+            )
     except (KeyError, TypeError) as error:
         raise UnusableRowError(f"it has ARC-AGI columns but no grids in them: {error!r}") from error
-    return "\n".join(sections)
+    return "\n".join(prompt_sections)

@@ -200,10 +200,10 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
         message: The message.
         marks_thinking: Whether the template writes thinking between <think> and </think>.
     """
-    text = without_surrogates(message.get("content") or "")
-    text_before_end, end_marker, text_after = text.partition(END_THINK)
+    message_text = without_surrogates(message.get("content") or "")
+    text_before_end, end_marker, text_after = message_text.partition(END_THINK)
     if not (end_marker and marks_thinking and message["role"] == "assistant"):
-        return [text.strip()]
+        return [message_text.strip()]
     text_before, start_marker, _ = text_before_end.partition(THINK)
     # A text without <think> begins with thinking, which extends up to </think>.
     return [text_before.strip() if start_marker else "", text_after.strip()]

@@ -167,10 +167,10 @@ class RowSchema:
         if self.id_column is not None:
             flag_columns.append(self.id_column)
         columns_of_readers = [reader.columns for reader in self.readers]
-        has_required = False
+        has_required_columns = False
         for columns in columns_of_readers:
-            has_required |= {*flag_columns, *columns.required_columns} <= set(names)
-        if not has_required:
+            has_required_columns |= {*flag_columns, *columns.required_columns} <= set(names)
+        if not has_required_columns:
             return list(names)
         needed_columns = dict.fromkeys(flag_columns)  # ordered, and each column once
         for columns in columns_of_readers:
@@ -200,10 +200,10 @@ class RowSchema:
         doc_id = self._id_value(row)
         if doc_id is not None and type(doc_id) not in (str, int, float):
             doc_id = str(doc_id)  # JSON cannot store other types, such as dates or decimals
-        size = len(json.dumps(doc_id))
-        if size > MAX_ID_BYTES:
+        json_size = len(json.dumps(doc_id))
+        if json_size > MAX_ID_BYTES:
             raise UnusableRowError(
-                f"its id takes {size:,} bytes, expected at most {MAX_ID_BYTES:,}"
+                f"its id takes {json_size:,} bytes, expected at most {MAX_ID_BYTES:,}"
             )
         return doc_id
 
@@ -227,10 +227,10 @@ class RowSchema:
                 if the columns together are too large.
         """
         kept_columns = {name: _as_json(row, name) for name in self.keep_columns}
-        size = len(json.dumps(kept_columns))
-        if size > MAX_COLUMN_BYTES:
+        json_size = len(json.dumps(kept_columns))
+        if json_size > MAX_COLUMN_BYTES:
             raise UnusableRowError(
-                f"--keep_columns: the row's columns take {size:,} bytes, expected at most "
+                f"--keep_columns: the row's columns take {json_size:,} bytes, expected at most "
                 f"{MAX_COLUMN_BYTES:,}"
             )
         return kept_columns
@@ -283,8 +283,8 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
         return row[name]
     descriptions = []
     for column, value in row.items():
-        kind = kind_of_value(value)
-        descriptions.append(f"{column} ({kind})" if kind else column)
+        value_kind = kind_of_value(value)
+        descriptions.append(f"{column} ({value_kind})" if value_kind else column)
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; "
         f"the columns are {', '.join(descriptions) or 'none':.2000}"
@@ -303,9 +303,11 @@ def kind_of_value(value: Any) -> str:
     if isinstance(value, str):
         return "text"
     if isinstance(value, list) and value:
-        if all(isinstance(item, dict) and {"role", "from"} & item.keys() for item in value):
+        if all(
+            isinstance(element, dict) and {"role", "from"} & element.keys() for element in value
+        ):
             return CONVERSATION
-        if all(type(item) is int and item >= 0 for item in value):
+        if all(type(element) is int and element >= 0 for element in value):
             return TOKEN_IDS
     return ""
 

@@ -70,8 +70,11 @@ class SampleSettings:
         """
         if not self.split or tokens <= self.length:
             return [range(min(tokens, self.length))]
-        starts = range(0, tokens - self.overlap, self.length - self.overlap)
-        return [range(start, min(start + self.length, tokens)) for start in starts]
+        piece_starts = range(0, tokens - self.overlap, self.length - self.overlap)
+        return [
+            range(piece_start, min(piece_start + self.length, tokens))
+            for piece_start in piece_starts
+        ]
 
     def eligible(self, document: Document, tokens: Tokens) -> np.ndarray | None:
         """Returns a mask of the tokens of a document that may be kept.
@@ -83,10 +86,10 @@ class SampleSettings:
         Returns:
             A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
         """
-        mask = document.content.mask
-        if mask is None and not self.overlap and self.choice.everything:
+        content_mask = document.content.mask
+        if content_mask is None and not self.overlap and self.choice.everything:
             return None
-        return self.choice.eligible(tokens.total_tokens, mask, tokens.labels)
+        return self.choice.eligible(tokens.total_tokens, content_mask, tokens.labels)
 
 
 def samples(
@@ -164,11 +167,11 @@ def samples(
             )
             continue
         stored_row = stored_sample.facts.row
-        row = sample.facts.row
-        if stored_row != row:
+        sample_row = sample.facts.row
+        if stored_row != sample_row:
             raise ChangedDataError(
                 f"sample {sample.facts.sample_idx}: was stored from row {json.dumps(stored_row)}, "
-                f"but the data set now gives it row {json.dumps(row)}",
+                f"but the data set now gives it row {json.dumps(sample_row)}",
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 recurs=True,
             )
@@ -199,44 +202,44 @@ def _whole_samples(
     Returns:
         The mark at the end of the data, without the number of tokens.
     """
-    number = start.samples - start.skip
-    state = start.stream or documents.beginning
-    counts = counts_in(start.stream) if start.stream else RowCounts()
-    rows = documents.read(state)
-    cuts = None if tokenizer is None else safe_cuts(tokenizer)
+    sample_number = start.samples - start.skip
+    documents_state = start.stream or documents.beginning
+    row_counts = counts_in(start.stream) if start.stream else RowCounts()
+    rows = documents.read(documents_state)
+    cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
     max_tokens = None if settings.split else settings.length - len(settings.special_tokens)
     read_error: RunError | None = None
-    is_end = False
-    while not is_end:
-        chunk_state = with_counts(state, counts)
-        first_number = number
-        chunk_size = int(min(CHUNK_ROWS, sample_limit - number))
+    is_last_chunk = False
+    while not is_last_chunk:
+        chunk_state = with_counts(documents_state, row_counts)
+        first_sample_number = sample_number
+        chunk_size = int(min(CHUNK_ROWS, sample_limit - sample_number))
         chunk: list[ReadRow] = []
         try:
             for row in islice(rows, chunk_size):
                 chunk.append(row)
         except RunError as error:  # raised below, after the samples of the rows before the error
             read_error = error
-        is_end = read_error is not None or len(chunk) < chunk_size
+        is_last_chunk = read_error is not None or len(chunk) < chunk_size
         contents = [row.document.content for row in chunk if row.document is not None]
-        tokens_of_contents = tokenise(tokenizer, contents, max_tokens, cuts)
+        tokens_of_contents = tokenise(tokenizer, contents, max_tokens, cut_pattern)
         for row, tokens in zip(chunk, _tokens_of_rows(chunk, tokens_of_contents), strict=True):
-            state = row.state
+            documents_state = row.state
             if isinstance(tokens, str):
                 if not documents.skip_bad_rows:
                     raise unusable_row(tokens)
-                log_skipped_row(tokens, counts.skipped)
-                counts = counts._replace(skipped=counts.skipped + 1)
+                log_skipped_row(tokens, row_counts.skipped)
+                row_counts = row_counts._replace(skipped=row_counts.skipped + 1)
                 continue
             if row.document is None or tokens is None:
-                counts = counts._replace(empty=counts.empty + 1)
+                row_counts = row_counts._replace(empty=row_counts.empty + 1)
                 continue
             tokens = settings.special_tokens.around(tokens, len(row.document.content.text))
             eligible_mask = settings.eligible(row.document, tokens)
             for piece_number, token_range in enumerate(settings.pieces(tokens.total_tokens)):
-                if number >= start.samples:
+                if sample_number >= start.samples:
                     yield _sample(
-                        sample_idx=documents.worker.sample_idx(number),
+                        sample_idx=documents.worker.sample_idx(sample_number),
                         document=row.document,
                         tokens=tokens,
                         eligible_mask=eligible_mask,
@@ -244,13 +247,23 @@ def _whole_samples(
                         piece_number=piece_number,
                         token_range=token_range,
                         mark=Mark(
-                            number, number - first_number, counts.skipped, counts.empty, chunk_state
+                            sample_number,
+                            sample_number - first_sample_number,
+                            row_counts.skipped,
+                            row_counts.empty,
+                            chunk_state,
                         ),
                     )
-                number += 1
+                sample_number += 1
     if read_error is not None:
         raise read_error
-    return Mark(number, 0, counts.skipped, counts.empty, with_counts(state, counts))
+    return Mark(
+        sample_number,
+        0,
+        row_counts.skipped,
+        row_counts.empty,
+        with_counts(documents_state, row_counts),
+    )
 
 
 def _tokens_of_rows(
@@ -267,12 +280,12 @@ def _tokens_of_rows(
         The tokens of the row. None if the row has no tokens. If the row cannot be used, a text with
         its position and the reason.
     """
-    results = iter(tokens_of_contents)
+    results_of_contents = iter(tokens_of_contents)
     for row in rows:
         if row.document is None:
             yield row.problem or None
             continue
-        tokens = next(results)
+        tokens = next(results_of_contents)
         if isinstance(tokens, str):
             yield f"{row.document.location}: {tokens}"
         else:
@@ -303,7 +316,7 @@ def _sample(
     """
     sample_slice = slice(token_range.start, token_range.stop)
     token_ids = tokens.ids[sample_slice]
-    labels = {name: label[sample_slice] for name, label in tokens.labels.items()}
+    labels = {label_name: label[sample_slice] for label_name, label in tokens.labels.items()}
     kept_subset = None
     if eligible_mask is not None:
         sample_mask = eligible_mask[sample_slice].copy()
@@ -313,12 +326,12 @@ def _sample(
     first_character = 0
     if piece_number and tokens.starts is not None:
         first_character = int(tokens.starts[token_range.start])
-    row = document.position
+    row_position = document.position
     if settings.split:
-        row = {**row, "piece": piece_number, "start": token_range.start}
+        row_position = {**row_position, "piece": piece_number, "start": token_range.start}
     facts = SampleFacts(
         sample_idx=sample_idx,
-        row=row,
+        row=row_position,
         doc_id=document.doc_id,
         text_preview=document.content.text[first_character : first_character + PREVIEW_CHARACTERS],
         cut=tokens.total_tokens - token_range.stop,
@@ -348,12 +361,12 @@ def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Samp
         else:
             kept_subset = kept_subset[:max_kept]
             num_tokens = int(kept_subset[-1]) + 1
-    cut = 0 if continues else sample.facts.cut + len(sample.token_ids) - num_tokens
+    num_cut_tokens = 0 if continues else sample.facts.cut + len(sample.token_ids) - num_tokens
     if not max_kept:
         num_tokens = 0  # no token is kept, so no token is needed as context
     return replace(
         sample,
-        facts=replace(sample.facts, cut=cut),
+        facts=replace(sample.facts, cut=num_cut_tokens),
         token_ids=sample.token_ids[:num_tokens],
         mark=mark,
         labels={name: label[:num_tokens] for name, label in sample.labels.items()},

@@ -112,9 +112,9 @@ class FilePartitions:
             num_shards: The number of subsets into which the partitions are divided.
             index: The number of the subset to return, counted from 0.
         """
-        size, num_larger = divmod(len(self._partitions), num_shards)
-        start = index * size + min(index, num_larger)
-        stop = start + size + (index < num_larger)
+        partitions_per_subset, num_larger_subsets = divmod(len(self._partitions), num_shards)
+        start = index * partitions_per_subset + min(index, num_larger_subsets)
+        stop = start + partitions_per_subset + (index < num_larger_subsets)
         return FilePartitions(self._partitions[start:stop], self._schema)
 
     def reshard(self) -> "FilePartitions":
@@ -127,24 +127,29 @@ class FilePartitions:
         The keys are the ones that `datasets` uses for the rows of a generator. Marks in stored runs
         contain them.
         """
-        partition_index, num_read = self._position
-        return {"examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_read}}
+        partition_index, num_rows_read = self._position
+        return {
+            "examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_rows_read}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a position that `state_dict` has returned."""
-        position = state["examples_iterable"]
-        self._start = self._position = position["shard_idx"], position["shard_example_idx"]
+        stored_position = state["examples_iterable"]
+        self._start = self._position = (
+            stored_position["shard_idx"],
+            stored_position["shard_example_idx"],
+        )
 
     def __iter__(self) -> Iterator[SourceRow]:
-        start_index, num_skipped = self._start
+        first_partition, num_rows_to_skip = self._start
         self._position = self._start
-        for partition_index in range(start_index, len(self._partitions)):
+        for partition_index in range(first_partition, len(self._partitions)):
             file, row_group = self._partitions[partition_index]
-            rows = islice(file_rows(file, row_group, self._schema), num_skipped, None)
-            for num_read, row in enumerate(rows, start=num_skipped + 1):
-                self._position = partition_index, num_read
+            rows = islice(file_rows(file, row_group, self._schema), num_rows_to_skip, None)
+            for num_rows_read, row in enumerate(rows, start=num_rows_to_skip + 1):
+                self._position = partition_index, num_rows_read
                 yield row
-            num_skipped = 0
+            num_rows_to_skip = 0
             self._position = partition_index + 1, 0
 
 
@@ -229,8 +234,8 @@ def hub_row(
         location: Position of the row in words, for messages. The row's id is added to it.
         position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
     """
-    row_id = f", id {columns['id']!r:.80}" if "id" in columns else ""
-    return SourceRow(location + row_id, position, partial(as_structs, columns, features))
+    id_text = f", id {columns['id']!r:.80}" if "id" in columns else ""
+    return SourceRow(location + id_text, position, partial(as_structs, columns, features))
 
 
 @contextmanager
@@ -288,21 +293,23 @@ class ShuffledRows:
         self._state = dict(state)
 
     def __iter__(self) -> Iterator[SourceRow]:
-        state = self._state
-        for num_partitions_read in range(state["piece"], len(self._order)):
+        block_state = self._state
+        for num_partitions_read in range(block_state["piece"], len(self._order)):
             partition_index = self._order[num_partitions_read]
             rows = self._dataset.shard(num_shards=len(self._order), index=partition_index)
-            if state["begin"] is not None:
+            if block_state["begin"] is not None:
                 # The data set changes the state that it loads, so it gets a copy.
-                rows.load_state_dict(deepcopy(state["begin"]))
+                rows.load_state_dict(deepcopy(block_state["begin"]))
             row_iterator = iter(rows)
-            block_number = state["block"]
+            block_number = block_state["block"]
             while block_rows := list(islice(row_iterator, BLOCK_ROWS)):
-                generator = np.random.default_rng([self._seed, partition_index, block_number])
-                row_order = generator.permutation(len(block_rows)).tolist()
-                for num_read in range(state["taken"], len(row_order)):
-                    index_in_block = row_order[num_read]
-                    self._state = {**state, "taken": num_read + 1}
+                random_generator = np.random.default_rng(
+                    [self._seed, partition_index, block_number]
+                )
+                row_order = random_generator.permutation(len(block_rows)).tolist()
+                for num_rows_read in range(block_state["taken"], len(row_order)):
+                    index_in_block = row_order[num_rows_read]
+                    self._state = {**block_state, "taken": num_rows_read + 1}
                     row = block_rows[index_in_block]
                     if not isinstance(row, SourceRow):  # a row of the hub, without its position
                         row_number = block_number * BLOCK_ROWS + index_in_block
@@ -311,10 +318,10 @@ class ShuffledRows:
                         row = hub_row(row, rows.features, location, position)
                     yield row
                 block_number += 1
-                state = {
+                block_state = {
                     "piece": num_partitions_read,
                     "block": block_number,
                     "taken": 0,
                     "begin": rows.state_dict(),
                 }
-            state = {"piece": num_partitions_read + 1, "block": 0, "taken": 0, "begin": None}
+            block_state = {"piece": num_partitions_read + 1, "block": 0, "taken": 0, "begin": None}

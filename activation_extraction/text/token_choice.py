@@ -68,11 +68,11 @@ class TokenChoice:
             role_numbers = [ROLES.index(role) for role in self.roles]
             eligible_mask &= np.isin(labels["role"], role_numbers)
         if self.positions.last_of_turn:
-            indices = np.flatnonzero(eligible_mask)
-            turns = labels["turn"][indices]
-            is_last_of_turn = np.diff(turns, append=-1) != 0
+            eligible_indices = np.flatnonzero(eligible_mask)
+            turn_numbers = labels["turn"][eligible_indices]
+            is_last_of_turn = np.diff(turn_numbers, append=-1) != 0
             eligible_mask[:] = False
-            eligible_mask[indices[is_last_of_turn]] = True
+            eligible_mask[eligible_indices[is_last_of_turn]] = True
         return eligible_mask
 
     def kept(
@@ -102,8 +102,8 @@ class TokenChoice:
                 # The positions with the smallest hashes are chosen. There are no ties, because the
                 # hashes of different positions of a sample differ.
                 hashes = _hashes(rule.seed, sample_idx, chosen_positions)
-                smallest_indices = np.argpartition(hashes, rule.count - 1)[: rule.count]
-                chosen_positions = chosen_positions[np.sort(smallest_indices)]
+                indices_of_smallest = np.argpartition(hashes, rule.count - 1)[: rule.count]
+                chosen_positions = chosen_positions[np.sort(indices_of_smallest)]
         is_dropped = np.isin(token_ids[chosen_positions], self.dropped_ids)
         return chosen_positions[~is_dropped]
 

@@ -82,17 +82,21 @@ def read_pretrained(path: Path) -> Any:
     Raises:
         InputError: If the tokenizer cannot be loaded.
     """
-    library = transformers()
-    options = {"local_files_only": True, "trust_remote_code": False}
+    transformers_library = transformers()
+    load_options = {"local_files_only": True, "trust_remote_code": False}
     try:
         if path.name != TOKENIZER_JSON:
-            return library.AutoTokenizer.from_pretrained(path.parent, **options)
+            return transformers_library.AutoTokenizer.from_pretrained(path.parent, **load_options)
         file_tokenizer = read_tokenizer(path)
         try:
-            tokenizer = library.AutoTokenizer.from_pretrained(path.parent, **options)
+            tokenizer = transformers_library.AutoTokenizer.from_pretrained(
+                path.parent, **load_options
+            )
             backend = tokenizer.backend_tokenizer
         except Exception as error:  # the tokenizer's class is unknown, or is code in the folder
-            tokenizer = library.PreTrainedTokenizerFast.from_pretrained(path.parent, **options)
+            tokenizer = transformers_library.PreTrainedTokenizerFast.from_pretrained(
+                path.parent, **load_options
+            )
             log.warning(
                 "%s: read without the class that is named beside it: %s", path, one_line(error)
             )
@@ -101,7 +105,7 @@ def read_pretrained(path: Path) -> Any:
         raise
     except Exception as error:  # transformers may raise any exception
         raise _load_error(path, error) from error
-    if type(tokenizer) is not library.PreTrainedTokenizerFast:
+    if type(tokenizer) is not transformers_library.PreTrainedTokenizerFast:
         prefix_space = tokenizer.init_kwargs.get("add_prefix_space")
         _replace_words(backend, file_tokenizer, prefix_space)
     return tokenizer
@@ -145,10 +149,10 @@ def _byte_levels(tokenizer: Tokenizer) -> list[pre_tokenizers.ByteLevel]:
     The returned objects belong to the tokenizer, so changing one of them changes the tokenizer.
     """
     pre_tokenizer: Any = tokenizer.pre_tokenizer
-    steps: list[Any] = [pre_tokenizer]
+    pre_tokenizer_steps: list[Any] = [pre_tokenizer]
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
-        steps = [*pre_tokenizer]  # type: ignore[misc]
-    return [step for step in steps if isinstance(step, pre_tokenizers.ByteLevel)]
+        pre_tokenizer_steps = [*pre_tokenizer]  # type: ignore[misc]
+    return [step for step in pre_tokenizer_steps if isinstance(step, pre_tokenizers.ByteLevel)]
 
 
 def _load_error(path: Path, error: Exception) -> InputError:
@@ -166,16 +170,16 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the settings of a tokenizer that determine the token ids of a text, by name."""
-    settings: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
+    id_settings: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
     for key in KEYS_NOT_COMPARED:
-        settings.pop(key, None)
-    settings["special tokens around"] = [tokenizer.encode(text).ids for text in ("", "x")]
+        id_settings.pop(key, None)
+    id_settings["special tokens around"] = [tokenizer.encode(text).ids for text in ("", "x")]
     splits_special_tokens = tokenizer.encode_special_tokens
-    settings["special tokens split"] = splits_special_tokens
+    id_settings["special tokens split"] = splits_special_tokens
     if not splits_special_tokens:  # special tokens are then split off like other added tokens
-        for token in settings.get("added_tokens", ()):
+        for token in id_settings.get("added_tokens", ()):
             token.pop("special", None)
-    return settings
+    return id_settings
 
 
 def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:

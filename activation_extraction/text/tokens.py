@@ -103,15 +103,15 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     """
     if tokenizer.post_processor is None:
         return SpecialTokens()
-    one_token = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
-    processed = tokenizer.post_processor.process(one_token)
-    if processed.special_tokens_mask.count(0) != 1:
+    encoded_text = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
+    encoding_with_specials = tokenizer.post_processor.process(encoded_text)
+    if encoding_with_specials.special_tokens_mask.count(0) != 1:
         raise InputError(
             "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
             "texts or leaves them out; give --special_tokens none, which adds no tokens"
         )
-    text_index = processed.special_tokens_mask.index(0)
-    token_ids = tuple(processed.ids)
+    text_index = encoding_with_specials.special_tokens_mask.index(0)
+    token_ids = tuple(encoding_with_specials.ids)
     if len(token_ids) == 1:
         return SpecialTokens()
     token_names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in token_ids]
@@ -142,7 +142,9 @@ def tokenise(
     """
     if tokenizer is None:
         id_lists = [content.token_ids for content in contents]
-        return [Tokens(ids, len(ids)) for ids in id_lists if ids is not None]
+        return [
+            Tokens(token_ids, len(token_ids)) for token_ids in id_lists if token_ids is not None
+        ]
     try:
         return [*_tokenise_all(tokenizer, contents, max_tokens, cuts)]
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -172,9 +174,9 @@ def _tokenise_all(
     encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
 
     def encode_lazily() -> Iterator[Encoding]:
-        for start in range(0, len(section_texts), SECTIONS_AT_ONCE):
-            batch = section_texts[start : start + SECTIONS_AT_ONCE]
-            yield from encode(batch, add_special_tokens=False)
+        for first_section in range(0, len(section_texts), SECTIONS_AT_ONCE):
+            section_batch = section_texts[first_section : first_section + SECTIONS_AT_ONCE]
+            yield from encode(section_batch, add_special_tokens=False)
 
     encodings = encode_lazily()
     return [
@@ -233,8 +235,8 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """
     allowed_patterns = []
     for pattern, (endings, beginnings) in CUT_TRIALS.items():
-        trials = product(endings, beginnings)
-        if all(_keeps_words(tokenizer, ending, beginning) for ending, beginning in trials):
+        text_pairs = product(endings, beginnings)
+        if all(_keeps_words(tokenizer, ending, beginning) for ending, beginning in text_pairs):
             allowed_patterns.append(pattern)
     if not allowed_patterns:
         return None
@@ -245,9 +247,9 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
             exclusions += f"(?<!{re.escape(token.content)})"
         if token.lstrip:
             exclusions += f"(?!{re.escape(token.content)})"
-        for cut in re.finditer(allowed_cuts, token.content):
-            token_start = token.content[: cut.start()]
-            token_end = token.content[cut.start() :]
+        for cut_match in re.finditer(allowed_cuts, token.content):
+            token_start = token.content[: cut_match.start()]
+            token_end = token.content[cut_match.start() :]
             exclusions += f"(?!(?<={re.escape(token_start)}){re.escape(token_end)})"
     return re.compile(allowed_cuts + exclusions)
 
@@ -285,8 +287,8 @@ def _sections(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
     """
     boundaries = [0]
     while boundaries[-1] < len(text) or len(boundaries) == 1:
-        cut = None if cuts is None else cuts.search(text, boundaries[-1] + SECTION_CHARACTERS)
-        boundaries.append(len(text) if cut is None else cut.end())
+        cut_match = None if cuts is None else cuts.search(text, boundaries[-1] + SECTION_CHARACTERS)
+        boundaries.append(len(text) if cut_match is None else cut_match.end())
     return [slice(start, end) for start, end in pairwise(boundaries)]
 
 
