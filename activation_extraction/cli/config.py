@@ -75,14 +75,14 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         InputError: If a flag has an invalid value, or if flags are inconsistent.
         SystemExit: If --help or --version has been printed.
     """
-    words = sys.argv[1:] if argv is None else argv
-    values: Values = vars(build_parser().parse_args(_with_slices(words)))
+    command_words = sys.argv[1:] if argv is None else argv
+    values: Values = vars(build_parser().parse_args(_with_slices(command_words)))
     _fill_from_environment(values)
     _refuse_conflicts(values)
     _check_hosts(values)
-    for name, value in values.items():
+    for flag_name, value in values.items():
         if isinstance(value, list):
-            values[name] = FLAGS[name].collect(value)
+            values[flag_name] = FLAGS[flag_name].collect(value)
     config = Config.of({**values, **_dependent_values(values)})
     _check_values(config)
     return config
@@ -120,14 +120,16 @@ class _Parser(argparse.ArgumentParser):
         # argparse reports a missing value if the value begins with "-" and looks like a flag.
         if message.endswith("argument"):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
-        comma_list = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
-        flag = FLAGS.get(comma_list[1]) if comma_list else None
-        if comma_list and flag and flag.options.get("nargs") == "+":
-            message += f"; put spaces between values: {comma_list[2].replace(',', ' ')}"
+        comma_list_match = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
+        flag = FLAGS.get(comma_list_match[1]) if comma_list_match else None
+        if comma_list_match and flag and flag.options.get("nargs") == "+":
+            message += f"; put spaces between values: {comma_list_match[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
             flag_names = re.findall(r"--\w+", self.format_usage())
-            words = message.removeprefix("unrecognized arguments:").split()
-            message += near_miss(words[0].partition("=")[0], flag_names) if words else "''"
+            unknown_words = message.removeprefix("unrecognized arguments:").split()
+            message += (
+                near_miss(unknown_words[0].partition("=")[0], flag_names) if unknown_words else "''"
+            )
         raise InputError(f"{message} (see --help)")
 
 
@@ -143,9 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for group in GROUPS:
         argument_group = parser.add_argument_group(group.title, group.note)
-        for name, flag in FLAGS.items():
+        for flag_name, flag in FLAGS.items():
             if flag.group == group:
-                _add_flag(argument_group, name, flag)
+                _add_flag(argument_group, flag_name, flag)
     # --version belongs to the last group, which is GENERAL.
     version = f"activation-extraction {__version__}"
     argument_group.add_argument(
@@ -162,15 +164,15 @@ def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) 
         name: The name of the flag.
         flag: The declaration of the flag.
     """
-    options = flag.options
-    if "type" in options:
-        options = {**options, "type": _for_argparse(options["type"])}
+    argparse_options = flag.options
+    if "type" in argparse_options:
+        argparse_options = {**argparse_options, "type": _for_argparse(argparse_options["type"])}
     if flag.opposite is None:
-        argument_group.add_argument(f"--{name}", **options)
+        argument_group.add_argument(f"--{name}", **argparse_options)
         return
     opposite_name, opposite_help = flag.opposite
     exclusive_group = argument_group.add_mutually_exclusive_group()
-    exclusive_group.add_argument(f"--{name}", **options)
+    exclusive_group.add_argument(f"--{name}", **argparse_options)
     exclusive_group.add_argument(
         f"--{opposite_name}", dest=name, action="store_false", help=opposite_help
     )
@@ -191,15 +193,15 @@ def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _epilog() -> str:
     """Returns the end of --help: examples, environment variables and exit statuses."""
-    lines = []
-    for name, flag in FLAGS.items():
+    variable_lines = []
+    for flag_name, flag in FLAGS.items():
         if flag.variables is not None:
             variable_names = " or ".join(flag.variables.names)
-            line = f"  {variable_names:<46} --{name}"
+            line = f"  {variable_names:<46} --{flag_name}"
             if flag.variables.required_flag:
                 line += f" (with --{flag.variables.required_flag})"
-            lines.append(line)
-    return HELP_BEFORE_VARIABLES + "\n".join(lines) + HELP_AFTER_VARIABLES
+            variable_lines.append(line)
+    return HELP_BEFORE_VARIABLES + "\n".join(variable_lines) + HELP_AFTER_VARIABLES
 
 
 def _fill_from_environment(values: Values) -> None:
@@ -212,12 +214,12 @@ def _fill_from_environment(values: Values) -> None:
         InputError: If a variable has an invalid value, or if MACHINE_ID is set without the number
             of machines.
     """
-    for name, flag in FLAGS.items():
-        if flag.variables is None or name in values:
+    for flag_name, flag in FLAGS.items():
+        if flag.variables is None or flag_name in values:
             continue
         set_variables = [variable for variable in flag.variables.names if os.environ.get(variable)]
         if set_variables and flag.variables.count_with(_names_of_flags(values)):
-            _take_variable(values, name, set_variables[0])
+            _take_variable(values, flag_name, set_variables[0])
     machine_variables = FLAGS["machine_id"].variables
     if (
         machine_variables is not None
@@ -241,9 +243,9 @@ def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
         values: The values of flags by name.
     """
     flag_names = set()
-    for name, value in values.items():
-        opposite = FLAGS[name].opposite
-        flag_names.add(name if opposite is None or value else opposite[0])
+    for flag_name, value in values.items():
+        opposite = FLAGS[flag_name].opposite
+        flag_names.add(flag_name if opposite is None or value else opposite[0])
     return flag_names
 
 
@@ -296,24 +298,26 @@ def _refuse_conflicts(values: Values) -> None:
     Raises:
         InputError: If flags cannot be used together, or if a needed flag is missing.
     """
-    for name in values:
-        for excluded_name in FLAGS[name].excludes:
+    for flag_name in values:
+        for excluded_name in FLAGS[flag_name].excludes:
             if excluded_name in values:
-                raise InputError(f"--{name} and --{excluded_name} cannot be used together")
-    for name in values:
-        if not FLAGS[name].needs:
+                raise InputError(f"--{flag_name} and --{excluded_name} cannot be used together")
+    for flag_name in values:
+        if not FLAGS[flag_name].needs:
             continue
-        needed_names = FLAGS[name].needs.split(" or ")
+        needed_names = FLAGS[flag_name].needs.split(" or ")
         if not any(needed_name in values for needed_name in needed_names):
             needed_flags = " or ".join(f"--{needed_name}" for needed_name in needed_names)
-            raise InputError(f"--{name}: needs {needed_flags}")
+            raise InputError(f"--{flag_name}: needs {needed_flags}")
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        looking_flags = [flag_name for flag_name in LOOKING if flag_name in values]
-        for name in ("model_revision", "lora", "encode"):
-            if name in values and looking_flags:
-                raise InputError(f"--{name}: needs --model_path if --{looking_flags[0]} is given")
+        looking_flags = [looking_flag for looking_flag in LOOKING if looking_flag in values]
+        for flag_name in ("model_revision", "lora", "encode"):
+            if flag_name in values and looking_flags:
+                raise InputError(
+                    f"--{flag_name}: needs --model_path if --{looking_flags[0]} is given"
+                )
     mode_flags = [f"--{mode}" for mode in MODES if mode in values]
     if "plan" in values and "overwrite" in values:
         mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
@@ -339,8 +343,8 @@ def _check_hosts(values: Values) -> None:
             host is too large.
     """
     host_flags = ("coordinator_address", "host_id", "num_hosts")
-    present_flags = [name for name in host_flags if name in values]
-    missing_flags = [name for name in host_flags if name not in values]
+    present_flags = [flag_name for flag_name in host_flags if flag_name in values]
+    missing_flags = [flag_name for flag_name in host_flags if flag_name not in values]
     if present_flags and missing_flags:
         raise InputError(f"--{missing_flags[0]}: is missing; --{present_flags[0]} needs it")
     if present_flags and values["host_id"] >= values["num_hosts"]:
@@ -383,28 +387,28 @@ def _check_values(config: Config) -> None:
     Raises:
         InputError: If values are inconsistent.
     """
-    output = config.output
-    storage = config.storage
-    hosts = config.hosts
-    if "://" in output.output_dir and not config.looking.requested:
+    output_options = config.output
+    storage_options = config.storage
+    host_options = config.hosts
+    if "://" in output_options.output_dir and not config.looking.requested:
         raise InputError(
-            f"--output_dir {output.output_dir}: is a URL, expected a local folder; to store shards "
-            "in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
+            f"--output_dir {output_options.output_dir}: is a URL, expected a local folder; "
+            "to store shards in a bucket, use --upload_to_gcs with --gcs_bucket and --gcs_prefix"
         )
-    if config.hooks.activation_dtype == "float8" and storage.shard_format != "safetensors":
+    if config.hooks.activation_dtype == "float8" and storage_options.shard_format != "safetensors":
         raise InputError("--activation_dtype float8: needs --shard_format safetensors")
     _check_text(config.text)
-    waiting_gb = storage.waiting_shards_gb
-    min_waiting_gb = 2 * storage.shard_size_gb
+    waiting_gb = storage_options.waiting_shards_gb
+    min_waiting_gb = 2 * storage_options.shard_size_gb
     if waiting_gb is not None and waiting_gb < min_waiting_gb:
         raise InputError(
             f"--waiting_shards_gb {waiting_gb:g}: has no room for two shards; give at least "
             f"{min_waiting_gb:g}, or a smaller --shard_size_gb"
         )
-    if hosts.machine_id >= hosts.total_machines:
+    if host_options.machine_id >= host_options.total_machines:
         raise InputError(
-            f"--machine_id {hosts.machine_id}: out of range for --total_machines "
-            f"{hosts.total_machines}; machines are counted from 0"
+            f"--machine_id {host_options.machine_id}: out of range for --total_machines "
+            f"{host_options.total_machines}; machines are counted from 0"
         )
 
 

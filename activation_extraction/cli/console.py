@@ -158,9 +158,9 @@ class Progress:
         self.kept += kept
         self.steps += 1
         if not self._bar.disable:
-            rate = self.tokens / self._bar.format_dict["elapsed"]
-            postfix = f"{counted(self.kept, 'token')}, {rate:,.0f} tokens/s"
-            self._bar.set_postfix_str(postfix, refresh=False)
+            tokens_per_second = self.tokens / self._bar.format_dict["elapsed"]
+            bar_postfix = f"{counted(self.kept, 'token')}, {tokens_per_second:,.0f} tokens/s"
+            self._bar.set_postfix_str(bar_postfix, refresh=False)
             self._bar.update(kept if self._counts_tokens else samples)
         if time.perf_counter() - self._last_report[0] >= self._interval:
             self._report()
@@ -170,22 +170,22 @@ class Progress:
         current_time = time.perf_counter()
         last_time, last_tokens, last_flops = self._last_report
         self._last_report = current_time, self.tokens, self._flops
-        duration = current_time - last_time
-        token_rate = (self.tokens - last_tokens) / duration
-        flop_rate = (self._flops - last_flops) / duration
-        utilisation = None
+        elapsed_seconds = current_time - last_time
+        tokens_per_second = (self.tokens - last_tokens) / elapsed_seconds
+        flops_per_second = (self._flops - last_flops) / elapsed_seconds
+        peak_fraction = None
         if self._peak_flops is not None:
-            utilisation = round(flop_rate / self._peak_flops, 4)
+            peak_fraction = round(flops_per_second / self._peak_flops, 4)
         metrics = {
             "time": round(time.time(), 3),
             "samples": self._stored_samples + self.samples,
             "tokens": self.kept,
             "tokens_computed_since_start": self.tokens,
             "steps_since_start": self.steps,
-            "tokens_per_second": round(token_rate, 1),
-            "tokens_per_second_per_chip": round(token_rate / self._chips, 1),
-            "tflops_per_second_per_chip": round(flop_rate / self._chips / 1e12, 4),
-            "model_flops_utilisation": utilisation,
+            "tokens_per_second": round(tokens_per_second, 1),
+            "tokens_per_second_per_chip": round(tokens_per_second / self._chips, 1),
+            "tflops_per_second_per_chip": round(flops_per_second / self._chips / 1e12, 4),
+            "model_flops_utilisation": peak_fraction,
             **self._gauges(),
         }
         self._record(metrics)
@@ -200,8 +200,8 @@ class Progress:
                 "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
                 samples_text,
                 tokens_text,
-                token_rate,
-                "" if utilisation is None else f", {utilisation:.0%} of peak",
+                tokens_per_second,
+                "" if peak_fraction is None else f", {peak_fraction:.0%} of peak",
                 counted(metrics["shards_stored"], "shard"),
                 metrics["bytes_stored"] / 1e9,
                 metrics["shards_writing"],

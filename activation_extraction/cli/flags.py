@@ -616,9 +616,9 @@ class OutputOptions:
         """
         if not self.upload_to_gcs or self.gcs_bucket is None:
             return None
-        bucket = self.gcs_bucket.rstrip("/")
-        url = bucket if "://" in bucket else f"gs://{bucket}"
-        return f"{url}/{self.gcs_prefix.strip('/')}"
+        bucket_name = self.gcs_bucket.rstrip("/")
+        url_of_bucket = bucket_name if "://" in bucket_name else f"gs://{bucket_name}"
+        return f"{url_of_bucket}/{self.gcs_prefix.strip('/')}"
 
     @property
     def location(self) -> str:
@@ -870,11 +870,11 @@ def content_flags(options: Any) -> dict[str, Any]:
     Args:
         options: A part of the configuration, such as TextOptions.
     """
-    values = {}
-    for option in fields(options):
-        if option.metadata["flag"].content:
-            values[option.name] = getattr(options, option.name)
-    return values
+    flag_values = {}
+    for option_field in fields(options):
+        if option_field.metadata["flag"].content:
+            flag_values[option_field.name] = getattr(options, option_field.name)
+    return flag_values
 
 
 @dataclass(frozen=True)
@@ -957,26 +957,26 @@ class Config:
             values: The values by the names of the flags. A flag that is missing gets its default.
                 Names that are no flags are ignored.
         """
-        arguments = {}
+        field_values = {}
         for config_field in fields(cls):
             options_class = config_field.metadata.get("part")
             if options_class is not None:
-                arguments[config_field.name] = options_class(**_present(options_class, values))
+                field_values[config_field.name] = options_class(**_present(options_class, values))
             elif config_field.name in values:
-                arguments[config_field.name] = values[config_field.name]
-        return cls(**arguments)
+                field_values[config_field.name] = values[config_field.name]
+        return cls(**field_values)
 
     @property
     def values(self) -> dict[str, Any]:
         """The values of all flags by their names."""
-        values: dict[str, Any] = {}
+        flag_values: dict[str, Any] = {}
         for config_field in fields(self):
             field_value = getattr(self, config_field.name)
             if "part" in config_field.metadata:
-                values |= vars(field_value)
+                flag_values |= vars(field_value)
             else:
-                values[config_field.name] = field_value
-        return values
+                flag_values[config_field.name] = field_value
+        return flag_values
 
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as metadata.json stores it.
@@ -985,14 +985,14 @@ class Config:
             The values of the flags by name, with URLs without their secrets, and the key
             "bucket_url".
         """
-        values = {**self.values, "bucket_url": self.output.bucket_url}
-        for name, value in values.items():
+        json_values = {**self.values, "bucket_url": self.output.bucket_url}
+        for name, value in json_values.items():
             if isinstance(value, str):
-                values[name] = plain_url(value)
-        values["mix"] = [(plain_url(source), weight) for source, weight in self.text.mix]
-        values["encode"] = [(hook, plain_url(path)) for hook, path in self.hooks.encode]
-        values["positions"] = str(self.text.positions)
-        return values
+                json_values[name] = plain_url(value)
+        json_values["mix"] = [(plain_url(source), weight) for source, weight in self.text.mix]
+        json_values["encode"] = [(hook, plain_url(path)) for hook, path in self.hooks.encode]
+        json_values["positions"] = str(self.text.positions)
+        return json_values
 
     @classmethod
     def from_json(cls, stored_values: Mapping[str, Any]) -> "Config":
@@ -1002,9 +1002,9 @@ class Config:
             stored_values: The result of `to_json`. A flag that is missing gets its default. Names
                 that are no flags in this version are ignored.
         """
-        values = {name: _as_tuple(value) for name, value in stored_values.items()}
-        values["positions"] = parse_positions(stored_values.get("positions", ALL))
-        return cls.of(values)
+        flag_values = {name: _as_tuple(value) for name, value in stored_values.items()}
+        flag_values["positions"] = parse_positions(stored_values.get("positions", ALL))
+        return cls.of(flag_values)
 
 
 def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -1014,8 +1014,8 @@ def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, A
         options_class: The dataclass of the part.
         values: The values of flags by name.
     """
-    names = [option.name for option in fields(options_class)]
-    return {name: values[name] for name in names if name in values}
+    option_names = [option_field.name for option_field in fields(options_class)]
+    return {name: values[name] for name in option_names if name in values}
 
 
 def _as_tuple(value: Any) -> Any:
@@ -1027,16 +1027,18 @@ def _as_tuple(value: Any) -> Any:
 
 def _declared_flags() -> dict[str, Flag]:
     """Returns the declarations of all flags by name, with their groups, in the order of --help."""
-    flags: list[tuple[str, Flag]] = []
+    names_and_flags: list[tuple[str, Flag]] = []
     for config_field in fields(Config):
         if "flag" in config_field.metadata:
-            flags.append((config_field.name, config_field.metadata["flag"]))
+            names_and_flags.append((config_field.name, config_field.metadata["flag"]))
             continue
-        for option in fields(config_field.metadata["part"]):
-            flag = option.metadata["flag"]
+        for option_field in fields(config_field.metadata["part"]):
+            flag = option_field.metadata["flag"]
             group = flag.group or config_field.metadata["group"]
-            flags.append((option.name, replace(flag, group=group)))
-    return dict(sorted(flags, key=lambda name_and_flag: GROUPS.index(name_and_flag[1].group)))
+            names_and_flags.append((option_field.name, replace(flag, group=group)))
+    return dict(
+        sorted(names_and_flags, key=lambda name_and_flag: GROUPS.index(name_and_flag[1].group))
+    )
 
 
 FLAGS = _declared_flags()  # name of a flag -> its declaration

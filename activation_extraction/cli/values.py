@@ -98,9 +98,9 @@ def layers(typed: str) -> tuple[int, ...] | str:
             f"{typed}: layers are counted from 0, never from the end; expected a number, a range "
             "such as 1-3, or all"
         )
-    start_text, dash, end_text = typed.partition("-")
+    start_text, range_dash, end_text = typed.partition("-")
     parse_layer = integer(0)
-    if not dash or not start_text:
+    if not range_dash or not start_text:
         return (parse_layer(typed),)
     first_layer = parse_layer(start_text)
     last_layer = parse_layer(end_text)
@@ -116,12 +116,12 @@ def sizes(typed: str) -> tuple[int, ...]:
 
 def axes(typed: str) -> tuple[str, ...]:
     """Returns the names of mesh axes, which are separated by commas and must all differ."""
-    names = tuple(typed.split(","))
-    if len(set(names)) < len(names) or not set(names) <= set(MESH_AXES):
+    axis_names = tuple(typed.split(","))
+    if len(set(axis_names)) < len(axis_names) or not set(axis_names) <= set(MESH_AXES):
         raise FlagValueError(
             f"{typed!r} is not a list of different names from {', '.join(MESH_AXES)}"
         )
-    return names
+    return axis_names
 
 
 def address(typed: str) -> str:
@@ -132,8 +132,8 @@ def address(typed: str) -> str:
     Raises:
         FlagValueError: If the address is not valid.
     """
-    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
-    if match is None or not 0 < int(match[2]) < 65536:
+    address_match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[\w-]+(?:\.[\w-]+)*):(\d+)", typed)
+    if address_match is None or not 0 < int(address_match[2]) < 65536:
         raise FlagValueError(f"{typed}: expected HOST:PORT of host 0, such as 10.0.0.1:8476")
     return typed
 
@@ -169,8 +169,8 @@ def argument(typed: str) -> tuple[str, Any]:
             The name, which is a Python identifier.
             The value, which is decoded if it is JSON. Otherwise it is the text.
     """
-    name, equals_sign, value_text = typed.partition("=")
-    if not equals_sign or not name.isidentifier():
+    variable_name, equals_sign, value_text = typed.partition("=")
+    if not equals_sign or not variable_name.isidentifier():
         raise FlagValueError(f"{typed!r} is not NAME=VALUE")
     try:
         decoded_value = json.loads(value_text)
@@ -183,7 +183,7 @@ def argument(typed: str) -> tuple[str, Any]:
         raise FlagValueError(
             f"{typed!r} is not NAME=VALUE with a finite number, or with text in Unicode"
         ) from error
-    return name, decoded_value
+    return variable_name, decoded_value
 
 
 def weighted(typed: str) -> tuple[str, float]:
@@ -194,9 +194,9 @@ def weighted(typed: str) -> tuple[str, float]:
             The source.
             Its weight, a positive number.
     """
-    source, _, weight = text(typed).rpartition("=")
+    source, _, weight_text = text(typed).rpartition("=")
     try:
-        return text(source), positive(weight)
+        return text(source), positive(weight_text)
     except ValueError as error:
         raise FlagValueError(
             f"{typed!r} is not SOURCE=WEIGHT with a positive weight, such as texts.jsonl=0.7"
@@ -231,8 +231,8 @@ def in_bucket(typed: str) -> str:
             f"{typed!r}: contains a space, a wildcard, a control character, '#', ';', '\\' or "
             "'::'; choose another name"
         )
-    folders = typed.strip("/").split("/")
-    if len(folders) > 1 and "" in folders or {".", ".."}.intersection(folders):
+    folder_names = typed.strip("/").split("/")
+    if len(folder_names) > 1 and "" in folder_names or {".", ".."}.intersection(folder_names):
         raise FlagValueError(
             f"{typed}: has a folder without a name, or called . or ..; expected names with one / "
             "between them"
@@ -246,14 +246,14 @@ def bucket(typed: str) -> str:
     Raises:
         FlagValueError: If the text is neither a name nor such a URL.
     """
-    protocol, is_url, name = typed.partition("://")
-    in_bucket(name or typed)
-    if is_url and (protocol not in BUCKET_PROTOCOLS or not name):
+    protocol, protocol_separator, name_in_url = typed.partition("://")
+    in_bucket(name_in_url or typed)
+    if protocol_separator and (protocol not in BUCKET_PROTOCOLS or not name_in_url):
         raise FlagValueError(
             f"{typed}: is not the URL of a bucket; expected a name, or a URL such as s3://bucket, "
             f"which begins with one of {', '.join(BUCKET_PROTOCOLS)}"
         )
-    if not is_url and "/" in typed.rstrip("/"):
+    if not protocol_separator and "/" in typed.rstrip("/"):
         raise FlagValueError(
             f"{typed}: is a path; give only the bucket's name here, and the folder in it as "
             "--gcs_prefix"

@@ -322,8 +322,8 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
     if table_folders or fs.isdir(f"{folder}/{DELTA_LOG}"):
         raise InputError(
             f"--dataset_path {path}: {min(table_folders, default=folder)} is a Delta table, whose "
-            "files may hold rows that were deleted from it; save its rows to new files, for example the "
-            "result of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
+            "files may hold rows that were deleted from it; save its rows to new files, for "
+            "example the result of DeltaTable(FOLDER).to_pyarrow_table() from the package deltalake"
         )
 
 
@@ -428,8 +428,8 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     if len(example_by_group) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(example_by_group.values()))}; choose the files of one split with "
-            f"a glob, or all files with {path.rstrip('/')}/**"
+            f"{' and '.join(sorted(example_by_group.values()))}; choose the files of one split "
+            f"with a glob, or all files with {path.rstrip('/')}/**"
         )
 
 
