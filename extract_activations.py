@@ -107,17 +107,17 @@ def extract(config: Config) -> int:
         InputError: If the flags or the files that they name cannot be used.
         RunError: If something fails after the inputs have been checked.
     """
-    hosts = config.hosts
-    if hosts.total_machines > 1:
-        log.info("machine %d of %d", hosts.machine_id, hosts.total_machines)
-    elif task := task_without_machine(config):
+    host_options = config.hosts
+    if host_options.total_machines > 1:
+        log.info("machine %d of %d", host_options.machine_id, host_options.total_machines)
+    elif task_variable := task_without_machine(config):
         log.warning(
             "%s is set, but this is machine 0 of 1, as every other task of the array would be; set "
             "MACHINE_ID and TOTAL_MACHINES in each task to share the data",
-            task,
+            task_variable,
         )
     host = join_hosts(config)
-    watchdog = Watchdog(hosts.stall_timeout)
+    watchdog = Watchdog(host_options.stall_timeout)
     remedy = how_to_continue(host.count, config.storage.overwrite)
     with explain_abort(host, f"committed shards are safe; {remedy}"):
         with device_errors():
@@ -148,9 +148,9 @@ def extract(config: Config) -> int:
         has_samples, has_tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
         leave(host)
     if complete and has_samples and not has_tokens:
-        choice = run.text.sample_settings.choice
+        token_choice = run.text.sample_settings.choice
         raise RunError(
-            f"no token was stored: no sample has a token that is kept ({choice})",
+            f"no token was stored: no sample has a token that is kept ({token_choice})",
             remedy="start anew with another choice and --overwrite",
             recurs=True,
         )
@@ -183,7 +183,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
         try:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
-                steps = take_steps(run, step, progress, clock, stopped)
+                lockstep = take_steps(run, step, progress, clock, stopped)
         except KeyboardInterrupt:
             # A second Ctrl-C ends the run without waiting for uploads.
             run.storage.close()
@@ -195,8 +195,8 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
                 waiting_bytes / 1e9,
             )
         with device_errors():
-            finish(run, clock, steps.complete, steps.failure)
-        return steps.complete, stopped()
+            finish(run, clock, lockstep.complete, lockstep.failure)
+        return lockstep.complete, stopped()
 
 
 def start_together(run: Run) -> tuple[Step, Run]:
@@ -253,8 +253,8 @@ def open_output(run: Run) -> Run:
     if run.config.storage.overwrite:
         run.folders.remove_totals()
     run.storage.open()
-    plan = run.storage.plan
-    commits_and_end = (plan.commits, plan.samples_to_read)
+    current_plan = run.storage.plan
+    commits_and_end = (current_plan.commits, current_plan.samples_to_read)
     if commits_and_end == (prepared_plan.commits, prepared_plan.samples_to_read):
         return run
     log.info(
@@ -284,7 +284,7 @@ def take_steps(
         The lockstep, whose attributes `complete` and `failure` tell how the loop has ended.
     """
     batches = run.batches.until(stopped)
-    steps = Lockstep(batches, stopped, partial(any_host, run.host), clock)
+    lockstep = Lockstep(batches, stopped, partial(any_host, run.host), clock)
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
         """Starts a step.
@@ -299,11 +299,11 @@ def take_steps(
                 The sums of the votes of all hosts (see `Lockstep`).
         """
         with clock.measure("compute"):
-            return batch, *step(batch, steps.votes)
+            return batch, *step(batch, lockstep.votes)
 
     can_store = True
     try:
-        for batch, activations, votes in one_step_behind(map(start, steps)):
+        for batch, activations, votes in one_step_behind(map(start, lockstep)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
             if batch is not None and can_store:
@@ -312,24 +312,26 @@ def take_steps(
                 try:
                     with clock.measure("store"):
                         run.storage.add_batch(batch, host_activations)
-                    kept_tokens = sum(placed.sample.num_kept for placed in batch.samples)
+                    kept_tokens = sum(
+                        placed_sample.sample.num_kept for placed_sample in batch.samples
+                    )
                     flops = run.forward.flops(batch.lengths)
                     progress.advance(len(batch.samples), batch.num_tokens, flops, kept_tokens)
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:
                     # The error is raised once all hosts have stopped. Until then, no later batch is
                     # stored, because this one is missing.
-                    steps.fail(error)
+                    lockstep.fail(error)
                     can_store = False
             run.watchdog.reset()
-            steps.learn(np.asarray(votes))
+            lockstep.learn(np.asarray(votes))
     finally:
         try:
             progress.close()
         except Exception as error:
             # The last metrics were not written. The lockstep tells all hosts about this failure.
-            steps.fail(error)
-    return steps
+            lockstep.fail(error)
+    return lockstep
 
 
 def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = None) -> None:
@@ -378,21 +380,27 @@ def show_hooks(config: Config) -> int:
     """
     tensor_names = None
     if config.demo:
-        model = parse_model_config(MODEL_CONFIG)
+        model_config = parse_model_config(MODEL_CONFIG)
     else:
         checkpoint = Checkpoint(config.model.model_path, config.model.model_revision)
-        model = read_model_config(checkpoint.file("config.json"))
+        model_config = read_model_config(checkpoint.file("config.json"))
         tensor_names = checkpoint.local_tensors()
         check_adapter(config.model.lora)
     request = step_request(config)
     _, activation_dtype = choose_dtypes(request, jax.default_backend())
-    _, encoders = choose_hooks(request, model)
-    table = hook_table(model, config.hooks.top_logits)
+    _, encoders = choose_hooks(request, model_config)
+    hooks_of_model = hook_table(model_config, config.hooks.top_logits)
     special_tokens = known_special_tokens(config)
-    if tensor_names is not None and HEAD not in tensor_names and not model.tie_word_embeddings:
-        table = table.without_predictions()
+    if (
+        tensor_names is not None
+        and HEAD not in tensor_names
+        and not model_config.tie_word_embeddings
+    ):
+        hooks_of_model = hooks_of_model.without_predictions()
     position_rule, length = config.text.positions, config.text.max_seq_length
-    say(*list_hooks(table, model, activation_dtype, position_rule, length, encoders))
+    say(
+        *list_hooks(hooks_of_model, model_config, activation_dtype, position_rule, length, encoders)
+    )
     if special_tokens:
         say(f"special tokens: {special_tokens.template}")
     return 0

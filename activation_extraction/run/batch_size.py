@@ -49,10 +49,10 @@ def default_rows(
     """
     devices = devices_of_this_host(usable_devices(every_device, planned))
     rows = DEFAULT_ROWS
-    on_cpu = devices[0].platform == "cpu"
-    if on_cpu:
+    is_cpu = devices[0].platform == "cpu"
+    if is_cpu:
         rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
-    if not (on_cpu or auto):
+    if not (is_cpu or auto):
         return rows
     rows_per_device = -(-rows // len(devices))  # rounded up
     return rows_per_device * len(devices)
@@ -98,9 +98,11 @@ def fit_rows(
         log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], device_kind)
         return forward, None
     device_count = len(devices) * host.count
-    conditions = {"device": device_kind, "devices": device_count, "mesh": forward.layout.shape}
+    device_and_mesh = {"device": device_kind, "devices": device_count, "mesh": forward.layout.shape}
     records = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    matching_rows = [record["rows"] for record in records if conditions.items() <= record.items()]
+    matching_rows = [
+        record["rows"] for record in records if device_and_mesh.items() <= record.items()
+    ]
     rows_of_hosts = gather(host, min(matching_rows, default=None))
     recorded_rows = min(filter(None, rows_of_hosts), default=None)
 
@@ -110,12 +112,15 @@ def fit_rows(
 
     if recorded_rows is not None:
         chosen_forward = prepare(recorded_rows)
-        reason = "as when the run began"
+        reason_for_rows = "as when the run began"
     else:
-        chosen_forward, reason = _largest_fitting(host, prepare, len(devices), usable_bytes)
+        smallest_rows = len(devices)
+        chosen_forward, reason_for_rows = _largest_fitting(
+            host, prepare, smallest_rows, usable_bytes
+        )
     rows, _ = chosen_forward.shape
-    log.info("--batch_size auto: %d rows per host and step: %s", rows, reason)
-    return chosen_forward, {"rows": rows, **conditions}
+    log.info("--batch_size auto: %d rows per host and step: %s", rows, reason_for_rows)
+    return chosen_forward, {"rows": rows, **device_and_mesh}
 
 
 def _largest_fitting(
@@ -139,27 +144,29 @@ def _largest_fitting(
             The model for the largest number of rows that fits.
             The reason why there are not more rows, in words.
     """
-    largest_fitting = prepare(smallest_rows)
-    candidate = largest_fitting
+    largest_forward = prepare(smallest_rows)
+    tried_forward = largest_forward
     while True:
-        reason = next(filter(None, gather(host, _shortage_on_host(candidate))), "")
-        # `reason` is the same on all hosts, so either all hosts compile the step or none does.
-        if not reason:
-            shortage = together(host, partial(_shortage_on_device, candidate, usable_bytes))
-            reason = next(filter(None, gather(host, shortage)), "")
-        if reason:
-            return largest_fitting, reason
-        largest_fitting = candidate
-        if 2 * largest_fitting.shape[0] > MOST_ROWS:
-            return largest_fitting, "the most that are tried"
-        candidate = prepare(2 * largest_fitting.shape[0])
+        shortage_message = next(filter(None, gather(host, _shortage_on_host(tried_forward))), "")
+        # The message is the same on all hosts, so either all hosts compile the step or none does.
+        if not shortage_message:
+            shortage_on_device = together(
+                host, partial(_shortage_on_device, tried_forward, usable_bytes)
+            )
+            shortage_message = next(filter(None, gather(host, shortage_on_device)), "")
+        if shortage_message:
+            return largest_forward, shortage_message
+        largest_forward = tried_forward
+        if 2 * largest_forward.shape[0] > MOST_ROWS:
+            return largest_forward, "the most that are tried"
+        tried_forward = prepare(2 * largest_forward.shape[0])
 
 
 def _shortage_on_host(forward: Forward) -> str:
     """Returns a message if the activations of a step do not fit in this host's memory; else ""."""
-    rows, length = forward.shape
+    rows, row_tokens = forward.shape
     token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
-    needed_bytes = STEPS_ON_HOST * rows * length * token_bytes
+    needed_bytes = STEPS_ON_HOST * rows * row_tokens * token_bytes
     return _shortage(f"{STEPS_ON_HOST} steps of {rows}", needed_bytes, "host", available_memory())
 
 

@@ -102,26 +102,30 @@ class DataFiles:
             raise InputError("--dataset_path: the hosts of this run have read different files")
         recorded_files = recorded_lists.pop()
         ordered_files = _in_recorded_order(files, recorded_files)
-        growths = {}  # number of bytes by which a file has grown, by its URL
+        added_bytes_by_url = {}  # number of bytes by which a file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
             is_unchanged_by_file = thread_pool.map(_is_recorded, ordered_files, recorded_files)
             for file, record, is_unchanged in zip(
                 ordered_files, recorded_files, is_unchanged_by_file, strict=True
             ):
-                growth = file.size - record.bytes
+                added_bytes = file.size - record.bytes
                 if not is_unchanged:
-                    sizes = f" ({record.bytes:,} bytes then, {file.size:,} now)" if growth else ""
-                    raise InputError(
-                        f"--dataset_path: {file.url} is not the file that the run began with{sizes}"
-                        f"; {NEW_RUN_REMEDY}"
+                    sizes_in_words = (
+                        f" ({record.bytes:,} bytes then, {file.size:,} now)" if added_bytes else ""
                     )
-                if growth:
-                    growths[file.url] = growth
-        if growths:
+                    raise InputError(
+                        f"--dataset_path: {file.url} is not the file that the run began "
+                        f"with{sizes_in_words}; {NEW_RUN_REMEDY}"
+                    )
+                if added_bytes:
+                    added_bytes_by_url[file.url] = added_bytes
+        if added_bytes_by_url:
             log.warning(
                 "the last %s of %s are not read: they were not there when the run began",
-                counted(sum(growths.values()), "byte"),
-                min(growths) if len(growths) == 1 else counted(len(growths), "file"),
+                counted(sum(added_bytes_by_url.values()), "byte"),
+                min(added_bytes_by_url)
+                if len(added_bytes_by_url) == 1
+                else counted(len(added_bytes_by_url), "file"),
             )
         files_of_run = []
         for file, record in zip(ordered_files, recorded_files, strict=True):

@@ -81,10 +81,10 @@ def make_demo(output: Path) -> tuple[Path, Path]:
     )
     paragraphs = sample_text.strip().split("\n\n")
     try:
-        for path in (folder, model_folder):
-            if path.is_symlink():
+        for new_folder in (folder, model_folder):
+            if new_folder.is_symlink():
                 raise OSError(errno.ELOOP, IS_A_LINK)
-            path.mkdir(parents=True, exist_ok=True)
+            new_folder.mkdir(parents=True, exist_ok=True)
         write_documents(documents_file, paragraphs)
         write_tokenizer(model_folder, paragraphs)
         write_file(model_folder / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
@@ -103,27 +103,29 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
         path: The path of the file.
         paragraphs: The paragraphs of the sample text.
     """
-    rng = random.Random(0)
+    random_generator = random.Random(0)
     sentences: list[str] = []
     for paragraph in paragraphs:
         sentences += re.split(r"(?<=[.!?]) ", paragraph)
     document_rows = []
     for document_number in range(DOCUMENTS):
-        sentence_count = math.ceil(rng.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD))
-        first_sentence = rng.randrange(len(sentences))
+        sentence_count = math.ceil(
+            random_generator.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD)
+        )
+        first_sentence = random_generator.randrange(len(sentences))
         document_text = " ".join(sentences[first_sentence : first_sentence + sentence_count])
         document_rows.append(
             {
                 "text": document_text,
                 "id": f"<urn:demo:{document_number:04d}>",
-                "score": rng.uniform(3, 5),
+                "score": random_generator.uniform(3, 5),
             }
         )
-    buffer = pyarrow.BufferOutputStream()
+    parquet_buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(document_rows), buffer, row_group_size=100
+        pyarrow.Table.from_pylist(document_rows), parquet_buffer, row_group_size=100
     )
-    write_file(path, [buffer.getvalue().to_pybytes()])
+    write_file(path, [parquet_buffer.getvalue().to_pybytes()])
 
 
 def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
@@ -150,13 +152,15 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
     )
     tokenizer.train_from_iterator(paragraphs, trainer)
     write_file(folder / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
-    settings = {
+    tokenizer_settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": MODEL_CONFIG["max_position_embeddings"],
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
     }
-    write_file(folder / "tokenizer_config.json", [json.dumps(settings, indent=2).encode()])
+    write_file(
+        folder / "tokenizer_config.json", [json.dumps(tokenizer_settings, indent=2).encode()]
+    )
 
 
 def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
@@ -169,13 +173,13 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
         path: The path of the safetensors file.
         table: The specifications of the model's weights.
     """
-    rng = np.random.default_rng(0)
+    random_generator = np.random.default_rng(0)
     tensors = {}
     for spec in table:
-        for name in spec.hf_names:
-            weights = rng.standard_normal(spec.hf_shape, np.float32)
+        for tensor_name in spec.hf_names:
+            weights = random_generator.standard_normal(spec.hf_shape, np.float32)
             weights /= math.sqrt(spec.hf_shape[-1])
-            if name.endswith("norm.weight"):
+            if tensor_name.endswith("norm.weight"):
                 weights += 1
-            tensors[name] = weights.astype(ml_dtypes.bfloat16)
+            tensors[tensor_name] = weights.astype(ml_dtypes.bfloat16)
     write_file(path, [save(tensors, metadata={"format": "pt"})])

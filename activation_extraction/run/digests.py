@@ -48,9 +48,9 @@ def content_digest(repository: Repository) -> str:
         InputError: If a file cannot be read.
         RunError: If a request for weights at a URL failed.
     """
-    with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as pool:
+    with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-weights") as thread_pool:
         fingerprints = sorted(
-            _weight_fingerprint(weight_file, pool) for weight_file in repository.weight_files
+            _weight_fingerprint(weight_file, thread_pool) for weight_file in repository.weight_files
         )
     digest_lines = [digest_files([repository.file(repository.kind.config_file)]), *fingerprints]
     return hashlib.sha256("\n".join(digest_lines).encode()).hexdigest()
@@ -97,8 +97,8 @@ def file_fingerprint(path: Path, size: int) -> str:
     """
     blocks = []
     with naming_unreadable(path), open(path, "rb", buffering=0) as file:
-        for start, stop in sampled_blocks(size):
-            blocks.append(os.pread(file.fileno(), stop - start, start))
+        for block_start, block_stop in sampled_blocks(size):
+            blocks.append(os.pread(file.fileno(), block_stop - block_start, block_start))
     return _digest_of(size, blocks)
 
 
@@ -116,12 +116,12 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
             The offset of its first byte.
             The offset after its last byte.
     """
-    starts: Iterable[int] = range(0, size, BLOCK)
+    block_starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
         last_start = size - BLOCK
-        starts = (last_start * block_number // (BLOCKS - 1) for block_number in range(BLOCKS))
-    for start in starts:
-        yield start, min(start + BLOCK, size)
+        block_starts = (last_start * block_number // (BLOCKS - 1) for block_number in range(BLOCKS))
+    for block_start in block_starts:
+        yield block_start, min(block_start + BLOCK, size)
 
 
 @contextmanager
@@ -145,9 +145,9 @@ def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
         pool: The threads that read the blocks.
     """
     with naming_unreadable(file.where):
-        header = (0, file.header.end_offset)
-        starts, stops = zip(header, *sampled_blocks(file.size), strict=True)
-        return _digest_of(file.size, pool.map(file.read_bytes, starts, stops))
+        header_range = (0, file.header.end_offset)
+        block_starts, block_stops = zip(header_range, *sampled_blocks(file.size), strict=True)
+        return _digest_of(file.size, pool.map(file.read_bytes, block_starts, block_stops))
 
 
 def _digest_of(size: int, blocks: Iterable[bytes]) -> str:

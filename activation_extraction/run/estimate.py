@@ -182,11 +182,11 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
         InputError: If the run would reject the model or the mesh, or if the mesh has the axis
             pipeline.
     """
-    config = parse_model_config(run.model_config, request.model.model_path)
-    model, rows = build_model(request, config)
+    model_config = parse_model_config(run.model_config, request.model.model_path)
+    model, rows = build_model(request, model_config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
-    hooks = choose_hooks(request, config)
+    hooks = choose_hooks(request, model_config)
     return Program(model, weight_table(model), rows, request.shape, *hooks)
 
 
@@ -213,9 +213,9 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     """
     layout = program.layout
     devices = [*program.rows.mesh.devices.flat]
-    rows_of_host, length = request.shape
+    rows_of_host, row_tokens = request.shape
     rows = rows_of_host * program.rows.hosts
-    cost_model = CostModel(program.model, program.weights, rows, length, program.encoders)
+    cost_model = CostModel(program.model, program.weights, rows, row_tokens, program.encoders)
     step_cost = cost_model.estimate(layout, devices)
     usable_bytes = USABLE * (memory_of(devices[0]) or 0)
     planned_bytes = None
@@ -228,7 +228,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(layout.shape), one_line(error))
             does_fit = does_fit and "RESOURCE_EXHAUSTED" not in str(error)
-    peak_tokens_per_second = rows * length / step_cost.seconds
+    peak_tokens_per_second = rows * row_tokens / step_cost.seconds
     return {
         "shape": layout.shape,
         "fits": does_fit,
@@ -278,16 +278,18 @@ def amount_of(config: Config) -> Amount | None:
         --max_tokens limits the run.
     """
     text_options, storage_options = config.text, config.storage
-    length = tokens_of_a_sample(text_options.max_seq_length)
-    kept_fraction = text_options.positions.expected(length) / length
+    sample_tokens = tokens_of_a_sample(text_options.max_seq_length)
+    kept_fraction = text_options.positions.expected(sample_tokens) / sample_tokens
     computed_tokens = math.inf
-    dataset = (text_options.dataset_name or "", text_options.dataset_config or "")
-    documents = KNOWN_DOCUMENTS.get(dataset)
-    if documents is not None:
-        document_length = TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else length
-        computed_tokens = documents / config.hosts.total_machines * document_length
+    name_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
+    document_count = KNOWN_DOCUMENTS.get(name_and_config)
+    if document_count is not None:
+        document_length = (
+            TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else sample_tokens
+        )
+        computed_tokens = document_count / config.hosts.total_machines * document_length
     if storage_options.max_samples is not None:
-        computed_tokens = min(computed_tokens, storage_options.max_samples * length)
+        computed_tokens = min(computed_tokens, storage_options.max_samples * sample_tokens)
     if storage_options.max_tokens is not None and kept_fraction:
         computed_tokens = min(computed_tokens, storage_options.max_tokens / kept_fraction)
     if math.isinf(computed_tokens):
@@ -328,16 +330,19 @@ def estimate_totals(
         terabytes = run.amount.stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
             if config.planning.tokens_per_second is None:
-                tokens = run.amount.computed_tokens
-                speeds = fastest_mesh["tokens_per_second"]
+                counted_tokens = run.amount.computed_tokens
+                tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
-                tokens = run.amount.stored_tokens
-                speeds = [config.planning.tokens_per_second * run.topology.hosts]
-            hours = [tokens / max(speeds) / 3600, tokens / min(speeds) / 3600]
+                counted_tokens = run.amount.stored_tokens
+                tokens_per_second = [config.planning.tokens_per_second * run.topology.hosts]
+            hours = [
+                counted_tokens / max(tokens_per_second) / 3600,
+                counted_tokens / min(tokens_per_second) / 3600,
+            ]
         if hours is not None and config.planning.chip_hour_dollars:
-            prices = config.planning.chip_hour_dollars
+            chip_hour_prices = config.planning.chip_hour_dollars
             chip_hours = [run.topology.chips * number for number in hours]
-            dollars = [chip_hours[0] * min(prices), chip_hours[1] * max(prices)]
+            dollars = [chip_hours[0] * min(chip_hour_prices), chip_hours[1] * max(chip_hour_prices)]
     return {"hours": hours, "dollars": dollars, "terabytes": terabytes}
 
 
@@ -359,9 +364,9 @@ def lines_of(
             host. None if the speed is guessed.
     """
     topology = run.topology
-    rows_of_host, length = run.request.shape
+    rows_of_host, row_tokens = run.request.shape
     chips_and_hosts = f"{counted(topology.chips, 'chip')} on {counted(topology.hosts, 'host')}"
-    rows_of_tokens = f"{counted(rows_of_host, 'row')} of {counted(length, 'token')}"
+    rows_of_tokens = f"{counted(rows_of_host, 'row')} of {counted(row_tokens, 'token')}"
     yield f"{topology.name}: {chips_and_hosts}, each of which feeds {rows_of_tokens} per step"
     for mesh in meshes:
         memory_in_words = f"{three_digits(mesh['memory_gb'])} GB per device by formula"
@@ -391,16 +396,16 @@ def lines_of(
             "the tokens/s of its last line, 'time: ...', as --tokens_per_second"
         )
     if totals["terabytes"] is not None:
-        terabytes = terabytes_in_words(totals["terabytes"])
+        size_in_words = terabytes_in_words(totals["terabytes"])
         yield (
-            f"stored: {terabytes} before compression, {token_bytes:,} bytes per token; "
+            f"stored: {size_in_words} before compression, {token_bytes:,} bytes per token; "
             f"{samples_in_words(run)}"
         )
     else:
         yield f"stored: {token_bytes:,} bytes per token before compression"
     if totals["dollars"] is not None:
-        dollars = [f"${price:,.2f}" for price in totals["dollars"]]
-        yield f"cost: {range_in_words(dollars)}"
+        prices_in_words = [f"${price:,.2f}" for price in totals["dollars"]]
+        yield f"cost: {range_in_words(prices_in_words)}"
 
 
 def samples_in_words(run: PlannedRun) -> str:
@@ -419,11 +424,11 @@ def hours_in_words(hours: float) -> str:
         hours: The duration in hours.
     """
     for unit_name, hours_per_unit in (("day", 24), ("hour", 1), ("minute", 1 / 60)):
-        number = float(f"{hours / hours_per_unit:.2g}")
-        least_number = 2 if unit_name == "day" else 1
-        if number >= least_number:
-            plural = "" if number == 1 else "s"
-            return f"{number:,.10g} {unit_name}{plural}"
+        rounded_number = float(f"{hours / hours_per_unit:.2g}")
+        smallest_number = 2 if unit_name == "day" else 1
+        if rounded_number >= smallest_number:
+            plural = "" if rounded_number == 1 else "s"
+            return f"{rounded_number:,.10g} {unit_name}{plural}"
     return "under a minute"
 
 

@@ -96,14 +96,14 @@ class Text:
         chosen_tokenizer = self.chosen_tokenizer
         if chosen_tokenizer is None:
             return None
-        arguments = dict(options.chat_template_args)
+        template_arguments = dict(options.chat_template_args)
         if options.chat_template is not None:
             return ChatTemplate.of_file(
-                chosen_tokenizer.pretrained, options.chat_template, arguments
+                chosen_tokenizer.pretrained, options.chat_template, template_arguments
             )
         repository, jinja_sources = choose_templates(self.model, self.adapter)
         return ChatTemplate.of_model(
-            chosen_tokenizer.pretrained, jinja_sources, repository.where, arguments
+            chosen_tokenizer.pretrained, jinja_sources, repository.where, template_arguments
         )
 
     @cached_property
@@ -165,7 +165,7 @@ class Text:
         Args:
             worker: The machine and the host.
         """
-        sources = self.dataset.sources
+        data_sources = self.dataset.sources
         options = self.options
         streams = [
             DocumentStream(
@@ -177,12 +177,12 @@ class Text:
                 shuffle=options.shuffle_documents,
                 source=source.name,
             )
-            for source in sources
+            for source in data_sources
         ]
-        if sources[0].name is None:
+        if data_sources[0].name is None:
             return streams[0]
-        source_names = [str(source.name) for source in sources]
-        return Mixture(streams, source_names, [source.weight for source in sources])
+        source_names = [str(source.name) for source in data_sources]
+        return Mixture(streams, source_names, [source.weight for source in data_sources])
 
     def open(
         self,
@@ -295,8 +295,10 @@ def known_special_tokens(config: Config) -> SpecialTokens:
             if model_options.lora:
                 tokenizer_path = Repository(model_options.lora, kind=ADAPTER).find(TOKENIZER_JSON)
             if tokenizer_path is None:
-                model = Repository(model_options.model_path, model_options.model_revision)
-                tokenizer_path = model.find(TOKENIZER_JSON)
+                model_repository = Repository(
+                    model_options.model_path, model_options.model_revision
+                )
+                tokenizer_path = model_repository.find(TOKENIZER_JSON)
             if tokenizer_path is not None:
                 tokenizer = read_tokenizer(tokenizer_path)
     return special_tokens(config.text, tokenizer)

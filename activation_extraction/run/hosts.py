@@ -153,10 +153,12 @@ def _check_port(address: str) -> None:
         RunError: If this process cannot listen at the port.
     """
     port = int(address.rsplit(":", 1)[1])
-    dual_stack = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    has_dual_stack = socket.has_dualstack_ipv6()
+    address_family = socket.AF_INET6 if has_dual_stack else socket.AF_INET
     try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=dual_stack).close()
+        socket.create_server(
+            ("", port), family=address_family, dualstack_ipv6=has_dual_stack
+        ).close()
     except OSError as error:
         raise RunError(
             f"--coordinator_address {address}: host 0 cannot listen at port {port}: "
@@ -209,7 +211,7 @@ def gather(host: Host, local_value: Any) -> list[Any]:
     # gathered.
     padded_json = np.frombuffer(local_json.ljust(largest_size), np.uint8)
     padded_jsons = multihost_utils.process_allgather(padded_json)
-    return [json.loads(row.tobytes()) for row in np.asarray(padded_jsons)]
+    return [json.loads(json_bytes.tobytes()) for json_bytes in np.asarray(padded_jsons)]
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
@@ -268,7 +270,11 @@ def raise_together(
     digest = hashlib.sha256(json.dumps(shown_fields, sort_keys=True).encode()).hexdigest()
     problem_kinds, digests = zip(*gather(host, (problem_kind, digest)), strict=True)
     if problem is None and any(problem_kinds):
-        failed_hosts = [str(host_number) for host_number, kind in enumerate(problem_kinds) if kind]
+        failed_hosts = [
+            str(host_number)
+            for host_number, kind_of_host in enumerate(problem_kinds)
+            if kind_of_host
+        ]
         message = f"host {', '.join(failed_hosts)} failed: see the message there"
         if BAD_INPUT in problem_kinds:
             problem = InputError(message)
@@ -294,13 +300,13 @@ def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
     for field_name in chain(*fields_of_hosts):
         hosts_by_content: dict[str, list[str]] = {}
         for host_number, fields in enumerate(fields_of_hosts):
-            content = fields.get(field_name, "nothing")
-            hosts_by_content.setdefault(content, []).append(str(host_number))
+            content_of_field = fields.get(field_name, "nothing")
+            hosts_by_content.setdefault(content_of_field, []).append(str(host_number))
         if len(hosts_by_content) > 1:
             break
     phrases = [
-        f"{content} on {', '.join(host_numbers)}"
-        for content, host_numbers in hosts_by_content.items()
+        f"{content_of_field} on {', '.join(host_numbers)}"
+        for content_of_field, host_numbers in hosts_by_content.items()
     ]
     return f"hosts differ in {field_name}: {'; '.join(phrases)}; it must be the same on all"
 
@@ -333,13 +339,13 @@ def together(
             hosts (see `raise_together` for the types).
     """
     try:
-        result = action()
-        fields = compared(result)
+        action_result = action()
+        compared_fields = compared(action_result)
     except Exception as error:  # the other hosts must not wait for this one
         raise_together(host, error)
         raise
-    raise_together(host, None, fields)
-    return result
+    raise_together(host, None, compared_fields)
+    return action_result
 
 
 class Watchdog:
@@ -406,10 +412,16 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
     if not host.several:
         yield
         return
-    reason = "because another host is gone (or because it crashed itself; see above)"
-    script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
-    helper = subprocess.Popen(
-        [sys.executable, "-S", "-c", script, f"error: host {host.id} ended {reason}; {message}\n"],
+    reason_in_words = "because another host is gone (or because it crashed itself; see above)"
+    helper_script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
+    helper_process = subprocess.Popen(
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            helper_script,
+            f"error: host {host.id} ended {reason_in_words}; {message}\n",
+        ],
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C in the terminal must not reach the helper
@@ -419,7 +431,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         with raise_on_ctrl_c():
             yield
     finally:
-        helper.communicate(".")
+        helper_process.communicate(".")
 
 
 class Lockstep:

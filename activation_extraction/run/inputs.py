@@ -72,13 +72,13 @@ def _adapter_digest(forward: Forward) -> str:
 def _autoencoder_digest(forward: Forward) -> str:
     if not forward.encoders:
         return ""
-    lines = []
+    digest_lines = []
     for encoder in forward.encoders:
         # The line contains k, the number of active features of a token, because k may be missing in
         # the files and only be a part of the folder's name.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
-        lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+        digest_lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
+    return hashlib.sha256("".join(digest_lines).encode()).hexdigest()
 
 
 def _tokenizer_digest(text: Text) -> str:
@@ -195,14 +195,14 @@ def _check_inputs(
         set_flags = [flag_name for flag_name in run_input.flags if flag_values[flag_name]]
         flag_name = set_flags[0] if set_flags else run_input.flags[0]
         flag_value = flag_values[flag_name]
-        problem = "is not the one" if flag_value else "is missing, the one"
+        difference_in_words = "is not the one" if flag_value else "is missing, the one"
         path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
         # The tokenizer or template may differ because the adapter contains one, or no longer does.
         if flag_name in MODEL_FLAGS and "lora" in run_input.paths and flag_values["lora"]:
             path_in_words += f" with --lora {plain_url(flag_values['lora'])}"
         raise InputError(
-            f"--{flag_name}{path_in_words}: the {run_input.name} {problem} that the stored "
-            "activations came from"
+            f"--{flag_name}{path_in_words}: the {run_input.name} {difference_in_words} that the "
+            "stored activations came from"
         )
 
 
@@ -260,7 +260,10 @@ def settings_of(config: Config) -> dict[str, Any]:
     for source, weight in config.text.mix:
         hub_source = "" if is_path(source) else source
         comparable_mix.append((hub_source, weight))
-    versions = {f"version of {package}": number for package, number in package_versions().items()}
+    versions = {
+        f"version of {package}": package_version
+        for package, package_version in package_versions().items()
+    }
     return {
         **{f"--{name}": flag_values[name] for name in FLAGS if name not in HOST_FLAGS},
         "--mix": comparable_mix,
@@ -282,7 +285,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
     return {
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
-        **{name: choice.name for name, choice in forward.kernels.items()},
+        **{name: kernel_choice.name for name, kernel_choice in forward.kernels.items()},
     }
 
 
@@ -300,8 +303,8 @@ def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, A
         in messages.
     """
     package_folder = Path(activation_extraction.__file__).parent
-    scripts = [package_folder.parent / script for script in SCRIPTS]
-    source_files = [*scripts, *package_folder.rglob("*.py")]
+    script_paths = [package_folder.parent / script_name for script_name in SCRIPTS]
+    source_files = [*script_paths, *package_folder.rglob("*.py")]
     shared_fields = identity.shared
     for run_input in INPUTS:
         flags_in_words = " or ".join(f"--{path}" for path in run_input.paths)

@@ -92,8 +92,8 @@ def open_dataset(
     if dataset_path is not None:
         recorded_runs, _ = _recorded_metadata(FILES, earlier_metadata)
         files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
-        rows = open_files(dataset_path, row_schema, files.files)
-        return Dataset((Source(rows),), FILES, "", files)
+        dataset_rows = open_files(dataset_path, row_schema, files.files)
+        return Dataset((Source(dataset_rows),), FILES, "", files)
     hub_name = options.dataset_name
     hub_config = options.dataset_config
     hub_split = options.dataset_split
@@ -101,8 +101,10 @@ def open_dataset(
     source_name = " ".join(filter(None, (hub_name, hub_config, hub_split)))
     recorded_runs, recorded_revision = _recorded_metadata(source_name, earlier_metadata)
     _check_reader(f"--dataset_name {source_name}", recorded_runs)
-    rows, revision = open_hub_dataset(hub_name, hub_config, hub_split, recorded_revision or None)
-    return Dataset((Source(rows),), source_name, revision)
+    dataset_rows, revision = open_hub_dataset(
+        hub_name, hub_config, hub_split, recorded_revision or None
+    )
+    return Dataset((Source(dataset_rows),), source_name, revision)
 
 
 def _recorded_metadata(
@@ -199,26 +201,26 @@ def _open_mixture(
     for source_number, (source, weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
         if is_path(source):
-            prefix = f"{source_number}/"
+            number_prefix = f"{source_number}/"
             files_of_source = [
-                replace(file, name=file.name.removeprefix(prefix))
+                replace(file, name=file.name.removeprefix(number_prefix))
                 for file in files.files
-                if file.name.startswith(prefix)
+                if file.name.startswith(number_prefix)
             ]
-            rows = open_files(source, row_schema, files_of_source)
+            source_rows = open_files(source, row_schema, files_of_source)
         else:
             # The configuration and the split may be missing.
             hub_name, hub_config, hub_split, *surplus_fields = [*source.split(":"), "", ""]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_runs)
-            rows, revisions[source_name] = open_hub_dataset(
+            source_rows, revisions[source_name] = open_hub_dataset(
                 hub_name,
                 hub_config or None,
                 hub_split or DEFAULT_DATASET.split,
                 revisions.get(source_name),
             )
-        sources.append(Source(rows, source_name, weight))
+        sources.append(Source(source_rows, source_name, weight))
     all_revisions = " ".join(
         f"{source_name}@{revision}" for source_name, revision in revisions.items()
     )

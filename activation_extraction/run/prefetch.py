@@ -69,15 +69,15 @@ class Prefetch(Generic[T, R]):
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
 
     def _run(self, items: Generator[T, None, R]) -> None:
-        end: _End[R]
+        end_marker: _End[R]
         try:
             while True:
                 self._ready.put(next(items))
         except StopIteration as stop:
-            end = _End(result=stop.value)
-        except BaseException as error:  # without an end in the queue, the caller would wait forever
-            end = _End(error=error)
-        self._ready.put(end)
+            end_marker = _End(result=stop.value)
+        except BaseException as error:  # without a marker, the caller would wait forever
+            end_marker = _End(error=error)
+        self._ready.put(end_marker)
 
     @property
     def ready(self) -> int:
@@ -116,7 +116,7 @@ class Prefetch(Generic[T, R]):
                 waiting_since = time.monotonic()
                 continue
             try:
-                item = self._ready.get(timeout=POLL)
+                item_or_end = self._ready.get(timeout=POLL)
             except queue.Empty:
                 waited_seconds = time.monotonic() - waiting_since
                 skip_event = self._skipping
@@ -126,14 +126,17 @@ class Prefetch(Generic[T, R]):
                     yield None
                     waiting_since = time.monotonic()
                 continue
-            if isinstance(item, _End):
-                error = item.error
-                self._ready.put(replace(item, error=None))  # so that another iteration ends, too
-                if isinstance(error, Exception):
-                    raise error
-                if error is not None:
-                    raise RunError(f"preparing batches failed: {one_line(error)}") from error
-                self.result = item.result
+            if isinstance(item_or_end, _End):
+                generator_error = item_or_end.error
+                # The marker stays in the queue, so that another iteration ends, too.
+                self._ready.put(replace(item_or_end, error=None))
+                if isinstance(generator_error, Exception):
+                    raise generator_error
+                if generator_error is not None:
+                    raise RunError(
+                        f"preparing batches failed: {one_line(generator_error)}"
+                    ) from generator_error
+                self.result = item_or_end.result
                 return
-            yield item
+            yield item_or_end
             waiting_since = time.monotonic()

@@ -244,20 +244,25 @@ def choose_commit(
     """
     if config.demo:
         return None
-    model_path, revision = config.model.model_path, config.model.model_revision
+    model_path, requested_revision = config.model.model_path, config.model.model_revision
     output_url, metadata = earlier_outputs[0] if earlier_outputs else ("", {})
     commit_of_run = recorded_commit(model_path, metadata)
     # The same command continues the run even if the branch of --model_revision has a new commit by
     # now.
-    if commit_of_run and revision in (None, metadata["configuration"].get("model_revision")):
+    if commit_of_run and requested_revision in (
+        None,
+        metadata["configuration"].get("model_revision"),
+    ):
         return CommitChoice(is_new=False, commit=commit_of_run)
-    commit = Repository(model_path, revision).commit
-    if commit is not None and commit_of_run not in (None, commit):
+    requested_commit = Repository(model_path, requested_revision).commit
+    if requested_commit is not None and commit_of_run not in (None, requested_commit):
         raise InputError(
-            f"--model_revision {revision}: is commit {commit}, but {output_url} holds a run "
-            f"with commit {commit_of_run}; {FLAGS_REMEDY}"
+            f"--model_revision {requested_revision}: is commit {requested_commit}, but "
+            f"{output_url} holds a run with commit {commit_of_run}; {FLAGS_REMEDY}"
         )
-    return None if commit is None else CommitChoice(commit_of_run is None, commit)
+    return (
+        None if requested_commit is None else CommitChoice(commit_of_run is None, requested_commit)
+    )
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
@@ -290,17 +295,17 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
         The commit. None if the model of this host is local.
     """
     fields_of_choices = gather(host, commit_choice)
-    choices = [
+    choices_of_hosts = [
         CommitChoice(*choice_fields)
         for choice_fields in fields_of_choices
         if choice_fields is not None
     ]
-    if commit_choice is None or not choices:
+    if commit_choice is None or not choices_of_hosts:
         return None
-    for choice in choices:
-        if not choice.is_new:
-            return choice.commit
-    return choices[0].commit
+    for choice_of_host in choices_of_hosts:
+        if not choice_of_host.is_new:
+            return choice_of_host.commit
+    return choices_of_hosts[0].commit
 
 
 def smallest_device_memory(config: Config, host: Host) -> float | None:
@@ -386,19 +391,19 @@ def step_request(
     Raises:
         InputError: If an autoencoder cannot be read, or if JAX finds no devices.
     """
-    computing = config.computing
+    computing_options = config.computing
     row_tokens = config.text.max_seq_length
     autoencoders = tuple(
         read_autoencoder(hook, autoencoder_name) for hook, autoencoder_name in config.hooks.encode
     )
-    batch_size = computing.batch_size
+    batch_size = computing_options.batch_size
     if not isinstance(batch_size, int):
         is_auto = batch_size == "auto"
-        batch_size = default_rows(row_tokens, computing.use_data_parallel, is_auto, planned)
+        batch_size = default_rows(row_tokens, computing_options.use_data_parallel, is_auto, planned)
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
-        computing,
+        computing_options,
         (batch_size, row_tokens),
         several_hosts=config.hosts.multihost,
         device_memory=device_memory,

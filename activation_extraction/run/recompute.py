@@ -82,9 +82,11 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             for placed_sample in batch.samples:
                 sample_index = readable_indices[placed_sample.sample.number]
                 positions = np.asarray(stored_tokens[sample_index].positions, int)
-                columns = placed_sample.start + positions
+                token_columns = placed_sample.start + positions
                 values_or_messages[sample_index] = {
-                    hook.name: hook.for_user(values_by_hook[hook.name][placed_sample.row, columns])
+                    hook.name: hook.for_user(
+                        values_by_hook[hook.name][placed_sample.row, token_columns]
+                    )
                     for hook in chosen[sample_index].hooks
                 }
         return values_or_messages
@@ -102,8 +104,8 @@ def _model_as_stored(
         identity: The identity of the run.
         metadata: The content of metadata.json.
     """
-    revision = options.model_revision or recorded_commit(options.model_path, metadata)
-    return replace(options, model_revision=revision, dtype=identity.dtype)
+    model_revision = options.model_revision or recorded_commit(options.model_path, metadata)
+    return replace(options, model_revision=model_revision, dtype=identity.dtype)
 
 
 def _hooks_as_stored(

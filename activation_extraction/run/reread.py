@@ -182,23 +182,23 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # are the host and the number of samples before the start. The values are indices of
     # `stored_samples`.
     indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
-    for index, stored_tokens in enumerate(stored_samples):
+    for stored_index, stored_tokens in enumerate(stored_samples):
         samples_before = 0 if stored_tokens.start is None else stored_tokens.start.samples
-        indices_by_pass[stored_tokens.worker, samples_before].append(index)
-    for (worker, _), indices in indices_by_pass.items():
+        indices_by_pass[stored_tokens.worker, samples_before].append(stored_index)
+    for (worker, _), stored_indices in indices_by_pass.items():
         indices_by_number: dict[int, list[int]] = defaultdict(list)
-        for index in indices:
-            indices_by_number[stored_samples[index].sample_idx].append(index)
+        for stored_index in stored_indices:
+            indices_by_number[stored_samples[stored_index].sample_idx].append(stored_index)
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
-            start=stored_samples[indices[0]].start,
+            start=stored_samples[stored_indices[0]].start,
             until=worker.number_of(max(indices_by_number)) + 1,
         )
         for sample in sample_stream:
-            for index in indices_by_number.get(sample.facts.sample_idx, ()):
-                ids_or_messages[index] = _token_ids(sample, stored_samples[index])
+            for stored_index in indices_by_number.get(sample.facts.sample_idx, ()):
+                ids_or_messages[stored_index] = _token_ids(sample, stored_samples[stored_index])
     return ids_or_messages
 
 

@@ -80,8 +80,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         f"{totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
     if run.text.options.skip_bad_rows:
-        rows = counted(totals.skipped_rows, "row")
-        say(f"skipped: {rows} that could not be used (--skip_bad_rows)")
+        rows_in_words = counted(totals.skipped_rows, "row")
+        say(f"skipped: {rows_in_words} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
@@ -154,12 +154,12 @@ def _shortfall_message(run: Run) -> str:
     Returns:
         The message. "" if the host reached one of the limits, or if it has no limit.
     """
-    options, totals = run.storage.options, run.storage.totals
+    storage_options, totals = run.storage.options, run.storage.totals
     stored_and_limits: dict[str, tuple[int, int]] = {}  # by unit
-    if options.max_samples is not None:
-        stored_and_limits["sample"] = (totals.samples, options.max_samples)
-    if options.max_tokens is not None:
-        stored_and_limits["token"] = (totals.tokens, options.max_tokens)
+    if storage_options.max_samples is not None:
+        stored_and_limits["sample"] = (totals.samples, storage_options.max_samples)
+    if storage_options.max_tokens is not None:
+        stored_and_limits["token"] = (totals.tokens, storage_options.max_tokens)
     if not stored_and_limits:
         return ""
     if any(stored_count >= limit for stored_count, limit in stored_and_limits.values()):
@@ -187,7 +187,7 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
         f"{activity} {clock.seconds[activity]:.1f}" for activity in ACTIVITIES
     )
     waits_in_words = ", ".join(
-        f"{phase} {seconds:.1f}" for phase, seconds in run.storage.waited.items()
+        f"{storage_phase} {seconds:.1f}" for storage_phase, seconds in run.storage.waited.items()
     )
     return (
         f"time: {elapsed_seconds:.1f} s, {new_tokens / elapsed_seconds:,.0f} {token_unit}/s; "
@@ -232,47 +232,49 @@ def list_hooks(
         encoders: The autoencoders of --encode.
     """
     depth = model_config.num_hidden_layers
-    sizes = model_config.sizes_with(sample_tokens)
-    rows: list[tuple[str, ...]] = [COLUMNS]
-    for kind in table.kinds:
-        vector_type = kind.vector_type(sizes, dtype)
-        module_name, *other_modules = kind.modules or ("",)
-        layers = kind.layers(depth, table.layer_types)
-        hook_name = kind.name.format("K")
-        if "{}" in kind.name and len(layers) != depth:
-            hook_name += f" (K: {ranges_in_words(layers)})"
-        other_names = ", ".join(alias.format("K") for alias in (*kind.aliases, *other_modules))
+    model_sizes = model_config.sizes_with(sample_tokens)
+    table_rows: list[tuple[str, ...]] = [COLUMNS]
+    for hook_kind in table.kinds:
+        vector_type = hook_kind.vector_type(model_sizes, dtype)
+        module_name, *other_modules = hook_kind.modules or ("",)
+        hook_layers = hook_kind.layers(depth, table.layer_types)
+        hook_name = hook_kind.name.format("K")
+        if "{}" in hook_kind.name and len(hook_layers) != depth:
+            hook_name += f" (K: {ranges_in_words(hook_layers)})"
+        other_names = ", ".join(alias.format("K") for alias in (*hook_kind.aliases, *other_modules))
         number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
-        rows.append((hook_name, module_name.format("K"), *number_cells, other_names))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for cells_of_row in rows:
+        table_rows.append((hook_name, module_name.format("K"), *number_cells, other_names))
+    column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    table_lines = []
+    for cells_of_row in table_rows:
         padded_cells = []
-        for column_name, cell, width in zip(COLUMNS, cells_of_row, widths, strict=True):
+        for column_name, cell, column_width in zip(
+            COLUMNS, cells_of_row, column_widths, strict=True
+        ):
             is_number = column_name in NUMBER_COLUMNS
-            padded_cells.append(cell.rjust(width) if is_number else cell.ljust(width))
-        lines.append("  ".join(padded_cells))
-    lines.append(f"K is the layer, from 0 to {depth - 1}")
+            padded_cells.append(cell.rjust(column_width) if is_number else cell.ljust(column_width))
+        table_lines.append("  ".join(padded_cells))
+    table_lines.append(f"K is the layer, from 0 to {depth - 1}")
     for encoder in encoders:
-        activation_bytes = encoder.source.kind.vector_type(sizes, dtype).bytes
-        lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
+        activation_bytes = encoder.source.kind.vector_type(model_sizes, dtype).bytes
+        table_lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
     if model_config.weights:
-        lines.append(f"the checkpoint has {model_config.weights}")
+        table_lines.append(f"the checkpoint has {model_config.weights}")
     if positions != Positions():
         kept_tokens = positions.expected(sample_tokens)
-        lines.append(
+        table_lines.append(
             f"--positions {positions} keeps about {kept_tokens:,.0f} of a sample's "
             f"{sample_tokens:,} tokens"
         )
-    return [line.rstrip() for line in lines]
+    return [line.rstrip() for line in table_lines]
 
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
     """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
     number_ranges: list[list[int]] = []  # [first, last], or [number]
-    for number in numbers:
-        if number_ranges and number == number_ranges[-1][-1] + 1:
-            number_ranges[-1][1:] = [number]
+    for next_number in numbers:
+        if number_ranges and next_number == number_ranges[-1][-1] + 1:
+            number_ranges[-1][1:] = [next_number]
         else:
-            number_ranges.append([number])
+            number_ranges.append([next_number])
     return ", ".join("-".join(map(str, first_and_last)) for first_and_last in number_ranges)

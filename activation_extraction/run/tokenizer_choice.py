@@ -82,8 +82,10 @@ def choose_tokenizer(
 
 
 def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
-    files = repository.tokenizer_files()
-    return ChosenTokenizer(repository, load_tokenizer(files, repository.where, vocabulary))
+    tokenizer_files = repository.tokenizer_files()
+    return ChosenTokenizer(
+        repository, load_tokenizer(tokenizer_files, repository.where, vocabulary)
+    )
 
 
 def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTemplates:
@@ -129,17 +131,17 @@ def templates_in(repository: Repository) -> dict[str, str]:
                 raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
     for file_name in TEMPLATE_SETTINGS:
         if not jinja_sources and (path := repository.find(file_name)) is not None:
-            templates = read_json(path).get("chat_template")
+            stored_templates = read_json(path).get("chat_template")
             try:
-                if isinstance(templates, list):
-                    templates = {
+                if isinstance(stored_templates, list):
+                    stored_templates = {
                         named_template["name"]: named_template["template"]
-                        for named_template in templates
+                        for named_template in stored_templates
                     }
-                elif not isinstance(templates, dict):
-                    templates = {"default": templates}
+                elif not isinstance(stored_templates, dict):
+                    stored_templates = {"default": stored_templates}
                 for template_name in TEMPLATE_FILES:
-                    if jinja_source := templates.get(template_name):
+                    if jinja_source := stored_templates.get(template_name):
                         if not isinstance(jinja_source, str):
                             raise TypeError("a template is not text")
                         jinja_sources[template_name] = jinja_source

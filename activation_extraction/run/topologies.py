@@ -129,12 +129,14 @@ class Topology:
         if self.name.startswith("v4:"):
             topology_options["chip_config_name"] = "megacore"
         try:
-            description = topologies.get_topology_desc(
+            topology_description = topologies.get_topology_desc(
                 self.name, platform="tpu", **topology_options
             )
         except Exception as error:  # JAX raises exceptions of various types
             raise InputError(f"--plan {self.name}: {one_line(error)}") from error
-        return sorted(description.devices, key=lambda device: (device.process_index, device.id))
+        return sorted(
+            topology_description.devices, key=lambda device: (device.process_index, device.id)
+        )
 
 
 def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
@@ -149,10 +151,10 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         InputError: If there is no machine with this name, or if its chips cannot be divided among
             hosts of `chips_per_host` chips. The message lists the valid names or numbers.
     """
-    pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
-    match = re.fullmatch(pattern, name.lower().replace("v5litepod", "v5e"))
+    name_pattern = r"([a-z]\w*)(?:-([1-9]\d{0,4})|:(\d{1,5}(?:x\d{1,5})+))?"
+    name_match = re.fullmatch(name_pattern, name.lower().replace("v5litepod", "v5e"))
     kind_name, number_in_name, shape_in_name = (
-        match.groups() if match else (name.lower(), None, None)
+        name_match.groups() if name_match else (name.lower(), None, None)
     )
     chip_kind = MACHINES.get(kind_name)
     if chip_kind is None or (shape_in_name and not chip_kind.shapes):
@@ -172,7 +174,7 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         machine_name = f"{kind_name}-{chips}"
         usual_host_size = min(chips, 8)
         possible_sizes = [*range(1, chips + 1)]
-    host_sizes = [size for size in possible_sizes if chips % size == 0]
+    host_sizes = [possible_size for possible_size in possible_sizes if chips % possible_size == 0]
     host_size = usual_host_size if chips_per_host is None else chips_per_host
     if host_size not in host_sizes:
         sizes_in_words = ", ".join(map(str, host_sizes)) or "no number"
@@ -207,8 +209,8 @@ def _tpu_sides(
     sides = _sides(shape)
     if len(sides) != len(largest_sides) or not 0 < math.prod(sides) <= math.prod(largest_sides):
         machine_names = []
-        for valid_number, valid_shape in shapes_by_number.items():
-            machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{valid_shape})")
+        for valid_number, possible_shape in shapes_by_number.items():
+            machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{possible_shape})")
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
     return sides
 
