@@ -30,7 +30,9 @@ from activation_extraction.model.weight_files import (
 
 
 class Adapter(Protocol):
-    """An adapter, which changes tensors when they are read. `LoraAdapter` implements this protocol.
+    """An adapter, which changes tensors while they are read.
+
+    `LoraAdapter` implements this protocol.
 
     Attributes:
         files: The repository of the adapter, which may contain a tokenizer.
@@ -44,10 +46,13 @@ class Adapter(Protocol):
         """Returns a part of a tensor of the base model with the adapter's changes.
 
         Args:
-            tensor: The name of the tensor.
+            tensor: The name of the tensor in the language model.
             index: A (start, stop) slice for each axis.
-            read_base: A function that takes such an index and returns this part of the tensor in
-                the base model, without changes.
+            read_base: A function that maps such an index to this part of the tensor as stored in
+                the base model.
+
+        Returns:
+            The values of the part.
         """
         ...
 
@@ -55,8 +60,8 @@ class Adapter(Protocol):
 class Checkpoint(Repository):
     """The weights of a language model, and the other files of the model.
 
-    Methods raise InputError, naming the path and the file, if a file or tensor is missing, cut off
-    or not in a supported format. `Repository` documents the inherited attributes.
+    If a file or tensor is missing, cut off or not in a supported format, methods raise InputError
+    with the path and the file in the message. `Repository` documents the inherited attributes.
 
     Attributes:
         adapter: The LoRA adapter that is merged into each tensor as it is read. None to read the
@@ -87,7 +92,7 @@ class Checkpoint(Repository):
         if ADAPTER.config_file in self.file_names:
             raise self.adapter_error()
         names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
-        return text_names(names_in_files, self.where)
+        return text_names(names_in_files, self.flag_and_path)
 
     def local_tensors(self) -> Collection[str] | None:
         """Returns the names of the language model's tensors if they can be read without a download.
@@ -102,16 +107,15 @@ class Checkpoint(Repository):
 
     @functools.cached_property
     def _file_of_tensor(self) -> dict[str, str] | None:
-        """Name of a tensor in the files -> its file, from the index; None without an index.
+        """Name of a tensor in the files -> the name of its file, from the index.
 
-        If the checkpoint has both an index and a single file, the single file is used and the index
-        is ignored, as transformers does.
+        None if there is no index. An index beside a single file is ignored, as transformers does.
         """
         index_path = self.find(INDEX_FILE)
         if index_path is None:
             return None
         if SINGLE_FILE in self.file_names:
-            log.info("%s: %s is read, and %s is not", self.where, SINGLE_FILE, INDEX_FILE)
+            log.info("%s: %s is read, and %s is not", self.flag_and_path, SINGLE_FILE, INDEX_FILE)
             return None
         return read_index(index_path)
 
@@ -131,11 +135,11 @@ class Checkpoint(Repository):
         """
         name_in_file = self.tensors.get(tensor)
         if name_in_file is None:
-            raise InputError(f"{self.where}: tensor {tensor} is missing")
+            raise InputError(f"{self.flag_and_path}: tensor {tensor} is missing")
         file = self.open_weights((self._file_of_tensor or {}).get(name_in_file, SINGLE_FILE))
         if name_in_file not in file.tensors:
-            other_name = text_names(file.tensors, file.where).get(tensor)
-            raise not_read.tensor_not_in_file(file.where, name_in_file, other_name)
+            other_name = text_names(file.tensors, file.location).get(tensor)
+            raise not_read.tensor_not_in_file(file.location, name_in_file, other_name)
         return file, file.tensors[name_in_file]
 
     def read(self, tensor: str, index: Index, dtype: Any = np.float32) -> np.ndarray:
@@ -145,12 +149,13 @@ class Checkpoint(Repository):
             tensor: The name of the tensor in the language model.
             index: A (start, stop) slice for each axis.
             dtype: The dtype to which float8 values are dequantised if there is no adapter. With an
-                adapter they are dequantised to float32, so that the values that the adapter changes
-                are not rounded twice.
+                adapter, float8 values are dequantised to float32, because values that the adapter
+                changes would otherwise be rounded twice.
 
         Returns:
-            The values of the part. Values that the adapter changes are float32. Float8 values have
-            the dtype to which they are dequantised. All others have the dtype of the file.
+            The values of the part. They are float32 if the adapter adds a change to the tensor.
+            They have the dtype to which they are dequantised if the tensor is float8, and otherwise
+            the dtype of the file.
         """
         if self.adapter is None:
             return self._read_stored(tensor, index, dtype)
@@ -158,17 +163,29 @@ class Checkpoint(Repository):
         return self.adapter.merge(tensor, index, read_stored)
 
     def _read_stored(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
-        """Reads a part of a tensor without the adapter. `read` documents the arguments."""
+        """Reads a part of a tensor as stored, without the adapter's changes.
+
+        Args:
+            tensor: The name of the tensor in the language model.
+            index: A (start, stop) slice for each axis.
+            dtype: The dtype to which float8 values are dequantised.
+
+        Returns:
+            The values of the part.
+        """
         scales = self.scales(tensor)
         file, _ = self.locate(tensor)
         values = file.read(self.tensors[tensor], index)
         return values if scales is None else scales.dequantize(values, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:
-        """Returns the scales of a float8 tensor, or None for a tensor of another dtype.
+        """Returns the scales of a float8 tensor.
 
         Args:
             tensor: The name of the tensor in the language model.
+
+        Returns:
+            The scales; None for a tensor of another dtype.
 
         Raises:
             InputError: If the dtype of the tensor is not supported, or its scales are missing or
@@ -178,7 +195,7 @@ class Checkpoint(Repository):
 
     @functools.cached_property
     def _float8(self) -> Float8Format:
-        """The format of float8 weights according to config.json, or else the default format."""
+        """The format of float8 weights in config.json; the default format if it has none."""
         config_path = self.find(MODEL.config_file)
         if config_path is None:
             return Float8Format()

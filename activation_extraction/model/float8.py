@@ -233,7 +233,7 @@ class Scales:
         scale_tensors = scale_names(tensor, tensors)
         tensor_dtype = DTYPE_NAMES[header_entry.dtype]
         expected_scales = int(header_entry.dtype == VALUE_DTYPE)
-        message_start = f"{file.where}: tensor {tensor} is {tensor_dtype}"
+        message_start = f"{file.location}: tensor {tensor} is {tensor_dtype}"
         if expected_scales == 0 and tensor_dtype not in FLOAT_TYPES:
             float_types = ", ".join(FLOAT_TYPES)
             raise InputError(
@@ -256,7 +256,7 @@ class Scales:
         scale_dtype = DTYPE_NAMES[scale_entry.dtype]
         if scale_dtype not in float8.scale_types or scale_entry.shape not in layouts:
             raise InputError(
-                f"{scale_file.where}: tensor {scale_name} is {scale_dtype} of shape "
+                f"{scale_file.location}: tensor {scale_name} is {scale_dtype} of shape "
                 f"{scale_entry.shape}; scales of {header_entry.shape} in blocks of "
                 f"{float8.block_size} are read in {', '.join(float8.scale_types)} and have one of "
                 "the shapes "
@@ -311,7 +311,7 @@ class Scales:
                 piece_codes = codes[matrix_index][piece_slice].view(np.uint8)
                 piece_rows = rows[piece_slice]
                 if (piece_codes & NAN_CODE).max() == NAN_CODE:
-                    raise InputError(f"{self.file.where}: tensor {self.tensor} has NaN codes")
+                    raise InputError(f"{self.file.location}: tensor {self.tensor} has NaN codes")
                 piece_scales = matrix_scales[piece_rows[0] : piece_rows[-1] + 1, :, None]
                 value_table = (FLOAT32_OF_CODE * piece_scales).astype(dtype).reshape(-1)
                 # The smallest dtype that can index the table moves the fewest bytes.
@@ -345,7 +345,7 @@ class Scales:
         scales = scales.astype(np.float32)
         if not np.isfinite(scales).all():
             raise InputError(
-                f"{self.file.where}: tensor {self.stored_name} has NaN or infinite scales"
+                f"{self.file.location}: tensor {self.stored_name} has NaN or infinite scales"
             )
         scale_counts = [
             -(-size // values_per_scale)

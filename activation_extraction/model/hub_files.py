@@ -49,13 +49,13 @@ class HubFiles:
         Args:
             name: The name of the repository on the hub.
             revision: A branch, tag or commit; None for the main branch.
-            keep: Whether to store weights in the hub's cache, for the next start.
-            kind: The kind of repository.
+            keep: Whether to store weights in the hub's cache on this machine, for the next start.
+            kind: The kind of repository: a model, an adapter or an autoencoder.
         """
         self._name = name
-        self._where = f"{kind.flag} {name}"
-        # Reading the first file replaces this revision by its commit, from which all other files
-        # are read.
+        self._flag_and_path = f"{kind.flag} {name}"
+        # When the first file is read, its commit replaces this revision, so that all other files
+        # are read from the same commit.
         self._revision = revision
         self._keep = keep
         self._kind = kind
@@ -93,20 +93,23 @@ class HubFiles:
         return None if path is None else LocalFile(path)
 
     def _config(self) -> Path:
-        """Returns the path of the configuration. Reading it sets `_revision` to a commit.
+        """Downloads the configuration if necessary, which sets `_revision` to a commit.
+
+        Returns:
+            The path of the configuration in the cache.
 
         Raises:
             InputError: If the repository has no configuration.
         """
-        path = self.find(self._kind.config_file)
-        if path is None:
-            raise not_read.lacks_file(self._where, self._kind.config_file, self.offline)
-        return path
+        config_path = self.find(self._kind.config_file)
+        if config_path is None:
+            raise not_read.lacks_file(self._flag_and_path, self._kind.config_file, self.offline)
+        return config_path
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """The files of the commit on the hub, which are read without the cache."""
-        return RemoteFiles(f"hf://{self._name}@{self.commit}", self._where, self._kind.flag)
+        """The files of this commit on the hub, which this object reads without the cache."""
+        return RemoteFiles(f"hf://{self._name}@{self.commit}", self._flag_and_path, self._kind.flag)
 
     def _download(self, name: str) -> Path | None:
         """Downloads a file to the hub's cache, if the cache does not contain it yet.
@@ -115,16 +118,17 @@ class HubFiles:
             name: The name of the file in the repository.
 
         Returns:
-            The path of the file in the cache, or None if the repository lacks the file. If the hub
-            cannot be reached, `_cache_shows_absence` determines whether the repository lacks it.
+            The path of the file in the cache; None if the repository lacks the file. If the hub
+            cannot be reached, `_cache_shows_absence` determines whether the repository lacks the
+            file.
 
         Raises:
             InputError: If the file cannot be downloaded, and the cache does not show that the
                 repository lacks it.
         """
         try:
-            with hub_requests(self._where):
-                path = hf_hub_download(
+            with hub_requests(self._flag_and_path):
+                downloaded_path = hf_hub_download(
                     self._name, name, revision=self._revision, local_files_only=self.offline
                 )
         except LocalEntryNotFoundError as error:
@@ -134,34 +138,34 @@ class HubFiles:
                 return None
             cache_is_empty = self._snapshot() is None
             raise not_read.hub_not_reached(
-                self._where, self._kind.flag, name, cache_is_empty, error
+                self._flag_and_path, self._kind.flag, name, cache_is_empty, error
             ) from error
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             if cache_message := unwritable_cache(error):
-                raise InputError(f"{self._where}: {cache_message}") from error
-            raise not_read.hub_error(self._where, self._revision, error) from error
+                raise InputError(f"{self._flag_and_path}: {cache_message}") from error
+            raise not_read.hub_error(self._flag_and_path, self._revision, error) from error
         # In the cache, the folder of the repository's files has the commit as its name.
-        self._revision = Path(path.removesuffix(name)).name
+        self._revision = Path(downloaded_path.removesuffix(name)).name
         if self.offline and not constants.HF_HUB_OFFLINE:
-            log_that_the_cache_is_read(self._where, self._revision)
-        return Path(path)
+            log_that_the_cache_is_read(self._flag_and_path, self._revision)
+        return Path(downloaded_path)
 
     def _cache_shows_absence(self, name: str) -> bool:
         """Returns whether the cache shows that the repository lacks a file.
 
-        The cache shows it in one of three cases:
+        The cache shows that a file is missing in three cases:
             The cache contains a record of an earlier answer that the file is missing.
-            The cache contains a configuration and all weights of this commit. Another program
-                may then have downloaded the whole repository without such a record.
+            The cache contains a configuration and all weights of this commit. The whole
+                repository was probably downloaded, and that leaves no record of missing files.
             HF_HUB_OFFLINE forbids requests, and the cache contains any file of this commit.
 
         Args:
             name: The name of the file in the repository.
         """
         cached_path = try_to_load_from_cache(self._name, name, revision=self._revision)
-        if not isinstance(cached_path, str | None):  # a sentinel object marks a recorded absence
+        if not isinstance(cached_path, str | None):  # a sentinel object means a recorded absence
             return True
         snapshot = self._snapshot()
         if snapshot is None:
@@ -169,7 +173,7 @@ class HubFiles:
         return constants.HF_HUB_OFFLINE or self._is_complete(snapshot, name)
 
     def _snapshot(self) -> Path | None:
-        """Returns the folder of this commit in the hub's cache, or None if there is none."""
+        """Returns the folder of this commit in the hub's cache; None if there is no such folder."""
         try:
             return Path(
                 snapshot_download(self._name, revision=self._revision, local_files_only=True)
@@ -178,19 +182,19 @@ class HubFiles:
             return None
 
     def _is_complete(self, snapshot: Path, name: str) -> bool:
-        """Returns whether a commit in the cache has a configuration and all weights.
+        """Returns whether the cache contains the configuration and all weights of this commit.
 
-        A repository may have a folder for each of many autoencoders. So autoencoders are complete
-        if the folder of the missing file has a file of weights.
+        A repository may contain many autoencoders, each in its own folder. So for autoencoders, the
+        cache must contain only a weight file in the folder of the missing file.
 
         Args:
             snapshot: The folder of the commit in the cache.
             name: The name of the missing file.
         """
         if self._kind is AUTOENCODER:
-            folder = (snapshot / name).parent
-            return folder.is_dir() and any(
-                path.name.endswith(AUTOENCODER_WEIGHTS) for path in folder.iterdir()
+            autoencoder_folder = (snapshot / name).parent
+            return autoencoder_folder.is_dir() and any(
+                path.name.endswith(AUTOENCODER_WEIGHTS) for path in autoencoder_folder.iterdir()
             )
         if not (snapshot / self._kind.config_file).is_file():
             return False
@@ -202,38 +206,40 @@ class HubFiles:
         return all((snapshot / shard).is_file() for shard in shards)
 
     def _belongs_in_cache(self, name: str) -> bool:
-        """Returns whether to read a weight file from the hub's cache, downloading it if necessary.
+        """Returns whether to read a weight file through the hub's cache instead of by ranges.
 
         Args:
             name: The name of the weight file in the repository.
         """
-        self._config()  # sets the revision
+        self._config()  # because this call sets the revision to a commit
         if isinstance(try_to_load_from_cache(self._name, name, revision=self._revision), str):
             return True
         if not self._keep:
             return False
         if self.offline:
             return True
-        cache = Path(constants.HF_HUB_CACHE)
+        cache_folder = Path(constants.HF_HUB_CACHE)
         file_bytes = self._remote.size(name)
-        free_bytes = shutil.disk_usage(cache).free
+        free_bytes = shutil.disk_usage(cache_folder).free
         if file_bytes > free_bytes:
-            message = "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
-            log.warning(message, name, file_bytes / 1e9, cache, free_bytes / 1e9)
+            log_format = (
+                "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
+            )
+            log.warning(log_format, name, file_bytes / 1e9, cache_folder, free_bytes / 1e9)
         return file_bytes <= free_bytes
 
 
 @functools.cache
-def log_that_the_cache_is_read(where: str, commit: str) -> None:
+def log_that_the_cache_is_read(flag_and_path: str, commit: str) -> None:
     """Logs a warning, once for each repository, that its files are read from the hub's cache.
 
     Args:
-        where: The flag and its value.
+        flag_and_path: The flag and its value.
         commit: The commit of the files.
     """
     log.warning(
         "%s: the hub cannot be reached; commit %s is read from its cache, %s",
-        where,
+        flag_and_path,
         commit,
         constants.HF_HUB_CACHE,
     )

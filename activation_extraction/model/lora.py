@@ -28,7 +28,7 @@ from activation_extraction.model.repository_files import ADAPTER
 from activation_extraction.model.tensor_names import text_name
 from activation_extraction.model.weight_files import FLOAT_TYPES, Index
 
-DISABLED: tuple[Any, ...] = (None, False, [], {})  # the values that turn a setting off
+DISABLED: tuple[Any, ...] = (None, False, [], {})  # the values with which a setting is turned off
 # Setting in adapter_config.json -> its supported values. With other values, the weights follow from
 # another formula, or the base model changes as well.
 SUPPORTED_SETTINGS = {
@@ -49,12 +49,12 @@ BOOLEAN_SETTINGS = ("use_rslora", "use_dora", "ensure_weight_tying")
 # replaced, "default" (the adapter's name) in raw state dicts, and "base_layer" before the tensors
 # of a layer that has an adapter.
 ADDED_WORDS = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
-# The suffixes of keys: a key is the path of a module, ".lora_" and a suffix.
+# A key of a tensor is the path of a module, ".lora_" and one of the following suffixes.
 LINEAR_SUFFIXES = ["A.weight", "B.weight"]
 EMBEDDING_SUFFIXES = ["embedding_A", "embedding_B"]
 BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
-# Versions of PEFT from EXCHANGED_SINCE on exchanged the inputs and outputs of fused experts.
-# EXCHANGED_UNTIL is the first version that no longer does.
+# PEFT exchanged the inputs and outputs of fused experts in the versions from EXCHANGED_SINCE
+# (inclusive) to EXCHANGED_UNTIL (exclusive).
 EXCHANGED_SINCE, EXCHANGED_UNTIL = (0, 18, 1), (0, 19, 1)
 CACHED_FACTORS = 8  # the number of tensors A and B that stay in memory for other parts of tensors
 
@@ -66,33 +66,34 @@ class Change(NamedTuple):
         a: Key of A (r, in) in the adapter.
         b: Key of B (out, r) in the adapter.
         scale: Factor of the product.
-        exchanged: Whether `a` is the key of B transposed, and `b` the key of A transposed.
-        expert: Number of the expert, if A (E * r, in) and B (out, r * E) contain all experts of a
-            layer; otherwise 0.
-        experts: Number of experts in A and B; 1 for matrices without experts.
+        is_exchanged: Whether the adapter stores A and B in exchanged roles. Then `a` is the key of
+            B transposed, and `b` the key of A transposed.
+        expert_number: Number of the expert that is changed, if A (E * r, in) and B (out, r * E)
+            contain all experts of a layer; otherwise 0.
+        expert_count: Number of experts in A and B; 1 for matrices without experts.
         first_row: Row of B that belongs to the first row of the tensor of the base model.
-        transposed: Whether the tensor of the base model has the shape (in, out).
+        is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
     a: str
     b: str
     scale: float
-    exchanged: bool = False
-    expert: int = 0
-    experts: int = 1
+    is_exchanged: bool = False
+    expert_number: int = 0
+    expert_count: int = 1
     first_row: int = 0
-    transposed: bool = False
+    is_transposed: bool = False
 
 
 class LoraAdapter:
-    """A LoRA adapter, and the tensors of its base model that it changes.
+    """A LoRA adapter, which changes tensors of its base model while they are read.
 
     Attributes:
         files: The repository of the adapter.
     """
 
     def __init__(self, folder: str, base: Checkpoint, tied: bool) -> None:
-        """Reads the headers of the adapter and of its base model.
+        """Determines from the files' headers which tensors of the base model the adapter changes.
 
         Args:
             folder: The adapter: a local folder, a URL or a name on the hub.
@@ -106,7 +107,7 @@ class LoraAdapter:
         self.files = Repository(folder, kind=ADAPTER)
         self._base = base
         self._config = read_json(self.files.file(ADAPTER.config_file))
-        config_name = f"{self.files.where}: {ADAPTER.config_file}"
+        config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         for name, supported_values in SUPPORTED_SETTINGS.items():
             setting = self._config.get(name)
             if setting not in supported_values:
@@ -124,14 +125,13 @@ class LoraAdapter:
             if dtype_name not in FLOAT_TYPES:
                 raise self._error(key, f"is {dtype_name}; only {', '.join(FLOAT_TYPES)} are merged")
         self._factor = lru_cache(CACHED_FACTORS)(self._read_whole)
-        # Each of the following dicts has the names of tensors in the base model as its keys.
-        # The key of the adapter's tensor that replaces the tensor.
+        # Tensor of the base model -> key of the adapter's tensor that replaces it.
         self._replacements: dict[str, str] = {}
-        # The key of the adapter's tensor that is added to the tensor, and its scale.
+        # Bias of the base model -> (key of the adapter's tensor that is added to it, its scale).
         self._biases: dict[str, tuple[str, float]] = {}
-        # The key of the norms to which the rows of the merged matrix are scaled (DoRA).
+        # Matrix of the base model -> key of the norms to which its merged rows are scaled (DoRA).
         self._magnitudes: dict[str, str] = {}
-        # The changes that are added to the matrix.
+        # Matrix of the base model -> the changes that are added to it.
         self._changes: dict[str, list[Change]] = defaultdict(list)
         modules = self._modules()
         module_names = {text_name(path.removesuffix(".weight")) for path in modules}
@@ -145,22 +145,24 @@ class LoraAdapter:
             if text_name(path) is not None:
                 text_modules[path] = keys
         if not text_modules:
-            raise InputError(f"{self._file.where}: has no tensor for the language model")
+            raise InputError(f"{self._file.location}: has no tensor for the language model")
         unknown_keys = []
         for path, keys in text_modules.items():
             unknown_keys += self._record_changes(path, keys)
         if unknown_keys:
             if changes_head and HEAD not in base.tensors:
                 head_key = next(key for key in unknown_keys if "lm_head" in key)
-                reason = f"changes {HEAD}, which {base.where} has not; give a base that has it"
+                reason = (
+                    f"changes {HEAD}, which {base.flag_and_path} has not; give a base that has it"
+                )
                 raise self._error(head_key, reason)
-            count = counted(len(unknown_keys), "key")
-            reason = f"fits no tensor of the base model ({count} in all)"
+            counted_keys = counted(len(unknown_keys), "key")
+            reason = f"fits no tensor of the base model ({counted_keys} in all)"
             raise self._error(unknown_keys[0], reason)
         changed_tensors = {*self._replacements, *self._biases, *self._changes}
         log.info(
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
-            self.files.where,
+            self.files.flag_and_path,
             len(changed_tensors),
             len(modules) - len(text_modules),
         )
@@ -168,8 +170,8 @@ class LoraAdapter:
     def check_read(self, read_tensors: Collection[str]) -> None:
         """Checks that the model reads all tensors that the adapter changes.
 
-        A checkpoint may contain experts twice, as fused tensors and as separate tensors. The model
-        then reads only the fused or only the separate ones.
+        A checkpoint may contain the same experts twice, as fused tensors and as separate tensors.
+        Then the model reads only one of the two kinds of tensors.
 
         Args:
             read_tensors: The names of the tensors that the model reads.
@@ -180,10 +182,12 @@ class LoraAdapter:
         changed_tensors = {*self._replacements, *self._biases, *self._changes}
         unread_tensors = sorted(changed_tensors - set(read_tensors))
         if unread_tensors:
-            others = f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
+            more_tensors = (
+                f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
+            )
             raise InputError(
-                f"{self.files.where}: changes {unread_tensors[0]}, which is in the base but is "
-                f"not read{others}"
+                f"{self.files.flag_and_path}: changes {unread_tensors[0]}, which is in the base "
+                f"but is not read{more_tensors}"
             )
 
     def merge(
@@ -194,61 +198,72 @@ class LoraAdapter:
         Args:
             tensor: The name of the tensor in the base model.
             index: A (start, stop) slice for each axis.
-            read_base: A function that takes such an index and returns this part of the tensor in
-                the base model, without changes.
+            read_base: A function that maps such an index to this part of the tensor as stored in
+                the base model.
 
         Returns:
-            The values of the part. They are float32 if the adapter adds a change to the tensor.
-            They are as stored in the adapter if the adapter replaces the whole tensor, and
-            otherwise as stored in the base model.
+            The values of the part. If the adapter adds a change to the tensor, they are float32. If
+            it replaces the whole tensor, they have the dtype in the adapter's file. Otherwise they
+            are the result of `read_base`.
         """
-        read = read_base
+        read_tensor = read_base
         if tensor in self._replacements:
-            read = partial(self._file.read, self._replacements[tensor])
+            read_tensor = partial(self._file.read, self._replacements[tensor])
         if tensor in self._biases:
             key, scale = self._biases[tensor]
-            return read(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
+            return (
+                read_tensor(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
+            )
         if tensor not in self._changes:
-            return read(index)
+            return read_tensor(index)
         magnitude_key = self._magnitudes.get(tensor)
         columns = index[-1]
-        if magnitude_key is not None:  # the norms of rows need whole rows
+        if magnitude_key is not None:  # because norms of rows need whole rows
             index = index[0], slice(0, self._shape(tensor)[1])
-        merged = read(index).astype(np.float32)
+        merged_values = read_tensor(index).astype(np.float32)
         for change in self._changes[tensor]:
-            self._add(change, merged, index)
+            self._add(change, merged_values, index)
         if magnitude_key is not None:
-            row_scales = self._factor(magnitude_key)[index[0]] / np.linalg.norm(merged, axis=1)
-            merged = (merged * row_scales[:, None])[:, columns]
-        return merged
+            row_scales = self._factor(magnitude_key)[index[0]] / np.linalg.norm(
+                merged_values, axis=1
+            )
+            merged_values = (merged_values * row_scales[:, None])[:, columns]
+        return merged_values
 
-    def _add(self, change: Change, target: np.ndarray, index: Index) -> None:
+    def _add(self, change: Change, target_values: np.ndarray, index: Index) -> None:
         """Adds a change to a part of a tensor of the base model.
 
         Args:
-            change: The change. If its expert is not in the part, nothing is added.
-            target: The values of the part, which are changed in place.
+            change: The change. If the part does not contain its expert, nothing is added.
+            target_values: The values of the part, float32, which are changed in place.
             index: The slice of the part on each axis of the tensor.
         """
         if len(index) == 3:
-            if not index[0].start <= change.expert < index[0].stop:
+            if not index[0].start <= change.expert_number < index[0].stop:
                 return
-            target = target[change.expert - index[0].start]
+            target_values = target_values[change.expert_number - index[0].start]
         rows, columns = index[-2:]
-        if change.transposed:
+        if change.is_transposed:
             rows, columns = columns, rows
-            target = target.T
+            target_values = target_values.T
         a = self._factor(change.a)
         b = self._factor(change.b)
-        a = a.reshape(change.experts, -1, a.shape[1])[change.expert]
-        b = b.reshape(len(b), -1, change.experts)[:, :, change.expert]
-        if change.exchanged:
+        a = a.reshape(change.expert_count, -1, a.shape[1])[change.expert_number]
+        b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
+        if change.is_exchanged:
             a, b = b.T, a.T
         b = b[change.first_row + rows.start : change.first_row + rows.stop]
-        target += np.float32(change.scale) * (b @ a[:, columns])
+        target_values += np.float32(change.scale) * (b @ a[:, columns])
 
     def _read_whole(self, key: str) -> np.ndarray:
-        """Reads a whole tensor of the adapter as float32."""
+        """Reads a whole tensor of the adapter.
+
+        Args:
+            key: The key of the tensor.
+
+        Returns:
+            The values, float32.
+        """
         index = tuple(slice(0, size) for size in self._shapes[key])
         return self._file.read(key, index).astype(np.float32)
 
@@ -256,10 +271,10 @@ class LoraAdapter:
         """Groups the keys of the adapter's tensors by module.
 
         Returns:
-            Path of a module -> a dict: suffix of a key -> key. The suffix follows "lora_"; it is ""
-            if the tensor of the key replaces a whole tensor of the base model. The two tensors of
-            fused experts may belong to two modules, and then one of the two paths contains
-            "base_layer" in addition.
+            Path of a module -> a dict: suffix of a key -> key. The suffix is the part of the key
+            after "lora_"; it is "" if the tensor of the key replaces a whole tensor of the base
+            model. A module for fused experts may have two entries, one for each of its two fused
+            tensors; one of the two paths then contains "base_layer" in addition.
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
@@ -269,8 +284,8 @@ class LoraAdapter:
         for key, shape in self._shapes.items():
             if 0 in (shape or (0,)):
                 raise self._error(key, f"has shape {shape} (was it saved from a part of ZeRO-3?)")
-            name = ADDED_WORDS.sub("", key.removeprefix("base_model.model."))
-            path, _, suffix = name.partition(".lora_")
+            shortened_key = ADDED_WORDS.sub("", key.removeprefix("base_model.model."))
+            path, _, suffix = shortened_key.partition(".lora_")
             suffix = suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
             if suffix in modules[path]:
                 raise self._error(key, f"and {modules[path][suffix]} are the same")
@@ -282,10 +297,10 @@ class LoraAdapter:
 
         Args:
             path: The path of the module.
-            keys: Suffix of a key -> key, as `_modules` returns them.
+            keys: Suffix of a key -> key, for the keys of this module (see `_modules`).
 
         Returns:
-            The keys to which no tensor of the base model corresponds; empty if there are none.
+            The keys of tensors that change no tensor of the base model; empty if there are none.
 
         Raises:
             InputError: If a tensor has a wrong shape, or the module is not supported.
@@ -302,30 +317,30 @@ class LoraAdapter:
         if suffixes not in (LINEAR_SUFFIXES, EMBEDDING_SUFFIXES):
             return [*keys.values()]
         is_embedding = suffixes == EMBEDDING_SUFFIXES
-        weight = f"{name}.weight"
-        bias = f"{name}.bias"
-        if BIAS in keys and not self._shape(bias):
+        weight_name = f"{name}.weight"
+        bias_name = f"{name}.bias"
+        if BIAS in keys and not self._shape(bias_name):
             return [keys[BIAS]]
         a = keys[suffixes[0]]
         b = keys[suffixes[1]]
         has_linear_magnitude = MAGNITUDE in keys and not is_embedding
         if bool(self._config.get("use_dora")) != has_linear_magnitude:
             raise self._error(a, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}")
-        shape = self._shape(weight)
+        weight_shape = self._shape(weight_name)
         rank = self._shapes[a][0]
         changes: list[tuple[str, Change]] = []
-        if len(shape) == 2:
-            out_size, in_size = shape[::-1] if is_embedding else shape
+        if len(weight_shape) == 2:
+            out_size, in_size = weight_shape[::-1] if is_embedding else weight_shape
             self._check_shape(a, (rank, in_size))
             self._check_shape(b, (out_size, rank))
-            change = Change(a, b, self._scale(path, a, rank), exchanged=is_embedding)
-            changes = [(weight, change)]
+            change = Change(a, b, self._scale(path, a, rank), is_exchanged=is_embedding)
+            changes = [(weight_name, change)]
             if BIAS in keys:
-                self._check_shape(keys[BIAS], self._shape(bias))
-                self._biases[bias] = keys[BIAS], change.scale
+                self._check_shape(keys[BIAS], self._shape(bias_name))
+                self._biases[bias_name] = keys[BIAS], change.scale
             if MAGNITUDE in keys:
-                self._check_shape(keys[MAGNITUDE], shape[:1])
-                self._magnitudes[weight] = keys[MAGNITUDE]
+                self._check_shape(keys[MAGNITUDE], weight_shape[:1])
+                self._magnitudes[weight_name] = keys[MAGNITUDE]
         elif sorted(keys) == LINEAR_SUFFIXES:
             changes = self._expert_changes(path, name, a, b)
         for tensor in dict(changes):
@@ -348,65 +363,68 @@ class LoraAdapter:
             b: The key of B.
 
         Returns:
-            Pairs of the name of a tensor in the base model and a change of it. Empty if the base
-            model has no tensors of experts.
+            Pairs of the name of a tensor in the base model and the change of this tensor. The list
+            is empty if the base model has no tensors of experts.
 
         Raises:
             InputError: If A or B has a wrong shape or rank, or it is unclear whether inputs and
                 outputs are exchanged.
         """
         separate_name = f"{name}.{{expert}}.{{projection}}_proj.weight"
-        transposed = False
+        is_transposed = False
         fused_shape = self._shape(f"{name}.down_proj")
         first_shape = self._shape(separate_name.format(expert=0, projection="down"))
         if fused_shape:
             expert_count, hidden_size, width = fused_shape
-            transposed = self._shape(f"{name}.gate_up_proj")[1:] == (width, 2 * hidden_size)
-            if transposed:
+            is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (width, 2 * hidden_size)
+            if is_transposed:
                 hidden_size, width = width, hidden_size
         elif first_shape:
             hidden_size, width = first_shape
-            pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
+            down_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
             expert_count = sum(
-                pattern.fullmatch(tensor) is not None for tensor in self._base.tensors
+                down_pattern.fullmatch(tensor_name) is not None
+                for tensor_name in self._base.tensors
             )
         else:
             return []
-        all_ranks = self._shapes[a][0]  # the ranks of all experts together, E * r
+        all_ranks = self._shapes[a][0]  # the sum of the ranks of all experts, E * r
         in_size = self._shapes[a][-1]
         out_size = self._shapes[b][0]
-        matrix = "gate_up"
-        shape = (2 * width, hidden_size)
+        matrix_name = "gate_up"
+        matrix_shape = (2 * width, hidden_size)
         if {out_size, in_size} == {hidden_size, width}:
-            matrix = "down"
-            shape = (hidden_size, width)
-        exchanged = (out_size, in_size) == shape[::-1]
+            matrix_name = "down"
+            matrix_shape = (hidden_size, width)
+        is_exchanged = (out_size, in_size) == matrix_shape[::-1]
         # If A and B are square, only the version of PEFT tells whether they are exchanged.
         if out_size == in_size:
             peft_version = str(self._config.get("peft_version"))
-            version = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
-            exchanged = version < EXCHANGED_UNTIL
-            if version < EXCHANGED_SINCE:
+            version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
+            is_exchanged = version_numbers < EXCHANGED_UNTIL
+            if version_numbers < EXCHANGED_SINCE:
                 reason = "does not tell whether its inputs and outputs are exchanged"
                 raise self._error(a, f"is square, and peft_version {peft_version} {reason}")
-        out_size, in_size = shape[::-1] if exchanged else shape
+        out_size, in_size = matrix_shape[::-1] if is_exchanged else matrix_shape
         self._check_shape(a, (all_ranks, in_size))
         self._check_shape(b, (out_size, all_ranks))
-        scale = self._scale(f"{path}.{matrix}_proj", a, all_ranks / expert_count)
-        change = Change(a, b, scale, exchanged, experts=expert_count, transposed=transposed)
+        scale = self._scale(f"{path}.{matrix_name}_proj", a, all_ranks / expert_count)
+        layer_change = Change(
+            a, b, scale, is_exchanged, expert_count=expert_count, is_transposed=is_transposed
+        )
         changes = []
-        for expert in range(expert_count):
-            tensors = [f"{name}.{matrix}_proj"]
-            if not fused_shape:  # gate and up are two tensors
-                tensors = [
-                    separate_name.format(expert=expert, projection=projection)
-                    for projection in matrix.split("_")
+        for expert_number in range(expert_count):
+            tensor_names = [f"{name}.{matrix_name}_proj"]
+            if not fused_shape:  # because gate and up are two tensors then
+                tensor_names = [
+                    separate_name.format(expert=expert_number, projection=projection)
+                    for projection in matrix_name.split("_")
                 ]
-            for projection_number, tensor in enumerate(tensors):
-                change_of_expert = change._replace(
-                    expert=expert, first_row=projection_number * width
+            for projection_number, tensor_name in enumerate(tensor_names):
+                expert_change = layer_change._replace(
+                    expert_number=expert_number, first_row=projection_number * width
                 )
-                changes.append((tensor, change_of_expert))
+                changes.append((tensor_name, expert_change))
         return changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
@@ -418,7 +436,8 @@ class LoraAdapter:
             rank: The rank of A.
 
         Raises:
-            InputError: If the configuration has another rank, or a number or pattern is unusable.
+            InputError: If the configuration has another rank than A, or a number or a pattern in it
+                is unusable.
         """
         configured_rank = self._module_setting("r", "rank_pattern", path)
         alpha = self._module_setting("lora_alpha", "alpha_pattern", path)
@@ -429,18 +448,20 @@ class LoraAdapter:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _module_setting(self, name: str, patterns_name: str, path: str) -> float:
-        """Returns a number of the configuration that applies to a module.
+        """Returns the value of a numeric setting for a module.
 
         Args:
-            name: The name of the setting, whose value applies if no pattern matches the module.
-            patterns_name: The name of the setting with a dict: regular expression -> number. The
-                first expression that matches the path of the module determines the number.
+            name: The name of the setting in the configuration, such as "r". Its value applies if no
+                pattern matches the module.
+            patterns_name: The name of another setting, such as "rank_pattern". It is a dict:
+                regular expression -> number. The number of the first expression that matches the
+                path of the module applies.
             path: The path of the module.
 
         Raises:
             InputError: If the number or a pattern is unusable.
         """
-        config_name = f"{self.files.where}: {ADAPTER.config_file}"
+        config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         setting: Any = self._config.get(name)
         try:
             for pattern, pattern_setting in (self._config.get(patterns_name) or {}).items():
@@ -454,7 +475,11 @@ class LoraAdapter:
         return setting
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
-        """Returns the shape of a tensor of the base model, or () if there is no such tensor."""
+        """Returns the shape of a tensor of the base model; () if there is no such tensor.
+
+        Args:
+            tensor: The name of the tensor in the base model.
+        """
         return self._base.locate(tensor)[1].shape if tensor in self._base.tensors else ()
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
@@ -462,7 +487,7 @@ class LoraAdapter:
 
         Args:
             key: The key of the tensor.
-            expected: The shape that it must have.
+            expected: The shape that the tensor must have.
 
         Raises:
             InputError: If the tensor has another shape.
@@ -489,4 +514,4 @@ class LoraAdapter:
             raise self._error(key, f"changes {tensor}, which another key has changed")
 
     def _error(self, key: str, reason: str) -> InputError:
-        return InputError(f"{self._file.where}: {key} {reason}")
+        return InputError(f"{self._file.location}: {key} {reason}")

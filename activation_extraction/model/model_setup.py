@@ -145,7 +145,7 @@ def _log_peculiarities(
         stated_config: The configuration in config.json, which may differ from the stored tensors.
         model: The model that computes the hooks.
     """
-    model_in_words = checkpoint.where
+    model_in_words = checkpoint.flag_and_path
     if FAMILIES[stated_config.model_type].multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",

@@ -1,6 +1,6 @@
-"""Has the messages of errors about models, adapters and autoencoders that cannot be read.
+"""Contains the messages of errors about models, adapters and autoencoders that cannot be read.
 
-Each function returns an InputError, which the caller raises. The rules behind these errors are:
+Each function returns an InputError, which the caller raises. These rules lead to the errors:
 
 The weights of models and adapters are only read from safetensors files. Such files can be read by
 ranges, and reading a pickle might run any code. Other formats, such as .bin and .gguf, must be
@@ -9,7 +9,7 @@ contains a tensor. A model with an adapter in the same folder is rejected, becau
 whether to merge the adapter; users merge it with --lora. If the hub cannot be reached, its cache is
 only read if the cache shows which files the repository has.
 
-float8.py, lora.py and weights.py have the errors about tensors.
+The errors about tensors are in float8.py, lora.py and weights.py.
 """
 
 import re
@@ -25,53 +25,58 @@ from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 
 
-def path_is_file(where: str) -> InputError:
+def path_is_file(flag_and_path: str) -> InputError:
     """Returns the error about a path that is a file instead of a folder.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
     """
-    return InputError(f"{where}: is a file, expected a folder")
+    return InputError(f"{flag_and_path}: is a file, expected a folder")
 
 
-def no_folder_and_no_hub_name(where: str) -> InputError:
+def no_folder_and_no_hub_name(flag_and_path: str) -> InputError:
     """Returns the error about a path that is no folder and cannot be a name on the hub.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
-    """
-    return InputError(f"{where}: no such folder, and no possible name on the hub, such as ORG/NAME")
-
-
-def revision_of_a_folder(where: str, revision: str) -> InputError:
-    """Returns the error about a revision of a repository that is not on the hub.
-
-    Args:
-        where: The flag and its value, such as `--model_path org/x`.
-        revision: The value of --model_revision.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
     """
     return InputError(
-        f"--model_revision {revision}: {where} is a folder; only models of the hub have revisions"
+        f"{flag_and_path}: no such folder, and no possible name on the hub, such as ORG/NAME"
     )
 
 
-def lacks_file(where: str, name: str, offline: bool) -> InputError:
-    """Returns the error about a missing file.
+def revision_of_a_folder(flag_and_path: str, revision: str) -> InputError:
+    """Returns the error about --model_revision for a model that is not on the hub.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        revision: The value of --model_revision.
+    """
+    return InputError(
+        f"--model_revision {revision}: {flag_and_path} is a folder; only models of the hub have "
+        "revisions"
+    )
+
+
+def lacks_file(flag_and_path: str, name: str, offline: bool) -> InputError:
+    """Returns the error about a file that a repository lacks.
+
+    Args:
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
         name: The name of the file.
         offline: Whether the hub could not be reached, so that only its cache was searched.
     """
-    reason = "the hub cannot be reached, and its cache here " if offline else ""
-    return InputError(f"{where}: {reason}has no {name}")
+    offline_note = "the hub cannot be reached, and its cache here " if offline else ""
+    return InputError(f"{flag_and_path}: {offline_note}has no {name}")
 
 
-def no_weights(where: str, weights: str, description: str, names: Collection[str]) -> InputError:
+def no_weights(
+    flag_and_path: str, weights: str, description: str, names: Collection[str]
+) -> InputError:
     """Returns the error about missing weights, which mentions weights in other formats.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
         weights: The name of the missing file.
         description: The kind of repository and the library that stores it, such as `model with
             transformers`.
@@ -79,56 +84,56 @@ def no_weights(where: str, weights: str, description: str, names: Collection[str
     """
     shards = sorted(name for name in names if name.endswith(".safetensors"))
     other_weights = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
-    remark = ""
+    weights_remark = ""
     if shards and weights == SINGLE_FILE:
-        remark = (
+        weights_remark = (
             f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
             "from: it tells which shard contains a tensor"
         )
     elif other_weights:
-        remark = (
+        weights_remark = (
             f", but {other_weights[0]}; only safetensors are read: load the {description} and "
             "store it with save_pretrained"
         )
-    return InputError(f"{where}: has no {weights}{remark}")
+    return InputError(f"{flag_and_path}: has no {weights}{weights_remark}")
 
 
-def adapter_in_model(where: str, adapter_file: str, base_model: str | None) -> InputError:
-    """Returns the error about an adapter in the repository of a model.
+def adapter_in_model(flag_and_path: str, adapter_file: str, base_model: str | None) -> InputError:
+    """Returns the error about an adapter in a repository that the user gave as a model.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
         adapter_file: The name of the adapter's configuration file.
         base_model: The name of the base model in this file; None if it names none.
     """
     base_remark = f", of {base_model}" if base_model else ""
     return InputError(
-        f"{where}: holds an adapter ({adapter_file}{base_remark}), which --lora takes; give its "
-        "base model alone here"
+        f"{flag_and_path}: holds an adapter ({adapter_file}{base_remark}), which --lora takes; "
+        "give its base model alone here"
     )
 
 
-def hub_error(where: str, revision: str | None, error: Exception) -> InputError:
+def hub_error(flag_and_path: str, revision: str | None, error: Exception) -> InputError:
     """Returns the error about a request that the hub answered with an error.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
         revision: The revision of the request; None for the main branch.
         error: The error of the hub.
     """
     revision_flag = f" --model_revision {revision}" if revision else ""
     return InputError(
-        f"{where}{revision_flag}: no such local folder, and the hub says: {one_line(error)}"
+        f"{flag_and_path}{revision_flag}: no such local folder, and the hub says: {one_line(error)}"
     )
 
 
 def hub_not_reached(
-    where: str, flag: str, name: str, cache_is_empty: bool, error: Exception
+    flag_and_path: str, flag: str, name: str, cache_is_empty: bool, error: Exception
 ) -> InputError:
-    """Returns the error about a needed file on the hub, when the hub cannot be reached.
+    """Returns the error about a file on the hub that is needed while the hub cannot be reached.
 
     Args:
-        where: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, such as `--model_path org/x`.
         flag: The flag alone, such as --model_path.
         name: The name of the file.
         cache_is_empty: Whether the hub's cache contains no file of this repository.
@@ -136,29 +141,30 @@ def hub_not_reached(
     """
     if constants.HF_HUB_OFFLINE:
         return InputError(
-            f"{where}: no such local folder, and the hub's cache {constants.HF_HUB_CACHE} has "
-            "nothing of it; HF_HUB_OFFLINE=1 forbids requests to the hub"
+            f"{flag_and_path}: no such local folder, and the hub's cache {constants.HF_HUB_CACHE} "
+            "has nothing of it; HF_HUB_OFFLINE=1 forbids requests to the hub"
         )
-    reason = f"the hub cannot be reached for {name}"
+    hub_problem = f"the hub cannot be reached for {name}"
     if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
-        reason = f"the hub has a name that does not resolve: offline? {flag} takes a folder"
-    remedy = "reads its cache" if cache_is_empty else "does without what its cache lacks"
-    remark = ", which has nothing of this repository" if cache_is_empty else ""
+        hub_problem = f"the hub has a name that does not resolve: offline? {flag} takes a folder"
+    offline_effect = "reads its cache" if cache_is_empty else "does without what its cache lacks"
+    cache_remark = ", which has nothing of this repository" if cache_is_empty else ""
     return InputError(
-        f"{where}: no such local folder, and {reason}; HF_HUB_OFFLINE=1 {remedy} "
-        f"({constants.HF_HUB_CACHE}){remark}"
+        f"{flag_and_path}: no such local folder, and {hub_problem}; HF_HUB_OFFLINE=1 "
+        f"{offline_effect} ({constants.HF_HUB_CACHE}){cache_remark}"
     )
 
 
-def tensor_not_in_file(where: str, index_name: str, file_name: str | None) -> InputError:
-    """Returns the error about a tensor that the index expects in a file and the file lacks.
+def tensor_not_in_file(location: str, index_name: str, file_name: str | None) -> InputError:
+    """Returns the error about a tensor that is missing in the file that the index names for it.
 
     Args:
-        where: The path or URL of the file.
+        location: The path or URL of the file.
         index_name: The name of the tensor in the index.
-        file_name: Another name under which the file has the tensor; None if it does not have it.
+        file_name: Another name under which the file contains the tensor; None if it does not
+            contain the tensor at all.
     """
-    remark = ""
+    other_name_remark = ""
     if file_name:
-        remark = f"; it is {file_name} there: {INDEX_FILE} is of another checkpoint"
-    return InputError(f"{where}: tensor {index_name} is missing{remark}")
+        other_name_remark = f"; it is {file_name} there: {INDEX_FILE} is of another checkpoint"
+    return InputError(f"{location}: tensor {index_name} is missing{other_name_remark}")

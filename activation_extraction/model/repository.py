@@ -2,8 +2,9 @@
 
 A `Repository` is a folder on this machine, a URL that fsspec supports, or a repository on the
 Hugging Face hub. repository_files.py and hub_files.py read these three locations. Small files are
-copied to this machine. Weights at a URL are read by ranges into memory. Weights on the hub are read
-by ranges as well, unless the user keeps them on this machine and the disk has room for them.
+copied to this machine. Of weights at a URL, only the needed ranges of bytes are read into memory.
+Weights on the hub are read by ranges as well, unless the user keeps them on this machine and the
+disk has room for them.
 checkpoint.py finds the tensors of a model in the files, and not_read.py has the errors about
 repositories that cannot be read.
 """
@@ -35,13 +36,13 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 class Repository:
     """The files of a model, an adapter or an autoencoder.
 
-    Methods raise InputError, naming the flag and the file, if a file cannot be read. `file` and
-    `open_weights` also raise it if the file is missing.
+    If a file cannot be read, methods raise InputError with the flag and the file in the message.
+    `file` and `open_weights` also raise InputError if the file is missing.
 
     Attributes:
         path: The path of a folder, a URL, or a name on the hub, as the user typed it.
         kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
-        where: The flag and the path, for messages.
+        flag_and_path: The flag and the path, for messages.
         local: Whether the repository is a folder on this machine.
     """
 
@@ -67,24 +68,24 @@ class Repository:
         """
         self.path = path
         self.kind = kind
-        self.where = f"{kind.flag} {path}"
+        self.flag_and_path = f"{kind.flag} {path}"
         folder = Path(os.path.expanduser(path))
         self.local = folder.is_dir()
-        has_url = "://" in path
+        is_url = "://" in path
         if folder.is_file():
-            raise not_read.path_is_file(self.where)
-        if not (self.local or has_url or HUB_NAME.fullmatch(path)):
-            raise not_read.no_folder_and_no_hub_name(self.where)
-        if (self.local or has_url) and revision is not None:
-            raise not_read.revision_of_a_folder(self.where, revision)
+            raise not_read.path_is_file(self.flag_and_path)
+        if not (self.local or is_url or HUB_NAME.fullmatch(path)):
+            raise not_read.no_folder_and_no_hub_name(self.flag_and_path)
+        if (self.local or is_url) and revision is not None:
+            raise not_read.revision_of_a_folder(self.flag_and_path, revision)
         self._files: RepositoryFiles
         if self.local:
             self._files = LocalFiles(folder)
-        elif has_url:
-            self._files = RemoteFiles(path, self.where, kind.flag)
+        elif is_url:
+            self._files = RemoteFiles(path, self.flag_and_path, kind.flag)
         else:
             self._files = HubFiles(path, revision, keep, kind)
-        self._weight_files: dict[str, WeightFile] = {}  # opened files by their names
+        self._weight_files: dict[str, WeightFile] = {}  # name of a weight file -> the opened file
 
     @property
     def commit(self) -> str | None:
@@ -99,7 +100,7 @@ class Repository:
 
     @property
     def file_names(self) -> Collection[str]:
-        """The names of the files; only those in the hub's cache if the hub cannot be reached."""
+        """The names of all files, or of the files in the hub's cache if the hub is unreachable."""
         return self._files.file_names
 
     @property
@@ -108,11 +109,20 @@ class Repository:
         return list(self._weight_files.values())
 
     def find(self, name: str) -> Path | None:
-        """Returns the local path of a small file, or None if the repository lacks it."""
+        """Returns the local path of a small file, which is downloaded if necessary.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Returns:
+            The path; None if the repository lacks the file.
+        """
         return self._files.find(name)
 
     def file(self, name: str) -> Path:
-        """Returns the local path of a small file that must exist.
+        """Returns the local path of a small file, which is downloaded if necessary.
+
+        Unlike `find`, this method raises an error if the repository lacks the file.
 
         Args:
             name: The name of the file in the repository.
@@ -124,17 +134,20 @@ class Repository:
             return path
         if name == MODEL.config_file and self.find(ADAPTER.config_file):
             raise self.adapter_error()
-        raise not_read.lacks_file(self.where, name, self._files.offline)
+        raise not_read.lacks_file(self.flag_and_path, name, self._files.offline)
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the local paths of the files that determine how text is tokenised."""
         return [path for path in map(self.find, TOKENIZER_FILES) if path is not None]
 
     def open_weights(self, name: str) -> WeightFile:
-        """Opens a safetensors file, once for all calls with the same name.
+        """Opens a safetensors file.
 
         Args:
             name: The name of the file in the repository.
+
+        Returns:
+            The file. All calls with the same name return the same object.
 
         Raises:
             InputError: If the repository lacks the file.
@@ -146,21 +159,23 @@ class Repository:
                 and name not in files.file_names
                 and not files.offline
             ):
-                raise not_read.no_weights(self.where, name, self.kind.description, files.file_names)
+                raise not_read.no_weights(
+                    self.flag_and_path, name, self.kind.description, files.file_names
+                )
             file = files.open_weights(name)
             if file is None:
-                raise not_read.lacks_file(self.where, name, files.offline)
+                raise not_read.lacks_file(self.flag_and_path, name, files.offline)
             self._weight_files[name] = file
         return self._weight_files[name]
 
     def adapter_error(self) -> InputError:
         """Returns the error about an adapter in a repository that the user gave as a model."""
         base_model = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
-        return not_read.adapter_in_model(self.where, ADAPTER.config_file, base_model)
+        return not_read.adapter_in_model(self.flag_and_path, ADAPTER.config_file, base_model)
 
 
 def check_adapter(lora: str | None) -> None:
-    """Checks, before a run starts, that the repository of --lora contains an adapter.
+    """Checks that the repository of --lora contains an adapter, before a run starts.
 
     Args:
         lora: The value of --lora; None if the flag is not set.
@@ -178,13 +193,16 @@ def read_json(path: str | Path) -> dict[str, Any]:
     Args:
         path: The local path of the file.
 
+    Returns:
+        The object as a dict.
+
     Raises:
         InputError: If the file cannot be read, or does not contain a JSON object.
     """
     try:
-        content = json.loads(Path(path).read_bytes())
+        json_value = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
+    if not isinstance(json_value, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(json_value).__name__}")
+    return json_value

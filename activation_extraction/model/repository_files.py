@@ -1,4 +1,4 @@
-"""Reads the files of a repository in a local folder or at a URL, and declares the kinds.
+"""Reads the files of a repository in a local folder or at a URL, and declares repository kinds.
 
 A repository contains a model, an adapter or an autoencoder. It is in a local folder (`LocalFiles`),
 at a URL (`RemoteFiles`), or on the Hugging Face hub (`HubFiles` in hub_files.py). All three have
@@ -32,7 +32,8 @@ class RepositoryKind(NamedTuple):
         config_file: The name of the configuration file.
         weights_file: The name of the file with the weights, if a single file contains all of them;
             "" if this name varies.
-        description: The kind and the library that stores it, for messages.
+        description: The kind of repository with the library that stores it, for messages, such as
+            "adapter with PEFT".
     """
 
     flag: str
@@ -49,13 +50,13 @@ AUTOENCODER = RepositoryKind("--encode", "cfg.json", "", "autoencoder")
 
 
 class RepositoryFiles(Protocol):
-    """The files of a repository.
+    """The interface to the files of a repository, wherever they are.
 
     `LocalFiles`, `RemoteFiles` and `HubFiles` implement this protocol.
 
     Attributes:
-        commit: Commit of the files on the hub; None if they are not on the hub.
-        file_names: Names of all files.
+        commit: Commit of the files on the hub; None if the repository is not on the hub.
+        file_names: Names of all files that can be read.
         offline: Whether the repository is on the hub, but the hub cannot be reached.
     """
 
@@ -69,10 +70,24 @@ class RepositoryFiles(Protocol):
     def offline(self) -> bool: ...
 
     def find(self, name: str) -> Path | None:
-        """Returns the local path of a small file, or None if the repository lacks it."""
+        """Returns the local path of a small file, which is downloaded if necessary.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Returns:
+            The path; None if the repository lacks the file.
+        """
 
     def open_weights(self, name: str) -> WeightFile | None:
-        """Opens a safetensors file, or returns None if the repository lacks it."""
+        """Opens a safetensors file, whose tensors can be read in parts.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Returns:
+            The file; None if the repository lacks it.
+        """
 
 
 class LocalFiles:
@@ -106,16 +121,16 @@ class RemoteFiles:
     commit = None
     offline = False
 
-    def __init__(self, url: str, where: str, flag: str) -> None:
+    def __init__(self, url: str, flag_and_path: str, flag: str) -> None:
         """Stores the URL, without sending a request.
 
         Args:
             url: A URL that fsspec supports.
-            where: The flag and its value, for messages.
-            flag: The flag alone, for messages that contain the URL anyway.
+            flag_and_path: The flag and its value, for messages.
+            flag: The flag without its value, for messages that contain the URL anyway.
         """
         self._url = url
-        self._where = where
+        self._flag_and_path = flag_and_path
         self._flag = flag
         self._copies: dict[str, Path | None] = {}
 
@@ -124,7 +139,14 @@ class RemoteFiles:
         return self._sizes
 
     def size(self, name: str) -> int:
-        """Returns the size of a file in bytes; 0 if it is missing."""
+        """Returns the size of a file.
+
+        Args:
+            name: The name of the file in the repository.
+
+        Returns:
+            The size in bytes; 0 if the repository lacks the file.
+        """
         return self._sizes.get(name, 0)
 
     def find(self, name: str) -> Path | None:
@@ -149,16 +171,16 @@ class RemoteFiles:
         Raises:
             RunError: If the copy cannot be written.
         """
-        content = self._folder.read(name)
-        if content is None:
+        file_bytes = self._folder.read(name)
+        if file_bytes is None:
             return None
         try:
             copy_path = self._temporary_folder / name
-            copy_path.parent.mkdir(exist_ok=True)  # `name` may contain a folder
-            copy_path.write_bytes(content)
+            copy_path.parent.mkdir(exist_ok=True)  # because `name` may contain a folder
+            copy_path.write_bytes(file_bytes)
         except OSError as error:
             raise RunError(
-                f"{self._where}: {name} cannot be copied to the folder for "
+                f"{self._flag_and_path}: {name} cannot be copied to the folder for "
                 f"temporary files: {error.strerror}",
                 remedy="set TMPDIR to another folder",
             ) from error
@@ -166,10 +188,10 @@ class RemoteFiles:
 
     @functools.cached_property
     def _temporary_folder(self) -> Path:
-        """The folder for copies of small files, which is deleted together with this object."""
-        folder = tempfile.mkdtemp(prefix="model_")
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        return Path(folder)
+        """The folder for copies of small files, which is deleted when this object is deleted."""
+        temporary_folder = tempfile.mkdtemp(prefix="model_")
+        weakref.finalize(self, shutil.rmtree, temporary_folder, ignore_errors=True)
+        return Path(temporary_folder)
 
     @functools.cached_property
     def _folder(self) -> SourceFolder:

@@ -1,7 +1,8 @@
 """Reads the tensors of a PyTorch file (.pt) as NumPy arrays, without PyTorch and without its code.
 
-A .pt file is a zip archive without compression. It contains a pickle with the structure of the
-content, and the bytes of each storage, which is the flat memory of one or more tensors. The
+A .pt file is a zip archive without compression. It contains a pickle of the saved object, in which
+each tensor refers to a storage, and the bytes of the storages. A storage is the flat memory of one
+or more tensors. The
 unpickler replaces a few of PyTorch's functions and classes, which are named in the pickle, by
 functions and dtypes of this module, and rejects all other names. The arrays are views of the file,
 which is mapped into memory.
@@ -19,12 +20,12 @@ from activation_extraction.common.allow_list import AllowListUnpickler
 from activation_extraction.common.errors import InputError, one_line
 
 
-def read_torch_file(path: Path, where: str) -> Any:
-    """Returns the content of a file that torch.save wrote.
+def read_torch_file(path: Path, flag_and_path: str) -> Any:
+    """Reads the object in a file that torch.save wrote.
 
     Args:
         path: The local path of the file.
-        where: The flag and its value, with which messages begin.
+        flag_and_path: The flag and its value, with which messages begin.
 
     Returns:
         The saved object: plain containers and values, with NumPy arrays in place of tensors.
@@ -37,25 +38,28 @@ def read_torch_file(path: Path, where: str) -> Any:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             return _Unpickler(file, archive).load()
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{flag_and_path}: {error}") from error
     except Exception as error:  # a damaged file may raise exceptions of any type
         raise InputError(
-            f"{where}: not a file of PyTorch tensors: {one_line(error):.200}"
+            f"{flag_and_path}: not a file of PyTorch tensors: {one_line(error):.200}"
         ) from error
 
 
 def _tensor(
     storage: tuple[str, np.ndarray], offset: int, shape: Any, strides: Any, *_: Any
 ) -> np.ndarray:
-    """Makes an array from a storage. Replaces torch._utils._rebuild_tensor_v2.
+    """Makes an array from a storage, in place of torch._utils._rebuild_tensor_v2.
 
     Args:
-        storage: The name of the dtype, and the bytes of the storage, as `persistent_load` returns
-            them.
-        offset: The offset of the tensor's first value in the storage, in values.
+        storage: A tuple of the name of the dtype and the bytes of the storage, as `persistent_load`
+            returns it.
+        offset: The number of values in the storage before the tensor's first value.
         shape: The shape of the tensor.
         strides: The distance between neighbouring values along each axis, in values.
         _: Other arguments, which are ignored.
+
+    Returns:
+        The array, a view of the storage.
 
     Raises:
         ValueError: If the tensor exceeds the storage. NumPy checks this.
@@ -68,7 +72,12 @@ def _tensor(
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
-    """Returns the array of a parameter. Replaces torch._utils._rebuild_parameter."""
+    """Returns the array of a parameter, in place of torch._utils._rebuild_parameter.
+
+    Args:
+        tensor: The array.
+        _: Other arguments, which are ignored.
+    """
     return tensor
 
 
@@ -100,20 +109,23 @@ class _Unpickler(AllowListUnpickler):
         self._root = pickle_name.removesuffix("data.pkl")
 
     def persistent_load(self, pid: Any) -> tuple[str, np.ndarray]:
-        """Finds a storage in the archive. `pickle.Unpickler` calls it for each persistent id.
+        """Finds a storage in the archive, when `pickle.Unpickler` meets a persistent id.
 
         Args:
-            pid: The persistent id: a tuple of "storage", the name of a dtype (which `allowed` put
-                in place of the type of the storage), the name of the storage in the archive, and
-                other elements, which are ignored.
+            pid: The persistent id: a tuple of "storage", the name of the storage's dtype (see
+                `allowed_objects`), the name of the storage in the archive, and other elements,
+                which are ignored.
 
         Returns:
             A tuple of:
                 The name of the dtype.
-                The bytes of the storage, a uint8 array mapped to the file.
+                The bytes of the storage, as a uint8 array that is mapped to the file.
         """
         _, dtype_name, storage_name, *_ = pid
-        member = self._archive.getinfo(f"{self._root}data/{storage_name}")
-        with self._archive.open(member):  # moves the file's position to the bytes of the member
-            start = self._file.tell()
-        return dtype_name, np.memmap(self._file, np.uint8, "r", start, (member.file_size,))
+        storage_entry = self._archive.getinfo(f"{self._root}data/{storage_name}")
+        # Opening the entry moves the position of the file to the bytes of the entry.
+        with self._archive.open(storage_entry):
+            data_offset = self._file.tell()
+        return dtype_name, np.memmap(
+            self._file, np.uint8, "r", data_offset, (storage_entry.file_size,)
+        )

@@ -25,11 +25,11 @@ from activation_extraction.store.folder import SourceFolder
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_NAME = re.compile(r"[^/\\:.\0][^/\\:\0]*")  # a file name without folders
-FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names of the supported float dtypes
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # the supported float dtypes, by safetensors' names
 REQUEST_BYTES = 8 * 2**20  # the largest number of bytes that a request downloads
 CONNECTIONS = 16  # the largest number of requests at a time, for all files together
-# Ranges with fewer unneeded bytes between them are downloaded as one, because these bytes take less
-# time than another request.
+# Two ranges with fewer unneeded bytes between them are downloaded as one range, because these bytes
+# take less time than another request.
 GAP_BYTES = 2**20
 
 Index = tuple[slice, ...]  # a slice for each axis of a tensor
@@ -40,14 +40,14 @@ class WeightFile(ABC):
 
     Attributes:
         name: The name of the file, without folders.
-        where: The path or URL of the file, for messages.
+        location: The path or URL of the file, for messages.
         size: The size of the file in bytes.
         values_at_once: The approximate number of values that a caller of `read` should read at a
             time.
     """
 
     name: str
-    where: str
+    location: str
     size: int
     values_at_once: int
 
@@ -58,11 +58,11 @@ class WeightFile(ABC):
         Raises:
             InputError: If the header is damaged or cut off.
         """
-        return read_header(self.read_bytes, self.size, self.where, InputError)
+        return read_header(self.read_bytes, self.size, self.location, InputError)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the file, by their names.
+        """Name of a tensor -> its entry in the header of the file.
 
         Raises:
             InputError: If the header is damaged or cut off.
@@ -71,11 +71,14 @@ class WeightFile(ABC):
 
     @abstractmethod
     def read_bytes(self, start: int, stop: int) -> bytes:
-        """Returns the bytes from offset `start` to offset `stop`, or b"" if `stop <= start`.
+        """Reads a range of bytes of the file.
 
         Args:
             start: The offset of the first byte in the file.
             stop: The offset after the last byte.
+
+        Returns:
+            The bytes; b"" if `stop <= start`.
         """
 
     @abstractmethod
@@ -92,14 +95,14 @@ class WeightFile(ABC):
 
 
 class LocalFile(WeightFile):
-    """A file on this machine, which is mapped into memory."""
+    """A weight file on this machine, which is mapped into memory."""
 
     values_at_once = 2**20
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
-        self.where = str(path)
+        self.location = str(path)
         self.size = path.stat().st_size
 
     def read_bytes(self, start: int, stop: int) -> bytes:
@@ -111,14 +114,17 @@ class LocalFile(WeightFile):
             raise InputError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
-        """Returns a part of a tensor as a view of the mapped file.
+        """Maps the file, and returns a part of a tensor as a view of the mapped file.
 
-        The bytes are read when the view is copied. Each call maps the file anew, and the mapping
-        ends with the view. So pages that were read do not accumulate in memory.
+        The bytes are only read when the view is copied. Each call maps the file again, and the
+        mapping is freed with the view. So pages that were read do not accumulate in memory.
 
         Args:
             tensor: The name of the tensor in the file.
             index: A slice for each axis, or () for the whole tensor.
+
+        Returns:
+            The values of the part, in the dtype of the file.
         """
         header_entry = self.tensors[tensor]
         shape = header_entry.shape
@@ -131,26 +137,29 @@ class LocalFile(WeightFile):
 
 
 class RemoteFile(WeightFile):
-    """A file in a bucket or on the hub.
+    """A weight file in a bucket or on the hub, of which only ranges of bytes are downloaded.
 
-    Methods raise FolderError if the file cannot be read, and RunError if it has changed.
+    Methods raise FolderError if the file cannot be read, and RunError if the file has changed since
+    it was opened.
     """
 
-    values_at_once = 4 * REQUEST_BYTES  # with fewer values, few requests would run at a time
+    values_at_once = (
+        4 * REQUEST_BYTES
+    )  # because few requests would run in parallel for fewer values
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name
-        self.where = f"{folder.url}/{name}"
+        self.location = f"{folder.url}/{name}"
         self.size = size
         self._folder = folder
 
     def read_bytes(self, start: int, stop: int) -> bytes:
         if stop <= start:
             return b""
-        content = self._folder.read_range(self.name, start, stop)
-        if content is None or len(content) != stop - start:
-            raise RunError(f"{self.where}: has changed while it was being read")
-        return bytes(content)
+        range_bytes = self._folder.read_range(self.name, start, stop)
+        if range_bytes is None or len(range_bytes) != stop - start:
+            raise RunError(f"{self.location}: has changed while it was being read")
+        return bytes(range_bytes)
 
     def read(self, tensor: str, index: Index) -> np.ndarray:
         """Downloads a part of a tensor as a new array.
@@ -160,6 +169,9 @@ class RemoteFile(WeightFile):
         Args:
             tensor: The name of the tensor in the file.
             index: A slice for each axis.
+
+        Returns:
+            The values of the part, in the dtype of the file.
         """
         header_entry = self.tensors[tensor]
         shape = header_entry.shape
@@ -167,26 +179,32 @@ class RemoteFile(WeightFile):
             axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)
         ]
         axis, ranges = byte_ranges(header_entry, bounds)
-        content = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
-        # Each request has the offset of its first byte in the file, and the view of `content` that
-        # it fills.
+        downloaded_bytes = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
+        # A request is the offset of its first byte in the file, and the view of `downloaded_bytes`
+        # that it fills.
         requests: list[tuple[int, np.ndarray]] = []
         requested_bytes = 0
         for start, stop in ranges:
             for offset in range(start, stop, REQUEST_BYTES):
-                size = min(REQUEST_BYTES, stop - offset)
-                requests.append((offset, content[requested_bytes : requested_bytes + size]))
-                requested_bytes += size
+                request_size = min(REQUEST_BYTES, stop - offset)
+                requests.append(
+                    (offset, downloaded_bytes[requested_bytes : requested_bytes + request_size])
+                )
+                requested_bytes += request_size
 
         def fill(request: tuple[int, np.ndarray]) -> None:
-            offset, target = request
-            target[:] = np.frombuffer(self.read_bytes(offset, offset + target.size), np.uint8)
+            offset, target_bytes = request
+            target_bytes[:] = np.frombuffer(
+                self.read_bytes(offset, offset + target_bytes.size), np.uint8
+            )
 
         for _ in _connections().map(fill, requests):
             pass
         # The axes after `axis` were downloaded whole, so the index applies to them now.
         lengths = [stop - start for start, stop in bounds[: axis + 1]]
-        downloaded_part = content.view(header_entry.dtype).reshape(*lengths, *shape[axis + 1 :])
+        downloaded_part = downloaded_bytes.view(header_entry.dtype).reshape(
+            *lengths, *shape[axis + 1 :]
+        )
         return downloaded_part[(slice(None),) * len(lengths) + tuple(index[axis + 1 :])]
 
 
@@ -195,9 +213,10 @@ def byte_ranges(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Returns the ranges of bytes to read for a part of a tensor.
 
-    All ranges are along one axis of the tensor: each range covers the bounds of the part on this
-    axis, for one combination of indices on the axes before it. The axes after it are read whole,
-    because reading unneeded bytes takes less time than more requests (see GAP_BYTES).
+    The function chooses one axis of the tensor. For each combination of indices on the axes before
+    it, there is one range, which covers the bounds of the part on the chosen axis. The axes after
+    it are read whole, because reading unneeded bytes takes less time than more requests (see
+    GAP_BYTES).
 
     Args:
         tensor: The tensor's entry in the header of the file.
@@ -205,8 +224,8 @@ def byte_ranges(
 
     Returns:
         A tuple of:
-            The number of the axis along which the ranges are.
-            For each range, the offsets of its start and its stop in the file.
+            The number of the chosen axis.
+            The ranges, each as the offsets of its start and its stop in the file.
     """
     # The distance in bytes between two neighbouring indices on each axis.
     strides = [
@@ -220,12 +239,14 @@ def byte_ranges(
             break
         axis += 1
     start, stop = bounds[axis]
-    ranges = []
-    for indices in product(*(range(*bound) for bound in bounds[:axis])):
-        steps = [index * stride for index, stride in zip(indices, strides, strict=False)]
-        offset = tensor.offset + sum(steps)
-        ranges.append((offset + start * strides[axis], offset + stop * strides[axis]))
-    return axis, ranges
+    offset_ranges = []
+    for outer_indices in product(*(range(*axis_bounds) for axis_bounds in bounds[:axis])):
+        axis_offsets = [
+            index * stride for index, stride in zip(outer_indices, strides, strict=False)
+        ]
+        offset = tensor.offset + sum(axis_offsets)
+        offset_ranges.append((offset + start * strides[axis], offset + stop * strides[axis]))
+    return axis, offset_ranges
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -238,7 +259,7 @@ def read_index(path: Path) -> dict[str, str]:
         Name of a tensor -> the name of its file.
 
     Raises:
-        InputError: If the file is not such an index, or it names files in other folders.
+        InputError: If the file is not an index of weight files, or names files in other folders.
     """
     try:
         file_names = dict(json.loads(path.read_bytes())["weight_map"])
@@ -253,5 +274,5 @@ def read_index(path: Path) -> dict[str, str]:
 
 @cache
 def _connections() -> ThreadPoolExecutor:
-    """Returns the pool of threads that download weights. All files share it."""
+    """Returns the pool of threads that download weights, which all weight files share."""
     return ThreadPoolExecutor(CONNECTIONS, "download-weights")

@@ -32,8 +32,8 @@ from activation_extraction.model.parameters import ParamPath
 from activation_extraction.model.tensor_names import text_names
 from activation_extraction.model.weight_files import Index
 
-WEIGHT_READERS = 3  # the number of threads that read weights, and of arrays being read
-TRANSPOSED_ROWS = 16  # the number of rows to transpose at a time; so few fit a core's caches
+WEIGHT_READERS = 3  # the number of threads that read weights, each of which reads one array
+TRANSPOSED_ROWS = 16  # the number of rows to transpose at a time, which fit into a core's caches
 BUFFER_ALIGNMENT = 64  # the alignment of XLA's buffers in bytes
 
 # A function that takes the name of a tensor and a slice for each axis, and returns this part of the
@@ -42,20 +42,20 @@ ReadTensor = Callable[[str, Index], np.ndarray]
 
 
 class TensorSlice(NamedTuple):
-    """The slice of a tensor that makes one parameter, if several parameters share the tensor.
+    """The slice of a tensor that becomes one parameter, if several parameters share the tensor.
 
     Attributes:
         axis: Axis of the tensor along which the parameters are concatenated.
         start: Index on this axis at which the slice begins.
-        total: Size of the tensor along this axis.
-        per_head: Whether the axis contains one head after the other, and each head has such a
-            slice. If so, `start` and `total` refer to one head, and the parameter has an axis of
-            heads directly after its stacked axes.
+        axis_size: Size of the tensor along this axis.
+        per_head: Whether the axis contains one head after the other, and the parameter gets such a
+            slice of each head. Then `start` and `axis_size` refer to one head, and the parameter
+            has an axis of heads directly after its stacked axes.
     """
 
     axis: int
     start: int
-    total: int
+    axis_size: int
     per_head: bool = False
 
 
@@ -63,7 +63,7 @@ class TensorSlice(NamedTuple):
 class WeightSpec:
     """A parameter, and the tensors of the checkpoint from which it is made.
 
-    The parameter has separate axes for heads and head_dim. The tensors have one flat axis instead.
+    The parameter has separate axes for heads and head_dim, where the tensors have a single axis.
 
     Attributes:
         shape: Shape of the parameter.
@@ -74,8 +74,8 @@ class WeightSpec:
         stacked_axes: Number of leading axes ("layers", "experts") along which the parameter is a
             stack of tensors.
         tensor_slice: Slice of each tensor that belongs to the parameter; None for whole tensors.
-        input_first: Whether the tensors of experts have the input axis before the output axis, as
-            the parameter does. Otherwise their last two axes are swapped when they are read.
+        input_first: Whether the tensors of experts have the input axis before the output axis, like
+            the parameter. If not, their last two axes are swapped when they are read.
     """
 
     shape: tuple[int, ...]
@@ -97,11 +97,11 @@ class WeightSpec:
         sizes = [stop - start for start, stop in bounds]
         if self.tensor_slice is not None:
             heads = self.shape[self.stacked_axes] if self.tensor_slice.per_head else 1
-            sizes[self.tensor_slice.axis] = self.tensor_slice.total * heads
+            sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * heads
         return tuple(sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
-        """Translates a part of the parameter to the bounds of a part of a tensor.
+        """Translates a part of the parameter to the bounds of this part in a tensor.
 
         Args:
             ranges: The range of the part on each axis of the parameter that is not stacked. On
@@ -114,19 +114,20 @@ class WeightSpec:
         bounds: list[tuple[int, int]] = []
         axes = self.axes[self.stacked_axes :]
         sizes = self.shape[self.stacked_axes :]
-        for axis, size, axis_range in zip(axes, sizes, ranges, strict=True):
-            if axis != "head_dim" or not bounds:
+        for axis_name, size, axis_range in zip(axes, sizes, ranges, strict=True):
+            if axis_name != "head_dim" or not bounds:
                 bounds.append((axis_range.start, axis_range.stop))
-            else:  # heads, the axis before, and head_dim are one axis of the tensor
+            else:  # head_dim and the axis of heads before it are a single axis of the tensor
                 start_head, stop_head = bounds[-1]
                 bounds[-1] = start_head * size, stop_head * size
         if self.reverses_axes:
             bounds[-2], bounds[-1] = bounds[-1], bounds[-2]
         if self.tensor_slice is not None:
-            axis_number, offset, total, per_head = self.tensor_slice
+            axis_number, offset, axis_size, per_head = self.tensor_slice
             start, stop = bounds[axis_number]
-            if per_head:  # `total` values of the tensor belong to a head, not only this slice
-                offset += ranges[0].start * (total - (stop - start))
+            # On this axis, each head has `axis_size` values in the tensor, and fewer in the slice.
+            if per_head:
+                offset += ranges[0].start * (axis_size - (stop - start))
             bounds[axis_number] = start + offset, stop + offset
         return bounds
 
@@ -162,20 +163,24 @@ class WeightSpec:
             read: A function that reads a part of a tensor.
             dtype: The dtype of the returned array.
             ranges: The range of the part on each axis of the parameter.
-            values_at_once: The approximate number of values of a tensor to read at a time. Values
-                that were read may take more memory until they are rounded to `dtype`. Tensors of
-                single experts are read whole.
+            values_at_once: The approximate number of values of a tensor to read at a time, which
+                limits the memory for values that are not yet rounded to `dtype`. Tensors of single
+                experts are read whole.
+
+        Returns:
+            The array, with the shape of the part.
         """
-        part = _aligned([*map(len, ranges)], dtype)
+        parameter_part = _aligned([*map(len, ranges)], dtype)
         axis = self.stacked_axes
-        rows_at_once = max(values_at_once // math.prod(part.shape[axis + 1 :]), 1)
-        if "experts" in self.axes[:axis]:  # the axes of these tensors may be in reverse order
+        rows_at_once = max(values_at_once // math.prod(parameter_part.shape[axis + 1 :]), 1)
+        # Tensors of single experts may have reversed axes, so the first axis does not give rows.
+        if "experts" in self.axes[:axis]:
             rows_at_once = len(ranges[axis])
         for start in range(0, len(ranges[axis]), rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            ranges_of_rows = *ranges[:axis], ranges[axis][rows], *ranges[axis + 1 :]
-            self._fill(part[(slice(None),) * axis + (rows,)], read, ranges_of_rows)
-        return part
+            row_slice = slice(start, start + rows_at_once)
+            ranges_of_rows = *ranges[:axis], ranges[axis][row_slice], *ranges[axis + 1 :]
+            self._fill(parameter_part[(slice(None),) * axis + (row_slice,)], read, ranges_of_rows)
+        return parameter_part
 
     def _fill(self, target: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
         """Reads a part of the parameter into an array.
@@ -187,7 +192,7 @@ class WeightSpec:
         """
         stack_ranges = ranges[: self.stacked_axes]
         tensor_ranges = [*ranges[self.stacked_axes :]]
-        head_range = tensor_ranges[0]  # the range of heads if `per_head`, else unused
+        head_range = tensor_ranges[0]  # the range of heads, which is only used with `per_head`
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
         # `target[index]` is filled from one tensor; with `per_head`, from one head of a tensor.
         for index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
@@ -200,25 +205,32 @@ class WeightSpec:
             if per_head:
                 head = index[-1]
                 tensor_ranges[0] = head_range[head : head + 1]
-            tensor_index = tuple(slice(*bound) for bound in self._bounds(tensor_ranges))
-            values = read(self.hf_names[tensor_number], tensor_index)
+            tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
+            tensor_values = read(self.hf_names[tensor_number], tensor_index)
             if self.reverses_axes:
-                for start in range(0, values.shape[-2], TRANSPOSED_ROWS):
-                    rows = slice(start, start + TRANSPOSED_ROWS)
-                    target[index][..., rows] = values[..., rows, :].swapaxes(-1, -2)
+                for start in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
+                    row_slice = slice(start, start + TRANSPOSED_ROWS)
+                    target[index][..., row_slice] = tensor_values[..., row_slice, :].swapaxes(
+                        -1, -2
+                    )
             else:
-                target[index] = values.reshape(target[index].shape)
+                target[index] = tensor_values.reshape(target[index].shape)
 
 
 WeightTable = dict[ParamPath, WeightSpec]  # path of a parameter -> its spec, for a whole model
 
 
 def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an empty array whose alignment lets XLA on the CPU use it without a copy."""
+    """Returns an uninitialised array that XLA on the CPU can use without copying it.
+
+    Args:
+        shape: The shape of the array.
+        dtype: The dtype of the array.
+    """
     byte_count = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % BUFFER_ALIGNMENT
-    return memory[start : start + byte_count].view(dtype).reshape(shape)
+    buffer_bytes = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
+    start = -buffer_bytes.ctypes.data % BUFFER_ALIGNMENT
+    return buffer_bytes[start : start + byte_count].view(dtype).reshape(shape)
 
 
 def orient_experts(
@@ -233,12 +245,13 @@ def orient_experts(
     down_proj if D = M, where D is the hidden size and M the width of an expert.
 
     Args:
-        table: Path of a parameter -> its spec, in which the input axis of fused experts is last.
+        table: Path of a parameter -> its spec. For fused experts, the specs say that the input axis
+            is last.
         shape_of: A function that takes the name of a tensor of the checkpoint and returns its
             shape.
 
     Returns:
-        The table for this checkpoint.
+        The same table with the specs of fused experts for this checkpoint.
     """
     fused_specs = {
         path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked_axes :]
@@ -251,7 +264,11 @@ def orient_experts(
         )
 
     def shapes_agree(specs: Mapping[ParamPath, WeightSpec]) -> bool:
-        """Returns whether the first tensor of each spec has the shape that the spec declares."""
+        """Returns whether the first tensor of each spec has the shape that the spec declares.
+
+        Args:
+            specs: Path of a parameter -> its spec.
+        """
         for spec in specs.values():
             for name in spec.hf_names[:1]:
                 if tuple(shape_of(name)) != spec.hf_shape:
@@ -274,22 +291,23 @@ def check_tensors(
         allowed_names: All names that tensors of this model may have.
 
     Raises:
-        InputError: If a tensor is missing or unknown, or has the wrong shape or an unsupported
-            dtype; or the scales of a float8 tensor are missing or inconsistent with it.
+        InputError: If a tensor is missing or unknown, has the wrong shape or has an unsupported
+            dtype, or if the scales of a float8 tensor are missing or inconsistent with it.
     """
     for spec in specs:
         for name in spec.hf_names:
             file, tensor = checkpoint.locate(name)
-            spec.check(name, tensor.shape, file.where)
+            spec.check(name, tensor.shape, file.location)
             checkpoint.scales(name)
-    names = set(checkpoint.tensors)
+    tensor_names = set(checkpoint.tensors)
     for file in checkpoint.weight_files:  # files may contain tensors that the index does not list
-        names.update(text_names(file.tensors, file.where))
-    unknown_names = sorted(without_scales(names, checkpoint.where) - allowed_names)
+        tensor_names.update(text_names(file.tensors, file.location))
+    unknown_names = sorted(without_scales(tensor_names, checkpoint.flag_and_path) - allowed_names)
     if unknown_names:
-        others = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
+        more_names = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
         raise InputError(
-            f"{checkpoint.where}: tensor {unknown_names[0]} is unknown to this model{others}"
+            f"{checkpoint.flag_and_path}: tensor {unknown_names[0]} is unknown to this model"
+            f"{more_names}"
         )
 
 
@@ -301,13 +319,13 @@ def load_params(
     as_bits: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Reads all parameters directly into their shards.
+    """Reads all parameters directly into their shards on the devices.
 
-    A stacked parameter is read layer by layer; in a pipeline, one layer of every stage at a time.
-    The layers of all parameters are read in the order of the files, so that each file is read from
-    beginning to end. A process reads only the parts that its devices need, each part once, with
-    several threads. Apart from the loaded parameters, at most WEIGHT_READERS such layers (or whole
-    parameters without layers) are in its memory.
+    Each job reads one layer of a stacked parameter, or a whole parameter without layers. In a
+    pipeline, it reads one layer of every stage. The jobs are in the order of the files, so that
+    each file is read from beginning to end. A process reads only the parts that its devices need,
+    each part once, with several threads. Besides the loaded parameters, its memory contains the
+    arrays of at most WEIGHT_READERS jobs.
 
     Args:
         table: Path of a parameter -> its spec.
@@ -315,11 +333,10 @@ def load_params(
         dtype: The dtype of the parameters.
         layout: The mesh.
         as_bits: Whether to return parameters of a two-byte dtype as uint16 arrays of the same bits.
-        progress: A function that is called with the number of bytes of each array after it was
-            loaded.
+        progress: A function that is called after each job with the number of bytes that it loaded.
 
     Returns:
-        The parameters as a nested dict.
+        The parameters on the devices, as a nested dict.
     """
     stages = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
@@ -332,8 +349,8 @@ def load_params(
     for path, spec in stacked_specs.items():
         shardings[path] = layout.sharding(spec.axes, spec.shape)
     params = jax.jit(zeros, out_shardings=shardings)()
-    # A job loads one layer of all stages of a parameter. It is the path of the parameter and the
-    # number of the layer in its stage, or None if the parameter has no layers.
+    # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
+    # is None if the parameter has no layers.
     jobs: list[tuple[ParamPath, int | None]] = []
     for path, spec in table.items():
         if path in stacked_specs:
@@ -356,10 +373,10 @@ def load_params(
         path, layer = job
         spec = table[path]
         tensors_per_layer = math.prod(spec.shape[1 : spec.stacked_axes])
-        names = spec.hf_names[(layer or 0) * tensors_per_layer :]
-        if not names:
+        tensor_names = spec.hf_names[(layer or 0) * tensors_per_layer :]
+        if not tensor_names:
             return True, "", 0
-        file, tensor = checkpoint.locate(names[0])
+        file, tensor = checkpoint.locate(tensor_names[0])
         return False, file.name, tensor.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
@@ -379,8 +396,8 @@ def load_params(
         if layer is not None:
             axes = ("stage", *axes[1:])
             ranges[0] = range(layer, spec.shape[0], spec.shape[0] // stages)
-        read = functools.partial(checkpoint.read, dtype=dtype)
-        # Shards by their index, because several devices may need the same shard.
+        read_tensor = functools.partial(checkpoint.read, dtype=dtype)
+        # The index of a shard -> the shard, because several devices may need the same shard.
         shards: dict[str, np.ndarray] = {}
 
         def shard_at(index: Index | None) -> np.ndarray:
@@ -392,12 +409,14 @@ def load_params(
                         axis_range[axis_slice]
                         for axis_range, axis_slice in zip(ranges, index, strict=True)
                     ]
-                shard = spec.read_slice(read, dtype, shard_ranges, first_file.values_at_once)
+                shard = spec.read_slice(read_tensor, dtype, shard_ranges, first_file.values_at_once)
                 shards[key] = shard.view(loaded_dtype)
             return shards[key]
 
-        shape = tuple(map(len, ranges))
-        array = jax.make_array_from_callback(shape, layout.sharding(axes, shape), shard_at)
+        loaded_shape = tuple(map(len, ranges))
+        array = jax.make_array_from_callback(
+            loaded_shape, layout.sharding(axes, loaded_shape), shard_at
+        )
         return jax.block_until_ready(array)  # so that the host's copy can be freed
 
     jobs.sort(key=position)
@@ -408,21 +427,26 @@ def load_params(
             progress(array.nbytes)
             if layer is not None:
                 array = _put_layer(params[path], array, np.int32(layer))
-            # Without this wait, arrays would queue up in the devices' memory.
+            # Without waiting here, arrays of many jobs would wait in the devices' memory.
             params[path] = jax.block_until_ready(array)
-            del array  # otherwise it would stay in memory while the next one is loaded
+            del array  # because it would stay in memory while the next array is loaded
     return unflatten_dict(params)
 
 
 def _loaded_ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """Yields `load(*job)` for each job in order, while up to WEIGHT_READERS jobs are loading.
+    """Loads jobs in threads, and yields their arrays in the order of the jobs.
+
+    Up to WEIGHT_READERS jobs are loading or loaded before their arrays are taken.
 
     Args:
-        pool: The threads that load.
-        load: A function that takes the elements of a job and returns an array.
-        jobs: The jobs.
+        pool: The pool of threads.
+        load: A function that maps the elements of a job to an array.
+        jobs: The jobs, each as a tuple of the arguments of `load`.
+
+    Yields:
+        The array of each job.
     """
     pending_arrays: deque[Future[jax.Array]] = deque()
     for job in jobs:
@@ -435,12 +459,15 @@ def _loaded_ahead(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put_layer(stack: jax.Array, layers: jax.Array, layer_number: jax.Array) -> jax.Array:
-    """Returns a stack into which one layer of each stage is written.
+    """Writes one layer of each pipeline stage into a stack of layers.
 
     Args:
         stack: The layers of all stages, (layers, ...). Its memory is reused for the result.
         layers: The new values of the layer of each stage, (stages, ...).
         layer_number: The number of this layer in its stage, () int32.
+
+    Returns:
+        The stack with these layers.
     """
     stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
     updated_stages = lax.dynamic_update_index_in_dim(stages, layers, layer_number, axis=1)

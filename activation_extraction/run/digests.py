@@ -144,7 +144,7 @@ def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
         file: The file, local or remote.
         pool: The threads that read the blocks.
     """
-    with naming_unreadable(file.where):
+    with naming_unreadable(file.location):
         header_range = (0, file.header.end_offset)
         block_starts, block_stops = zip(header_range, *sampled_blocks(file.size), strict=True)
         return _digest_of(file.size, pool.map(file.read_bytes, block_starts, block_stops))

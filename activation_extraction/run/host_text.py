@@ -103,7 +103,7 @@ class Text:
             )
         repository, jinja_sources = choose_templates(self.model, self.adapter)
         return ChatTemplate.of_model(
-            chosen_tokenizer.pretrained, jinja_sources, repository.where, template_arguments
+            chosen_tokenizer.pretrained, jinja_sources, repository.flag_and_path, template_arguments
         )
 
     @cached_property

@@ -77,14 +77,14 @@ def choose_tokenizer(
         model_tokenizer = _load(model, vocabulary)
         if same_ids(adapter_tokenizer.backend, model_tokenizer.backend):
             return model_tokenizer
-    log.info("tokenizer: that of %s, which differs from the model's", adapter.where)
+    log.info("tokenizer: that of %s, which differs from the model's", adapter.flag_and_path)
     return adapter_tokenizer
 
 
 def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
     tokenizer_files = repository.tokenizer_files()
     return ChosenTokenizer(
-        repository, load_tokenizer(tokenizer_files, repository.where, vocabulary)
+        repository, load_tokenizer(tokenizer_files, repository.flag_and_path, vocabulary)
     )
 
 
@@ -104,7 +104,9 @@ def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTem
     if adapter is not None:
         adapter_templates = templates_in(adapter)
         if adapter_templates and adapter_templates != model_templates:
-            log.info("chat template: that of %s, which differs from the model's", adapter.where)
+            log.info(
+                "chat template: that of %s, which differs from the model's", adapter.flag_and_path
+            )
             return ChosenTemplates(adapter, adapter_templates)
     return ChosenTemplates(model, model_templates)
 
