@@ -41,11 +41,12 @@ TEMPLATE = """\
 # Documents have log-normal lengths, as in FineWeb-Edu. These are the median in words, the median in
 # tokens, and the standard deviation of the logarithm.
 MEDIAN_WORDS, MEDIAN_TOKENS, SPREAD = 450, 620, 1.0
-# The tokens of a row and the rows of a batch when speed is measured.
+# The number of tokens of a row and the number of rows of a batch when speed is measured.
 LENGTH, ROWS = 2048, 8
 # The number of documents from whose lengths the fraction of padding is computed.
 PADDING_DOCUMENTS = 20_000
-# The rows of a batch and the tokens of a row for which the fraction of padding is computed.
+# Tuples of the rows of a batch and the tokens of a row for which the fraction of padding is
+# computed.
 PADDING_SHAPES = ((8, 2048), (32, 2048), (4, 512))
 
 
@@ -64,11 +65,15 @@ def make_rows(folder: Path, count: int) -> None:
     """
     rng = np.random.default_rng(0)
     words = demo_text().split()
-    lengths = rng.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
-    texts = [" ".join(rng.choice(words, length)) for length in lengths]
+    word_counts = rng.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
+    texts = [" ".join(rng.choice(words, word_count)) for word_count in word_counts]
     rows = [
-        {"text": text, "messages": messages_of(text), "ids": rng.integers(0, 2048, length).tolist()}
-        for text, length in zip(texts, lengths, strict=True)
+        {
+            "text": text,
+            "messages": messages_of(text),
+            "ids": rng.integers(0, 2048, word_count).tolist(),
+        }
+        for text, word_count in zip(texts, word_counts, strict=True)
     ]
     for file_number in range(2):
         table = pyarrow.Table.from_pylist(rows[file_number::2])
@@ -76,12 +81,19 @@ def make_rows(folder: Path, count: int) -> None:
 
 
 def messages_of(text: str) -> list[dict[str, str]]:
-    """Returns the text as messages of 100 words, alternately of the user and the assistant."""
+    """Splits a text into messages of 100 words, alternately of the user and the assistant.
+
+    Args:
+        text: The text.
+
+    Returns:
+        A dict for each message, with its role and its content.
+    """
     words = text.split()
     messages: list[dict[str, str]] = []
-    for start in range(0, len(words), 100):
+    for first_word in range(0, len(words), 100):
         role = "user" if len(messages) % 2 == 0 else "assistant"
-        messages.append({"role": role, "content": " ".join(words[start : start + 100])})
+        messages.append({"role": role, "content": " ".join(words[first_word : first_word + 100])})
     return messages
 
 
@@ -92,29 +104,30 @@ def make_tokenizer(folder: Path) -> None:
         folder: The folder of the files.
     """
     demo.write_tokenizer(folder, demo_text().split("\n\n"))
-    path = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer_path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(tokenizer_path))
     tokenizer.add_special_tokens([AddedToken(marker, normalized=False) for marker in (START, END)])
-    path.write_text(tokenizer.to_str())
+    tokenizer_path.write_text(tokenizer.to_str())
     (folder / "config.json").write_text("{}")
 
 
-def measure(options: TextOptions, model: Path) -> float:
+def measure(options: TextOptions, model_folder: Path) -> float:
     """Returns the tokens per second at which a data set is read, tokenised and packed.
 
     Args:
         options: The flags of the data set.
-        model: The folder of the tokenizer.
+        model_folder: The folder of the tokenizer.
     """
-    text = Text(options, Checkpoint(str(model)), 2**20)
+    text = Text(options, Checkpoint(str(model_folder)), 2**20)
     documents = text.documents(Worker())
-    start_time, tokens = time.perf_counter(), 0
+    num_tokens = 0
+    start_time = time.perf_counter()
     for batch in pack(samples(documents, text.tokenizer, text.sample_settings), ROWS, LENGTH):
-        tokens += batch.num_tokens
-    return tokens / (time.perf_counter() - start_time)
+        num_tokens += batch.num_tokens
+    return num_tokens / (time.perf_counter() - start_time)
 
 
-def padding_share(rows: int, length: int) -> float:
+def padding_fraction(rows: int, length: int) -> float:
     """Returns the fraction of padding among the tokens of batches of random documents.
 
     Args:
@@ -122,11 +135,11 @@ def padding_share(rows: int, length: int) -> float:
         length: The number of tokens of a row.
     """
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDING_DOCUMENTS)
-    lengths = np.clip(lengths.round().astype(int), 1, length)
-    documents = (np.zeros(document_length, np.int32) for document_length in lengths)
-    batch_count = sum(1 for _ in pack(samples_of(documents), rows, length))
-    return 1 - int(lengths.sum()) / (batch_count * rows * length)
+    document_lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDING_DOCUMENTS)
+    document_lengths = np.clip(document_lengths.round().astype(int), 1, length)
+    documents = (np.zeros(num_tokens, np.int32) for num_tokens in document_lengths)
+    num_batches = sum(1 for _ in pack(samples_of(documents), rows, length))
+    return 1 - int(document_lengths.sum()) / (num_batches * rows * length)
 
 
 def main() -> None:
@@ -135,36 +148,44 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4000, help="how many (default: 4000)")
     parser.add_argument("--rounds", type=int, default=3, help="how many (default: 3)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        make_rows(folder, options.documents)
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        data_folder = Path(temporary_folder)
+        make_rows(data_folder, options.documents)
         if options.tokenizer is None:
-            make_tokenizer(folder)
-        (folder / "template.jinja").write_text(TEMPLATE)
-        plain_flags = f"--dataset_path {folder}/*.parquet"
-        chat_flags = f"--messages_column messages --chat_template {folder}/template.jinja"
-        kinds = {
+            make_tokenizer(data_folder)
+        (data_folder / "template.jinja").write_text(TEMPLATE)
+        plain_flags = f"--dataset_path {data_folder}/*.parquet"
+        chat_flags = f"--messages_column messages --chat_template {data_folder}/template.jinja"
+        flags_of_kind = {
             "text": plain_flags,
             "chat": f"{plain_flags} {chat_flags}",
-            "mixture": f"--mix {folder}/0.parquet=0.7 {folder}/1.parquet=0.3",
+            "mixture": f"--mix {data_folder}/0.parquet=0.7 {data_folder}/1.parquet=0.3",
             "shuffled": f"{plain_flags} --shuffle_documents 1",
             "split": f"{plain_flags} --long_documents split",
             "ids": f"{plain_flags} --ids_column ids",
         }
-        speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        speeds_of_kind: dict[str, list[float]] = {input_kind: [] for input_kind in flags_of_kind}
         for _ in range(options.rounds):
-            for kind, flags in kinds.items():
+            for input_kind, flags in flags_of_kind.items():
                 config = parse_args(flags.split())
-                speed = measure(config.text, options.tokenizer or folder)
-                speeds[kind].append(speed)
-                print(f"{kind}: {speed:,.0f} tokens/s", flush=True)
-        medians = {kind: statistics.median(rounds) for kind, rounds in speeds.items()}
-        ratios = {kind: round(median / medians["text"], 2) for kind, median in medians.items()}
-        padding_shares = {
-            f"{rows} x {length}": round(padding_share(rows, length), 4)
+                speed = measure(config.text, options.tokenizer or data_folder)
+                speeds_of_kind[input_kind].append(speed)
+                print(f"{input_kind}: {speed:,.0f} tokens/s", flush=True)
+        median_speeds = {
+            input_kind: statistics.median(speeds_of_rounds)
+            for input_kind, speeds_of_rounds in speeds_of_kind.items()
+        }
+        ratios = {
+            input_kind: round(median_speed / median_speeds["text"], 2)
+            for input_kind, median_speed in median_speeds.items()
+        }
+        padding_fractions = {
+            f"{rows} x {length}": round(padding_fraction(rows, length), 4)
             for rows, length in PADDING_SHAPES
         }
-        print_result({"tokens_per_second": medians, "of_text": ratios, "padding": padding_shares})
+        print_result(
+            {"tokens_per_second": median_speeds, "of_text": ratios, "padding": padding_fractions}
+        )
 
 
 if __name__ == "__main__":

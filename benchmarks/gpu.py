@@ -31,56 +31,56 @@ from benchmarks.processes import ROOT, extract, print_result, run
 Figures = dict[str, Any]
 
 
-def measure_tool(folder: Path, hooks: int, options: argparse.Namespace) -> Figures:
+def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> Figures:
     """Runs compute_only.py and an extraction, each in its own process.
 
     Args:
         folder: The folder of the model.
-        hooks: The number of layers whose residual stream is stored.
+        num_hooks: The number of layers whose residual stream is stored.
         options: The parsed flags of this benchmark.
 
     Returns:
-        Their figures. Figures that begin with "step" are those of full rows, and
-        packed_tokens_per_second is the speed of the packed documents without storing.
+        A dict of figures from both processes. Figures whose names begin with "step" describe full
+        rows. packed_tokens_per_second is the speed of the packed documents without storing.
     """
-    depth = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     flags = ["--model_path", str(folder), "--dataset_path", str(options.folder / "documents.jsonl")]
     flags += ["--batch_size", str(options.rows), "--max_seq_length", str(options.length)]
     flags += ["--dtype", "bfloat16", "--compilation_cache", str(options.folder / "programs")]
-    layers = map(str, evenly_spaced(hooks, depth))
-    flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers]
+    layers_to_store = map(str, evenly_spaced(num_hooks, num_layers))
+    flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers_to_store]
     command = [sys.executable, "-m", "benchmarks.compute_only", *flags]
-    step = run(command, options.platform).result
-    output = options.folder / "out"
-    extraction = extract(output, flags, options.platform)
-    metadata = json.loads((output / "metadata.json").read_text())
-    shutil.rmtree(output)
-    full_rows_rate = step["full_rows_tokens"] / step["full_rows_seconds"]
+    compute_figures = run(command, options.platform).result
+    output_folder = options.folder / "out"
+    extraction = extract(output_folder, flags, options.platform)
+    metadata = json.loads((output_folder / "metadata.json").read_text())
+    shutil.rmtree(output_folder)
+    full_rows_speed = compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
     return {
-        "step_tokens_per_second": full_rows_rate,
-        "step_flops_per_second": full_rows_rate * step["full_rows_flops_per_token"],
-        "packed_tokens_per_second": step["tokens"] / step["seconds"],
+        "step_tokens_per_second": full_rows_speed,
+        "step_flops_per_second": full_rows_speed * compute_figures["full_rows_flops_per_token"],
+        "packed_tokens_per_second": compute_figures["tokens"] / compute_figures["seconds"],
         "tokens_per_second": extraction["tokens"] / extraction["extraction_seconds"],
         "bytes_per_second": extraction["bytes"] / extraction["extraction_seconds"],
-        "kernels": {name: metadata[name] for name in step["kernels"]},
+        "kernels": {name: metadata[name] for name in compute_figures["kernels"]},
         **{name: extraction[name] for name in ("tokens", "compile_seconds", "process_seconds")},
     }
 
 
-def measure_transformers(folder: Path, hooks: int, options: argparse.Namespace) -> Figures:
+def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespace) -> Figures:
     """Runs gpu_torch.py in its own process.
 
     Args:
         folder: The folder of the model.
-        hooks: The number of layers whose residual stream is copied to the host.
+        num_hooks: The number of layers whose residual stream is copied to the host.
         options: The parsed flags of this benchmark.
 
     Returns:
-        The JSON that gpu_torch.py printed. It is {"failed": message} if the script failed, for
-        example because the memory of the GPU was full.
+        The JSON object that gpu_torch.py printed. It is {"failed": message} if the script failed,
+        for example because the memory of the GPU was full.
     """
     command = [sys.executable, "-m", "benchmarks.gpu_torch", "--model", str(folder)]
-    command += ["--documents", str(options.folder / "documents.jsonl"), "--hooks", str(hooks)]
+    command += ["--documents", str(options.folder / "documents.jsonl"), "--hooks", str(num_hooks)]
     command += ["--rows", str(options.rows), "--length", str(options.length)]
     try:
         return run([*command, "--seconds", str(options.seconds)], options.platform).result
@@ -89,29 +89,29 @@ def measure_transformers(folder: Path, hooks: int, options: argparse.Namespace) 
 
 
 def describe(
-    shape: str, hooks: int, tool_figures: Figures, torch_figures: Figures, peak: float
+    shape: str, num_hooks: int, tool_figures: Figures, torch_figures: Figures, peak: float
 ) -> Iterator[str]:
     """Yields lines that describe the figures of one model and one number of hooks.
 
     Args:
         shape: The name of the model's shape.
-        hooks: The number of stored layers.
+        num_hooks: The number of stored layers.
         tool_figures: The result of `measure_tool`.
         torch_figures: The result of `measure_transformers`.
         peak: The FLOP/s of the fastest matrix product.
     """
-    speed = tool_figures["tokens_per_second"]
+    tool_speed = tool_figures["tokens_per_second"]
     yield (
-        f"{shape} {hooks} hooks: step {tool_figures['step_tokens_per_second']:.0f} tokens/s, "
+        f"{shape} {num_hooks} hooks: step {tool_figures['step_tokens_per_second']:.0f} tokens/s, "
         f"{tool_figures['step_flops_per_second'] / peak:.0%} of {peak / 1e12:.0f} TFLOP/s; "
-        f"end to end {speed:.0f} tokens/s "
+        f"end to end {tool_speed:.0f} tokens/s "
         f"({tool_figures['packed_tokens_per_second']:.0f} without storing), "
         f"{tool_figures['bytes_per_second'] / 1e9:.2f} GB/s to disk"
     )
     for order, torch_speed in torch_figures.get("tokens_per_second", {}).items():
         yield (
-            f"{shape} {hooks} hooks: transformers, {order}: {torch_speed:.0f} tokens/s "
-            f"(ours {speed / torch_speed:.2f})"
+            f"{shape} {num_hooks} hooks: transformers, {order}: {torch_speed:.0f} tokens/s "
+            f"(ours {tool_speed / torch_speed:.2f})"
         )
 
 
@@ -134,16 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="in which a temporary folder is made (default: the system's temporary folder)",
     )
     options = parser.parse_args(argv)
-    script = (
+    device_script = (
         "import jax; print(jax.default_backend(), jax.local_devices()[0].device_kind, sep='\\n')"
     )
-    backend, device = run([sys.executable, "-c", script], None).stdout.splitlines()[-2:]
+    backend, device_kind = run([sys.executable, "-c", device_script], None).stdout.splitlines()[-2:]
     options.platform = "cuda" if backend == "gpu" else "cpu"
     if backend != "gpu" and options.shapes != ["tiny"]:
         print(f"error: expected a GPU, but JAX finds only: {backend}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
-        options.folder = Path(temporary)
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary_folder:
+        options.folder = Path(temporary_folder)
         make_documents(options.folder / "documents.jsonl", options.documents)
         peaks = {}
         for library in ("jax", "torch"):
@@ -152,24 +152,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             if backend == "gpu":
                 command.append("--gpu")
             peaks[library] = best(run(command, options.platform).result)["bfloat16"]
-        rows: dict[str, dict[str, Figures]] = {}  # shape and hooks -> program -> figures
+        # Shape and number of hooks -> program -> figures.
+        figures_of_model: dict[str, dict[str, Figures]] = {}
         for shape in options.shapes:
-            folder, config = options.folder / shape, SHAPES[shape]
+            model_folder, config = options.folder / shape, SHAPES[shape]
             if options.depth:
                 config = config | {"num_hidden_layers": options.depth}
-            make_model(folder, config)
-            for hooks in options.hooks:
-                torch_figures = measure_transformers(folder, hooks, options)
-                tool_figures = measure_tool(folder, hooks, options)
-                rows[f"{shape} {hooks}"] = {"ours": tool_figures, "transformers": torch_figures}
+            make_model(model_folder, config)
+            for num_hooks in options.hooks:
+                torch_figures = measure_transformers(model_folder, num_hooks, options)
+                tool_figures = measure_tool(model_folder, num_hooks, options)
+                figures_of_model[f"{shape} {num_hooks}"] = {
+                    "ours": tool_figures,
+                    "transformers": torch_figures,
+                }
                 peak = max(peaks.values())
-                lines = describe(shape, hooks, tool_figures, torch_figures, peak)
+                lines = describe(shape, num_hooks, tool_figures, torch_figures, peak)
                 print(*lines, sep="\n", flush=True)
-            shutil.rmtree(folder)
+            shutil.rmtree(model_folder)
     flags = vars(options).copy()
     # The temporary folder means nothing to a reader of the result.
     del flags["folder"]
-    print_result({"asked": flags, "device": device, "peak_flops_per_second": peaks, "rows": rows})
+    print_result(
+        {
+            "asked": flags,
+            "device": device_kind,
+            "peak_flops_per_second": peaks,
+            "rows": figures_of_model,
+        }
+    )
     return 0
 
 

@@ -62,39 +62,45 @@ def tokens_per_second(
 
     Args:
         model: The model, with hooks (see `add_hooks`).
-        batches: The lengths of the documents of each batch.
+        batches: For each batch, the lengths of its documents in tokens.
         outputs: The dict in which the hooks store the outputs of layers.
         host_memory: Memory on the host for the copies of the outputs, (hooks, tokens, width).
-        seconds: The time after which no further batch begins.
+        seconds: The time in seconds after which no further batch begins.
 
     Returns:
         The number of tokens per second, without padding.
     """
 
     def compute(lengths: Sequence[int]) -> None:
-        longest = max(lengths)
-        tokens = torch.randint(model.config.vocab_size, (len(lengths), longest), device=DEVICE)
+        longest_length = max(lengths)
+        padded_ids = torch.randint(
+            model.config.vocab_size, (len(lengths), longest_length), device=DEVICE
+        )
         length_column = torch.tensor(lengths, device=DEVICE)[:, None]
-        mask = (torch.arange(longest, device=DEVICE) < length_column).long()
-        model(tokens, attention_mask=None if min(lengths) == longest else mask, use_cache=False)
+        is_token = (torch.arange(longest_length, device=DEVICE) < length_column).long()
+        model(
+            padded_ids,
+            attention_mask=None if min(lengths) == longest_length else is_token,
+            use_cache=False,
+        )
         for hook_number, output in enumerate(outputs.values()):
-            target = host_memory[hook_number, : len(lengths) * longest]
-            target.copy_(output.flatten(0, 1), non_blocking=True)
+            memory_of_hook = host_memory[hook_number, : len(lengths) * longest_length]
+            memory_of_hook.copy_(output.flatten(0, 1), non_blocking=True)
 
     for lengths in batches[:3]:
         compute(lengths)
     synchronize()
     start_time = time.perf_counter()
-    token_count = batch_count = 0
-    while time.perf_counter() - start_time < seconds or batch_count < 2:
-        lengths = batches[batch_count % len(batches)]
+    num_tokens = num_batches = 0
+    while time.perf_counter() - start_time < seconds or num_batches < 2:
+        lengths = batches[num_batches % len(batches)]
         compute(lengths)
-        token_count += sum(lengths)
-        batch_count += 1
-        if batch_count % 4 == 0:
+        num_tokens += sum(lengths)
+        num_batches += 1
+        if num_batches % 4 == 0:
             synchronize()
     synchronize()
-    return token_count / (time.perf_counter() - start_time)
+    return num_tokens / (time.perf_counter() - start_time)
 
 
 def main() -> None:
@@ -113,21 +119,29 @@ def main() -> None:
     outputs: dict[int, torch.Tensor] = {}
     config = model.config
     add_hooks(model, evenly_spaced(options.hooks, config.num_hidden_layers), outputs)
-    shape = options.hooks, options.rows * options.length, config.hidden_size
-    host_memory = torch.empty(shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
+    memory_shape = options.hooks, options.rows * options.length, config.hidden_size
+    host_memory = torch.empty(memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
     texts = (json.loads(line)["text"] for line in options.documents.open())
-    lengths = [min(len(text), options.length) for text in texts]
-    speeds = {}
-    for order, ordered_lengths in (("as they come", lengths), ("by length", sorted(lengths))):
-        starts = range(0, len(lengths), options.rows)
-        batches = [ordered_lengths[start : start + options.rows] for start in starts]
-        # If the time is over before all batches are computed, a random sample of them is measured.
+    document_lengths = [min(len(text), options.length) for text in texts]
+    speed_of_order = {}
+    for order_name, ordered_lengths in (
+        ("as they come", document_lengths),
+        ("by length", sorted(document_lengths)),
+    ):
+        batch_starts = range(0, len(document_lengths), options.rows)
+        batches = [ordered_lengths[start : start + options.rows] for start in batch_starts]
+        # The batches are computed in random order, so that a random sample of them is measured if
+        # the time is over before all of them are computed.
         random.Random(0).shuffle(batches)
-        speeds[order] = tokens_per_second(model, batches, outputs, host_memory, options.seconds)
+        speed_of_order[order_name] = tokens_per_second(
+            model, batches, outputs, host_memory, options.seconds
+        )
     full_rows = [[options.length] * options.rows]
-    speeds["full rows"] = tokens_per_second(model, full_rows, outputs, host_memory, options.seconds)
+    speed_of_order["full rows"] = tokens_per_second(
+        model, full_rows, outputs, host_memory, options.seconds
+    )
     versions = {package: version(package) for package in ("torch", "transformers")}
-    print(json.dumps({"tokens_per_second": speeds, "versions": versions}))
+    print(json.dumps({"tokens_per_second": speed_of_order, "versions": versions}))
 
 
 if __name__ == "__main__":

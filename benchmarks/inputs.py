@@ -67,7 +67,7 @@ SHAPES: dict[str, Any] = {
         "shared_expert_intermediate_size": 64,
         "decoder_sparse_step": 2,
     },
-    # A model for short runs on a CPU.
+    # A model of Qwen2's family for short runs on a CPU.
     "0.1B": _shape(640, 2560, 16, 10, 2, 32000, True),
     "0.5B": released_config("Qwen2.5-0.5B"),
     "1.5B": released_config("Qwen2.5-1.5B"),
@@ -101,7 +101,7 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     """Writes a checkpoint of random bfloat16 weights, with a tokenizer whose tokens are bytes.
 
     Args:
-        folder: The folder to write to.
+        folder: The folder in which the files are written.
         config: The content of config.json.
 
     Returns:
@@ -110,14 +110,14 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    table = weight_table(Qwen2(parse_model_config(config)))
+    weights = weight_table(Qwen2(parse_model_config(config)))
     if config["tie_word_embeddings"]:
-        del table["lm_head", "weight"]
-    write_weights(folder / "model.safetensors", table.values())
-    return sum(int(np.prod(spec.shape)) for spec in table.values())
+        del weights["lm_head", "weight"]
+    write_weights(folder / "model.safetensors", weights.values())
+    return sum(int(np.prod(spec.shape)) for spec in weights.values())
 
 
-def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
+def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
     """Writes random bfloat16 weights to a safetensors file.
 
     Weights are divided by the square root of their fan-in, and 1 is added to the weights of norms.
@@ -125,23 +125,25 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
     them.
 
     Args:
-        path: The file to write.
-        table: The weights of the model.
+        path: The path of the file to write.
+        specs: The specifications of the weights, with their shapes and names of tensors.
     """
     normal_values = np.random.default_rng(0).standard_normal(DRAWN_COUNT, np.float32)
-    specs = {name: spec for spec in table for name in spec.hf_names}
+    spec_of_tensor = {tensor_name: spec for spec in specs for tensor_name in spec.hf_names}
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
-    shapes = {name: (bfloat16, spec.hf_shape) for name, spec in specs.items()}
-    with path.open("wb") as file:
-        file.write(pack_header(shapes, {}))
-        for name, spec in specs.items():
-            values = normal_values / np.float32(math.sqrt(spec.hf_shape[-1]))
-            if name.endswith("norm.weight"):
-                values += 1
-            values = values.astype(bfloat16)
-            count = math.prod(spec.hf_shape)
-            for start in range(0, count, DRAWN_COUNT):
-                file.write(values[: count - start].tobytes())
+    header_entries = {
+        tensor_name: (bfloat16, spec.hf_shape) for tensor_name, spec in spec_of_tensor.items()
+    }
+    with path.open("wb") as weight_file:
+        weight_file.write(pack_header(header_entries, {}))
+        for tensor_name, spec in spec_of_tensor.items():
+            weight_values = normal_values / np.float32(math.sqrt(spec.hf_shape[-1]))
+            if tensor_name.endswith("norm.weight"):
+                weight_values += 1
+            weight_values = weight_values.astype(bfloat16)
+            num_values = math.prod(spec.hf_shape)
+            for first_value in range(0, num_values, DRAWN_COUNT):
+                weight_file.write(weight_values[: num_values - first_value].tobytes())
 
 
 def make_documents(path: Path, count: int) -> None:
@@ -151,14 +153,14 @@ def make_documents(path: Path, count: int) -> None:
     distributed like those of FineWeb-Edu.
 
     Args:
-        path: The file to write.
+        path: The path of the file to write.
         count: The number of documents.
     """
     rng = np.random.default_rng(0)
-    lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, count)
-    lengths = np.clip(lengths.round().astype(int), 1, MAX_TOKENS)
+    document_lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, count)
+    document_lengths = np.clip(document_lengths.round().astype(int), 1, MAX_TOKENS)
     letters = np.frombuffer(b"etaoinshrdlu ", np.uint8)
-    rows = [{"text": rng.choice(letters, length).tobytes().decode()} for length in lengths]
+    rows = [{"text": rng.choice(letters, length).tobytes().decode()} for length in document_lengths]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -167,7 +169,7 @@ def tokenise(model: Path, documents: Path, max_tokens: int) -> list[list[int]]:
 
     Args:
         model: The folder of the tokenizer.
-        documents: The JSON Lines file with the documents.
+        documents: The path of a JSON Lines file with the documents.
         max_tokens: The number of tokens at which a document is cut.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))

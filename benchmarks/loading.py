@@ -63,8 +63,8 @@ def quantise(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
     tensors = load_file(source / SINGLE_FILE)
     rng = np.random.default_rng(0)
-    for name, weight in [*tensors.items()]:
-        if not name.endswith("_proj.weight"):
+    for tensor_name, weight in [*tensors.items()]:
+        if not tensor_name.endswith("_proj.weight"):
             continue
         rows, columns = weight.shape
         block_counts = -(-rows // BLOCK), -(-columns // BLOCK)
@@ -73,15 +73,20 @@ def quantise(source: Path, target: Path) -> None:
         scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
         scale_of_weight = scales.repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
         scaled_weight = weight.astype(np.float32) / scale_of_weight.astype(np.float32)
-        tensors[name] = scaled_weight.astype(VALUE_DTYPE)
-        tensors[f"{name}_scale_inv"] = scales
+        tensors[tensor_name] = scaled_weight.astype(VALUE_DTYPE)
+        tensors[f"{tensor_name}_scale_inv"] = scales
     save_file(tensors, target / SINGLE_FILE)
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Drops a file from the page cache of the operating system, so it is read from the disk."""
+    """Drops a file from the page cache of the operating system, so that it is read from the disk.
+
+    Args:
+        path: The path of the file.
+    """
     with open(path, "rb") as file:
-        # Pages that are not written to the disk yet would stay in the cache.
+        # Pages that were not written to the disk would stay in the cache, so they are written
+        # first.
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -89,44 +94,47 @@ def drop_from_page_cache(path: Path) -> None:
 def seconds_to_load(folder: Path, dtype: str) -> float:
     checkpoint = Checkpoint(str(folder))
     config = read_model_config(folder / "config.json")
-    table = weight_table(Qwen2(config), checkpoint.tensors)
+    weights = weight_table(Qwen2(config), checkpoint.tensors)
     layout = build_layout(jax.devices()[:1], {"model": 1}, config.num_key_value_heads)
     start_time = time.perf_counter()
     jax.block_until_ready(
-        load_params(table, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16")
+        load_params(weights, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16")
     )
     return time.perf_counter() - start_time
 
 
-def compare(folders: dict[str, Path], dtype: str, rounds: int, cold: bool) -> dict[str, Any]:
+def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) -> dict[str, Any]:
     """Loads a bfloat16 and a float8 checkpoint alternately, and compares their speeds.
 
     Args:
         folders: The dtype of a checkpoint, "bfloat16" or "float8" -> its folder.
         dtype: The dtype of the weights on the device.
         rounds: The number of times that each checkpoint is loaded.
-        cold: Whether to read from the disk instead of the page cache.
+        is_cold: Whether to read from the disk instead of the page cache.
 
     Returns:
         A dict with these figures.
         bfloat16, float8: The median speed of each checkpoint in GB/s.
-        share: The median, smallest and largest ratio of float8's speed to bfloat16's.
+        share: A list of the median, the smallest and the largest ratio of float8's speed to
+            bfloat16's.
     """
-    speeds: dict[str, list[float]] = {checkpoint_dtype: [] for checkpoint_dtype in folders}
+    speeds_of_dtype: dict[str, list[float]] = {checkpoint_dtype: [] for checkpoint_dtype in folders}
     for _ in range(rounds):
         for checkpoint_dtype, folder in folders.items():
-            path = folder / SINGLE_FILE
-            if cold:
-                drop_from_page_cache(path)
-            speed = path.stat().st_size / seconds_to_load(folder, dtype) / 1e9
-            speeds[checkpoint_dtype].append(speed)
+            weight_path = folder / SINGLE_FILE
+            if is_cold:
+                drop_from_page_cache(weight_path)
+            gb_per_second = weight_path.stat().st_size / seconds_to_load(folder, dtype) / 1e9
+            speeds_of_dtype[checkpoint_dtype].append(gb_per_second)
     ratios = sorted(
         float8_speed / bfloat16_speed
-        for float8_speed, bfloat16_speed in zip(speeds["float8"], speeds["bfloat16"], strict=True)
+        for float8_speed, bfloat16_speed in zip(
+            speeds_of_dtype["float8"], speeds_of_dtype["bfloat16"], strict=True
+        )
     )
     median_and_range = statistics.median(ratios), ratios[0], ratios[-1]
     figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in median_and_range]}
-    for checkpoint_dtype, speeds_of_rounds in speeds.items():
+    for checkpoint_dtype, speeds_of_rounds in speeds_of_dtype.items():
         figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
     return figures
 
@@ -142,13 +150,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="how many (default: 9)")
     options = parser.parse_args()
     speeds_of_models: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as temporary_folder:
         for model_name, config in MODELS.items():
-            folders = {dtype: Path(scratch, model_name, dtype) for dtype in ("bfloat16", "float8")}
+            folders = {
+                dtype: Path(temporary_folder, model_name, dtype) for dtype in ("bfloat16", "float8")
+            }
             make_model(folders["bfloat16"], config | SMALL_VOCABULARY)
             quantise(folders["bfloat16"], folders["float8"])
             for folder in folders.values():
-                # The first time includes compiling, so it is not measured.
+                # The first loading includes compiling, so it is not measured.
                 seconds_to_load(folder, options.dtype)
             speeds_of_models[model_name] = {
                 cache_state: compare(folders, options.dtype, options.rounds, cache_state == "cold")

@@ -31,7 +31,7 @@ class StoredObject(NamedTuple):
     Attributes:
         size: Size in bytes.
         generation: Generation number, which grows with every write to the bucket.
-        content: Content. Empty if it is larger than MAX_KEPT_BYTES.
+        content: Bytes of the object. Empty if there are more than MAX_KEPT_BYTES.
     """
 
     size: int
@@ -40,11 +40,13 @@ class StoredObject(NamedTuple):
 
 
 class NullBucketHandler(BaseHTTPRequestHandler):
-    """Handles the requests of a connection. All connections share the objects.
+    """Handles the requests of a connection.
+
+    All connections share the attributes of this class.
 
     Attributes:
-        objects: Object name -> object.
-        generations: Generation numbers for the next writes.
+        objects: Name of an object -> the object.
+        generations: Iterator over the generation numbers of the next writes.
         lock: Lock for comparing a generation and writing an object in one step.
     """
 
@@ -60,7 +62,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
 
     @property
     def object_name(self) -> str:
-        """The name of the object that the URL of the request names; "" for the bucket itself."""
+        """The name of the object in the URL of the request. "" if the URL names the bucket."""
         return unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
 
     def do_GET(self) -> None:
@@ -73,11 +75,12 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         if byte_range is None:
             return self._send(200, stored_object.content, stored_object)
         size = stored_object.size
-        start, last = int(byte_range[1]), min(int(byte_range[2]), size - 1)
-        content = stored_object.content[start : last + 1]
-        if not stored_object.content:  # it was discarded
-            content = bytes(max(0, last + 1 - start))
-        self._send(206, content, stored_object, f"bytes {start}-{last}/{size}")
+        first_byte, last_byte = int(byte_range[1]), min(int(byte_range[2]), size - 1)
+        content = stored_object.content[first_byte : last_byte + 1]
+        if not stored_object.content:
+            # The content was discarded, so it reads as zeros.
+            content = bytes(max(0, last_byte + 1 - first_byte))
+        self._send(206, content, stored_object, f"bytes {first_byte}-{last_byte}/{size}")
 
     do_HEAD = do_GET
 
@@ -87,8 +90,8 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         size, content = self._read_body()
         with self.lock:
-            previous = self.objects.get(self.object_name)
-            generation = str(previous.generation if previous else 0)
+            previous_object = self.objects.get(self.object_name)
+            generation = str(previous_object.generation if previous_object else 0)
             if self.headers.get("x-goog-if-generation-match", generation) != generation:
                 return self._send(412)
             stored_object = StoredObject(size, next(self.generations), content)
@@ -98,31 +101,32 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     def _listing(self) -> bytes:
         """Returns the XML that lists the objects whose names begin with the requested prefix."""
         prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
-        contents = ""
-        for name, stored_object in sorted(dict(self.objects).items()):
-            if name.startswith(prefix):
-                contents += (
-                    f"<Contents><Key>{escape(name)}</Key><Size>{stored_object.size}</Size>"
+        entries_xml = ""
+        for object_name, stored_object in sorted(dict(self.objects).items()):
+            if object_name.startswith(prefix):
+                entries_xml += (
+                    f"<Contents><Key>{escape(object_name)}</Key><Size>{stored_object.size}</Size>"
                     f'<ETag>"{stored_object.generation}"</ETag>'
                     "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
                 )
-        return f"<ListBucketResult>{contents}</ListBucketResult>".encode()
+        return f"<ListBucketResult>{entries_xml}</ListBucketResult>".encode()
 
     def _read_body(self) -> tuple[int, bytes]:
         """Reads the body of the request.
 
         Returns:
-            The size of the body in bytes, and its content. The content is empty if it is larger
-            than MAX_KEPT_BYTES.
+            A tuple of the size of the body in bytes, and its content. The content is empty if it is
+            larger than MAX_KEPT_BYTES.
         """
         size = int(self.headers.get("Content-Length") or 0)
-        remaining, content = size, b""
+        remaining_bytes = size
+        content = b""
         buffer = memoryview(bytearray(min(READ_BYTES, max(size, 1))))
-        while remaining:
-            read_count = self.rfile.readinto(buffer[: min(remaining, READ_BYTES)])
+        while remaining_bytes:
+            num_read_bytes = self.rfile.readinto(buffer[: min(remaining_bytes, READ_BYTES)])
             if size <= MAX_KEPT_BYTES:
-                content += buffer[:read_count]
-            remaining -= read_count
+                content += buffer[:num_read_bytes]
+            remaining_bytes -= num_read_bytes
         return size, content
 
     def _send(
@@ -137,20 +141,21 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         Args:
             status: The HTTP status.
             content: The body, which is not sent if the request is HEAD.
-            stored_object: The object that the headers describe. None for a response about none.
+            stored_object: The object that the headers describe. None for a response without an
+                object.
             content_range: The header Content-Range. "" to leave it out.
         """
         self.send_response(status)
         if content_range:
             self.send_header("Content-Range", content_range)
-        size = len(content)
+        content_length = len(content)
         if stored_object is not None:
             if self.command == "HEAD":
-                size = stored_object.size
+                content_length = stored_object.size
             self.send_header("ETag", f'"{stored_object.generation}"')
             self.send_header("x-goog-generation", str(stored_object.generation))
             self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
-        self.send_header("Content-Length", str(size))
+        self.send_header("Content-Length", str(content_length))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-# A product of matrices (rows, inner) and (inner, columns), as (rows, inner, columns).
+# The sizes (rows, inner, columns) of a product of two matrices, (rows, inner) and (inner, columns).
 Product = tuple[int, int, int]
 CPU_PRODUCTS: tuple[Product, ...] = (
     (2048, 896, 4864),
@@ -42,9 +42,9 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
     import jax
     import jax.numpy as jnp
 
-    rows, inner, columns = product
-    x = jax.random.normal(jax.random.key(0), (rows, inner), dtype)
-    y = jax.random.normal(jax.random.key(1), (columns, inner), dtype)
+    rows, inner_size, columns = product
+    x = jax.random.normal(jax.random.key(0), (rows, inner_size), dtype)
+    y = jax.random.normal(jax.random.key(1), (columns, inner_size), dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
     result_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
@@ -65,10 +65,10 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
     """
     import torch
 
-    rows, inner, columns = product
+    rows, inner_size, columns = product
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(rows, inner, dtype=getattr(torch, dtype), device=device)
-    y = torch.randn(columns, inner, dtype=getattr(torch, dtype), device=device)
+    x = torch.randn(rows, inner_size, dtype=getattr(torch, dtype), device=device)
+    y = torch.randn(columns, inner_size, dtype=getattr(torch, dtype), device=device)
 
     def multiply() -> object:
         with torch.inference_mode():
@@ -86,20 +86,21 @@ def operations_per_second(
     """Measures the speed of a function, after two calls that are not measured.
 
     Args:
-        function: The function.
+        function: The function, which takes no arguments.
         operations: The number of floating-point operations of one call.
-        seconds: The time after which the function is not called again.
+        seconds: The time in seconds after which the function is not called again.
 
     Returns:
         The number of floating-point operations per second.
     """
     function()
     function()
-    start_time, calls = time.perf_counter(), 0
+    num_calls = 0
+    start_time = time.perf_counter()
     while time.perf_counter() - start_time < seconds:
         function()
-        calls += 1
-    return calls * operations / (time.perf_counter() - start_time)
+        num_calls += 1
+    return num_calls * operations / (time.perf_counter() - start_time)
 
 
 def measure(
@@ -111,28 +112,30 @@ def measure(
         library: The library, "jax" or "torch".
         products: The sizes of the products.
         dtypes: The dtypes of the matrices.
-        seconds: The time that each product is measured.
+        seconds: The number of seconds for which each product is measured.
 
     Returns:
         dtype -> sizes of the product, joined by "x" -> FLOP/s.
     """
     product_function = {"jax": jax_product, "torch": torch_product}[library]
-    rates: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    speeds: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
     for dtype in dtypes:
         for product in products:
-            flops = 2.0 * math.prod(product)
-            rate = operations_per_second(product_function(product, dtype), flops, seconds)
-            rates[dtype]["x".join(map(str, product))] = rate
-    return rates
+            operations = 2.0 * math.prod(product)
+            flops_per_second = operations_per_second(
+                product_function(product, dtype), operations, seconds
+            )
+            speeds[dtype]["x".join(map(str, product))] = flops_per_second
+    return speeds
 
 
-def best(rates: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Returns the speed of the fastest product: dtype -> FLOP/s.
+def best(speeds: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Returns the speed of the fastest product in each dtype: dtype -> FLOP/s.
 
     Args:
-        rates: The JSON that this script prints: dtype -> sizes of the product -> FLOP/s.
+        speeds: The JSON object that this script prints: dtype -> sizes of the product -> FLOP/s.
     """
-    return {dtype: max(products.values()) for dtype, products in rates.items()}
+    return {dtype: max(products.values()) for dtype, products in speeds.items()}
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def resident_bytes(field: str, pid: int | str = "self") -> int | None:
         pid: The id of the process. "self" for this process.
 
     Returns:
-        The bytes, or None if the process has ended.
+        The memory in bytes. None if the process has ended.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -43,7 +43,7 @@ class PeakMemory:
     """Watches the peak resident memory of a process until it ends.
 
     Attributes:
-        bytes: Peak so far in bytes. 0 before the first measurement.
+        bytes: Peak resident memory so far in bytes. 0 before the first measurement.
     """
 
     def __init__(self, pid: int) -> None:
@@ -52,8 +52,8 @@ class PeakMemory:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while (peak := resident_bytes("VmHWM", self._pid)) is not None:
-            self.bytes = peak
+        while (peak_bytes := resident_bytes("VmHWM", self._pid)) is not None:
+            self.bytes = peak_bytes
             time.sleep(0.02)
 
 
@@ -63,12 +63,12 @@ class FinishedProcess:
 
     Attributes:
         stdout: Text that the process has written to its stdout.
-        stderr_lines: Lines that the process has written to its stderr, each after the seconds from
-            the start of the process to the line.
+        stderr_lines: Tuple for each line that the process has written to its stderr. It contains
+            the seconds from the start of the process to the line, and the line.
         seconds: Seconds from the start of the process to its end.
         peak_bytes: Peak resident memory of the process.
-        disturbed: Fraction of the machine's processor time that other processes used meanwhile. If
-            it is more than a few percent, measured speeds mean little.
+        disturbed: Fraction of the machine's processor time that other processes used while this
+            process ran. If it is more than a few percent, measured speeds mean little.
     """
 
     stdout: str
@@ -83,13 +83,13 @@ class FinishedProcess:
         return json.loads(self.stdout.splitlines()[-1])
 
     def seconds_until(self, words: str) -> float:
-        """Returns the seconds until a line of stderr first contained these words.
+        """Returns the seconds from the start of the process to the first line with some words.
 
         Args:
-            words: The words to search for.
+            words: Text that the line contains.
 
         Raises:
-            StopIteration: If no line contains the words.
+            StopIteration: If no line of stderr contains the words.
         """
         return next(seconds for seconds, line in self.stderr_lines if words in line)
 
@@ -145,7 +145,8 @@ def _seconds_of_other_processes() -> float:
     The time of this process's ended children is left out.
     """
     first_line = Path("/proc/stat").read_text().split("\n")[0]
-    # The clock ticks of all cores: user, nice, system, idle, iowait, irq, softirq and steal.
+    # Clock ticks of all cores in eight states: user, nice, system, idle, iowait, irq, softirq,
+    # steal.
     ticks = [int(field) for field in first_line.split()[1:9]]
     idle_ticks, io_wait_ticks = ticks[3:5]
     busy_seconds = (sum(ticks) - idle_ticks - io_wait_ticks) / os.sysconf("SC_CLK_TCK")
@@ -196,19 +197,20 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
 
 def machine() -> dict[str, Any]:
     """Returns a description of this machine: processor, memory, system and Python."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    cpu_info: dict[str, str] = {}  # of the last core; all cores are alike
-    for line in lines:
+    cpu_info_path = Path("/proc/cpuinfo")
+    cpu_info_lines = cpu_info_path.read_text().splitlines() if cpu_info_path.exists() else []
+    # Field of /proc/cpuinfo -> value. All cores have the same values, so the last core is used.
+    cpu_info: dict[str, str] = {}
+    for line in cpu_info_lines:
         field, colon, content = line.partition(":")
         if colon:
             cpu_info[field.strip()] = content.strip()
-    supported = cpu_info.get("flags", "").split()
+    supported_extensions = cpu_info.get("flags", "").split()
     extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
         "processor": cpu_info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
-        "extensions": [extension for extension in extensions if extension in supported],
+        "extensions": [extension for extension in extensions if extension in supported_extensions],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -219,16 +221,18 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the median of each figure over the rounds: name of the figure -> median.
 
     Args:
-        rounds: The name of a figure -> the figure, for each round. All rounds have the same names.
+        rounds: For each round, a dict: name of a figure -> figure. All rounds have the same names.
     """
     return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a table with a line of titles. Floats get three significant digits.
+    """Prints a table whose first line contains the titles of the columns.
+
+    Floats are printed with three significant digits.
 
     Args:
-        rows: The title of a column -> the cell, for each row. All rows have the same titles.
+        rows: For each row, a dict: title of a column -> cell. All rows have the same titles.
     """
     lines = [list(rows[0])]
     lines += [[_shown(cell) for cell in row.values()] for row in rows]
