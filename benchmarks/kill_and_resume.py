@@ -66,13 +66,14 @@ status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)
 """
-# The largest number of seconds between the sign of life of a run and the kill.
+# The largest number of seconds that a process runs after its start or first sign of life until it
+# is killed.
 MAX_SECONDS_TO_KILL = 0.8
-# The largest allowed difference of values, divided by the root mean square of the hook.
+# The largest allowed difference of two values, divided by the root mean square of their hook.
 TOLERANCE = 1e-5
 # Words in the message of a process whose folder another process has taken over.
 TAKEN_OVER = "has taken over"
-# Numbers of devices, with the flags of a mesh that has so many devices.
+# Tuples of a number of devices and the flags of a mesh with this number of devices.
 MESHES: tuple[tuple[int, list[str]], ...] = (
     (1, []),
     (2, ["--mesh_type", "1d"]),
@@ -80,7 +81,7 @@ MESHES: tuple[tuple[int, list[str]], ...] = (
     (4, ["--mesh_shape", "2,2", "--mesh_axes", "data,fsdp"]),
     (4, ["--no_data_parallel"]),
 )
-# The number of documents of an input.
+# The number of documents in each input.
 DOCUMENTS = 900
 
 
@@ -88,8 +89,8 @@ class StartedProcess(NamedTuple):
     """A process that was started.
 
     Attributes:
-        process: Process.
-        log: File with the stdout and stderr of the process.
+        process: Handle of the process.
+        log: Path of the file with the stdout and stderr of the process.
     """
 
     process: Forked
@@ -105,7 +106,8 @@ class StartedProcess(NamedTuple):
         Raises:
             RuntimeError: If the process has ended in another way.
         """
-        status, log_text = self.process.wait(), self.log.read_text(errors="replace")
+        status = self.process.wait()
+        log_text = self.log.read_text(errors="replace")
         if status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
             return "lost"
         if status not in (0, -signal.SIGKILL):
@@ -121,9 +123,10 @@ class Extraction:
         folder: Folder of the script and the logs.
         flags: Flags of extract_activations.py.
         environment: Environment variables in addition to those of this process.
-        varied: Whether the batch size, the mesh and the number of devices change at every start.
+        varied: Whether the batch size, the mesh and the number of devices are chosen at random at
+            every start.
         rng: Generator of all random choices.
-        starts: Number of starts so far.
+        starts: Number of times that the extraction was started so far.
     """
 
     folder: Path
@@ -141,26 +144,27 @@ class Extraction:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.starts += 1
-        script, log = self.folder / "slowly.py", self.folder / f"{self.starts}.log"
-        script.write_text(SLOW_SCRIPT)
-        variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        command = [str(script), *self.flags, *more_flags]
+        script_path, log_path = self.folder / "slowly.py", self.folder / f"{self.starts}.log"
+        script_path.write_text(SLOW_SCRIPT)
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        command = [str(script_path), *self.flags, *more_flags]
         if self.varied:
-            device_count, mesh_flags = self.rng.choice(MESHES)
-            variables[DEVICES] = str(device_count)
+            num_devices, mesh_flags = self.rng.choice(MESHES)
+            environment[DEVICES] = str(num_devices)
             command += [*mesh_flags, "--batch_size", str(self.rng.choice([4, 8, 12]))]
-        process = Forked(command, variables | dict(self.environment), log)
-        return StartedProcess(process, log)
+        process = Forked(command, environment | dict(self.environment), log_path)
+        return StartedProcess(process, log_path)
 
     def kill(self, signs_of_life: Callable[[], object], kills: int) -> int:
         """Starts and kills the extraction several times, and then lets it complete.
 
-        The first two kills and every fourth one come at a random moment after the start. The others
-        come at a random moment after the first sign of life. If the run is complete before it is
-        killed, it is not started again.
+        The first two kills and every fourth kill come at a random moment after the start of the
+        process. The other kills come at a random moment after its first sign of life. If the run is
+        complete before it is killed, it is not started again.
 
         Args:
-            signs_of_life: The function whose result changes when a process has begun to store.
+            signs_of_life: A function without arguments, whose result changes when a process has
+                begun to store.
             kills: The number of processes to kill.
 
         Returns:
@@ -185,8 +189,8 @@ class Extraction:
     def compete(self, writers: int, events: int) -> Counter[str]:
         """Lets several processes write to one bucket, and stops or kills them at random.
 
-        After each stop or kill, every process that has ended is replaced by a new one. When all
-        have ended, one more process runs until the extraction is complete.
+        After each stop or kill, every process that has ended is replaced by a new process. When all
+        processes have ended, one more process runs until the extraction is complete.
 
         Args:
             writers: The number of processes that run at the same time.
@@ -227,10 +231,10 @@ class Extraction:
 
 
 class Sample(NamedTuple):
-    """A stored sample, as a run has stored it.
+    """A sample that a run has stored.
 
     Attributes:
-        tokens: Ids of the stored tokens, and their positions in the sample.
+        tokens: Tuple of the ids of the stored tokens and their positions in the sample.
         facts: Row of the sample in the table of samples.
         values: Key of a hook -> activations (tokens, width).
     """
@@ -244,7 +248,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
     """Reads all samples of a run.
 
     Args:
-        urls: The folders of the run: one for each worker.
+        urls: The URLs or paths of the run's folders, one for each worker.
 
     Returns:
         Sample number -> sample.
@@ -254,20 +258,20 @@ def samples_in(*urls: object) -> dict[int, Sample]:
     """
     samples_by_number: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
-        log = RunLog.read(folder)
-        if log.problems:
-            raise RuntimeError(log.problems[0])
-        for commit in log.in_order:
+        run_log = RunLog.read(folder)
+        if run_log.problems:
+            raise RuntimeError(run_log.problems[0])
+        for commit in run_log.in_order:
             if not commit.count:
                 continue
-            table = stored_samples(read_table(folder, commit))
-            samples = read_samples(folder, log, commit, range(commit.count), commit.file)
-            for sample, table_row in zip(samples, table, strict=True):
+            table_rows = stored_samples(read_table(folder, commit))
+            samples = read_samples(folder, run_log, commit, range(commit.count), commit.file)
+            for sample, table_row in zip(samples, table_rows, strict=True):
                 facts, tokens = table_row.facts, sample.tokens
-                number = facts.sample_idx
-                if number in samples_by_number or tokens.sample_idx != number:
-                    raise RuntimeError(f"{folder.url}: sample {number} is stored twice")
-                samples_by_number[number] = Sample(
+                sample_number = facts.sample_idx
+                if sample_number in samples_by_number or tokens.sample_idx != sample_number:
+                    raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
+                samples_by_number[sample_number] = Sample(
                     (np.asarray(tokens.token_ids).tolist(), tokens.positions.tolist()),
                     facts,
                     dict(zip(commit.names, sample.values, strict=True)),
@@ -276,7 +280,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
 
 
 def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]) -> float:
-    """Compares the samples of a disturbed run with those of an undisturbed run.
+    """Compares the samples of a disturbed run with the samples of an undisturbed run.
 
     Args:
         disturbed: Sample number -> sample of the disturbed run.
@@ -289,18 +293,22 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
     Raises:
         RuntimeError: If the numbers, tokens, positions or facts of the samples differ.
     """
-    missing = undisturbed.keys() - disturbed.keys()
-    unexpected = disturbed.keys() - undisturbed.keys()
-    if missing or unexpected:
-        raise RuntimeError(f"missing samples: {missing}, unexpected samples: {unexpected}")
-    for number, expected in undisturbed.items():
-        sample = disturbed[number]
-        if (sample.tokens, sample.facts) != (expected.tokens, expected.facts):
-            raise RuntimeError(f"sample {number}: {sample[:2]}, expected {expected[:2]}")
+    missing_samples = undisturbed.keys() - disturbed.keys()
+    unexpected_samples = disturbed.keys() - undisturbed.keys()
+    if missing_samples or unexpected_samples:
+        raise RuntimeError(
+            f"missing samples: {missing_samples}, unexpected samples: {unexpected_samples}"
+        )
+    for sample_number, expected_sample in undisturbed.items():
+        sample = disturbed[sample_number]
+        if (sample.tokens, sample.facts) != (expected_sample.tokens, expected_sample.facts):
+            raise RuntimeError(
+                f"sample {sample_number}: {sample[:2]}, expected {expected_sample[:2]}"
+            )
 
     def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
-        values = [samples[number].values[hook] for number in undisturbed]
-        return np.concatenate(values).astype(np.float64)
+        values_of_samples = [samples[sample_number].values[hook] for sample_number in undisturbed]
+        return np.concatenate(values_of_samples).astype(np.float64)
 
     largest_deviation = 0.0
     for hook in next(iter(undisturbed.values())).values:
@@ -312,14 +320,14 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
 
 def make_texts() -> list[str]:
-    """Returns DOCUMENTS texts of 0 to 60 words."""
+    """Returns random texts of 0 to 60 words. Their number is DOCUMENTS."""
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
-    starts = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
+    first_words = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
     texts = []
-    for start in starts:
+    for first_word in first_words:
         word_count = rng.choice(range(61))
-        texts.append(" ".join(words[start : start + word_count]))
+        texts.append(" ".join(words[first_word : first_word + word_count]))
     return texts
 
 
@@ -332,17 +340,17 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     Returns:
         Kind of input -> the flags of a run over it.
     """
-    model = demo.make_demo(folder)[0]
-    expert_model = folder / "experts"
-    expert_model.mkdir()
+    model_folder = demo.make_demo(folder)[0]
+    expert_model_folder = folder / "experts"
+    expert_model_folder.mkdir()
     config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
-    (expert_model / "config.json").write_text(json.dumps(config))
+    (expert_model_folder / "config.json").write_text(json.dumps(config))
     for file_name in ("tokenizer.json", "tokenizer_config.json"):
-        (expert_model / file_name).write_bytes((model / file_name).read_bytes())
+        (expert_model_folder / file_name).write_bytes((model_folder / file_name).read_bytes())
     weights = weight_table(Qwen2(parse_model_config(config)))
-    demo.write_weights(expert_model / "model.safetensors", weights.values())
-    template = folder / "template.jinja"
-    template.write_text(QWEN2_5)
+    demo.write_weights(expert_model_folder / "model.safetensors", weights.values())
+    template_path = folder / "template.jinja"
+    template_path.write_text(QWEN2_5)
 
     texts = make_texts()
     documents: list[dict[str, Any]] = [
@@ -354,18 +362,24 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         system_message = {"role": "system", "content": "Hm."}
         conversations.append({"messages": [system_message, {"role": "user", "content": text}]})
         token_ids = [ord(character) % 128 for character in text[:80]]
-        mask = [position % 3 > 0 for position in range(len(token_ids))]
-        token_rows.append({"ids": token_ids, "mask": mask})
+        is_kept = [position % 3 > 0 for position in range(len(token_ids))]
+        token_rows.append({"ids": token_ids, "mask": is_kept})
 
     def write(name: str, rows: Sequence[Mapping[str, Any]], bad_lines: int = 0) -> str:
-        """Writes rows to a file of JSON Lines with some bad lines, and returns the path."""
+        """Writes rows to a JSON Lines file, and returns its path.
+
+        Args:
+            name: The name of the file in `folder`.
+            rows: The rows.
+            bad_lines: The number of lines that are no JSON and are inserted between the rows.
+        """
         lines = [json.dumps(row) for row in rows]
-        for bad_line in range(bad_lines):
-            lines.insert(bad_line * 60, "{")
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(lines) + "\n")
-        return str(path)
+        for bad_line_number in range(bad_lines):
+            lines.insert(bad_line_number * 60, "{")
+        file_path = folder / name
+        file_path.parent.mkdir(exist_ok=True)
+        file_path.write_text("\n".join(lines) + "\n")
+        return str(file_path)
 
     documents_path = write("rows.jsonl", documents)
     conversations_path = write("c.jsonl", conversations)
@@ -373,33 +387,33 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     bad_rows_path = write("b.jsonl", documents, bad_lines=9)
     for file_number in range(3):
         write(f"files/{file_number}.jsonl", documents[file_number::3])
-    half = len(documents) // 2
-    first_half_path = write("half.jsonl", documents[:half])
-    table = pyarrow.Table.from_pylist(documents[half:])
-    pyarrow.parquet.write_table(table, folder / "half.parquet", row_group_size=100)
+    half_count = len(documents) // 2
+    first_half_path = write("half.jsonl", documents[:half_count])
+    second_half = pyarrow.Table.from_pylist(documents[half_count:])
+    pyarrow.parquet.write_table(second_half, folder / "half.parquet", row_group_size=100)
 
-    model_flags = ["--model_path", str(model)]
+    model_flags = ["--model_path", str(model_folder)]
     text_flags = [*model_flags, "--dataset_path", documents_path]
     files_flags = [*model_flags, "--dataset_path", str(folder / "files")]
-    mixture = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
+    mixture_parts = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
     chat_flags = ["--dataset_path", conversations_path, "--messages_column", "messages"]
-    chat_flags += ["--chat_template", str(template), "--roles", "system", "user"]
+    chat_flags += ["--chat_template", str(template_path), "--roles", "system", "user"]
     ids_flags = ["--dataset_path", token_rows_path, "--ids_column", "ids", "--mask_column", "mask"]
     return {
         "text": text_flags,
         "shuffled files": [*files_flags, "--shuffle_documents", "3"],
-        "mixture": [*model_flags, "--mix", *mixture],
+        "mixture": [*model_flags, "--mix", *mixture_parts],
         "pieces": [*text_flags, "--long_documents", "split", "--overlap", "8"],
         "chat": [*model_flags, *chat_flags],
         "ids": [*model_flags, *ids_flags],
         "few tokens": [*text_flags, "--positions", "random:0.1"],
         "bad rows": [*model_flags, "--dataset_path", bad_rows_path, "--skip_bad_rows"],
         "budget": [*text_flags, "--max_tokens", "12000"],
-        "experts": ["--model_path", str(expert_model), "--dataset_path", documents_path],
+        "experts": ["--model_path", str(expert_model_folder), "--dataset_path", documents_path],
     }
 
 
-# Flags of all runs. The shards are small, so that a run has several.
+# Flags of all runs. The shards are small, so that a run has several shards.
 RUN_FLAGS = ["--layers_to_extract", "1", "3", "--max_seq_length", "32", "--shard_size_gb", "0.0015"]
 BUCKET_FLAGS = ["--upload_to_gcs", "--gcs_bucket", Bucket.name, "--gcs_prefix", "run"]
 # The folder of a run with BUCKET_FLAGS.
@@ -434,21 +448,21 @@ def disturb(
         in_bucket: Whether the run stores in a bucket. A fifth of the bucket's requests fail while
             the extraction is disturbed.
         seed: The seed of all random choices.
-        action: The function that disturbs the extraction until it is complete. Its arguments are
-            the extraction and its function `signs_of_life` (see `Extraction.kill`).
+        action: A function that disturbs the extraction until it is complete. Its arguments are the
+            extraction and the function `signs_of_life` (see `Extraction.kill`).
 
     Returns:
-        The result of `action`, and the stored samples: sample number -> sample.
+        A tuple of the result of `action` and the stored samples: sample number -> sample.
 
     Raises:
         RuntimeError: If a process fails, or if the stored files are incomplete or damaged.
     """
-    out = folder / "out"
-    extraction_flags = [*flags, *RUN_FLAGS, "--output_dir", str(out)]
-    url = str(out)
+    output_folder = folder / "out"
+    extraction_flags = [*flags, *RUN_FLAGS, "--output_dir", str(output_folder)]
+    run_url = str(output_folder)
     if in_bucket:
         extraction_flags += BUCKET_FLAGS
-        url = BUCKET_URL
+        run_url = BUCKET_URL
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
         bucket.rate = 0.2
@@ -456,12 +470,12 @@ def disturb(
         extraction = Extraction(folder, extraction_flags, varied=True, rng=rng)
 
         def signs_of_life() -> int:
-            return len(bucket.objects()) if in_bucket else len([*out.glob("*.json")])
+            return len(bucket.objects()) if in_bucket else len([*output_folder.glob("*.json")])
 
         action_result = action(extraction, signs_of_life)
         bucket.rate = 0
-        run_tool("--verify", "--output_dir", url)
-        return action_result, samples_in(url)
+        run_tool("--verify", "--output_dir", run_url)
+        return action_result, samples_in(run_url)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -473,60 +487,78 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of random choices (default: 0)")
     options = parser.parse_args(argv)
     start_time = time.perf_counter()
-    event_counts: Counter[str] = Counter()  # of several writers; see `Extraction.compete`
-    deviations: dict[str, float] = {}  # kind of input -> largest deviation
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        inputs = make_inputs(folder / "inputs")
-        undisturbed: dict[str, dict[int, Sample]] = {}  # kind of input -> samples by number
+    # Event -> how often it occurred in the runs with several writers (see `Extraction.compete`).
+    event_counts: Counter[str] = Counter()
+    # Kind of input -> largest deviation.
+    deviations: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        work_folder = Path(temporary_folder)
+        flags_of_input = make_inputs(work_folder / "inputs")
+        # Kind of input -> number of a sample -> sample of an undisturbed run.
+        undisturbed: dict[str, dict[int, Sample]] = {}
 
-        def compare(kind: str, disturbed: Mapping[int, Sample]) -> None:
-            """Compares the samples of a disturbed run with those of an undisturbed run."""
-            if kind not in undisturbed:
-                out = folder / "whole" / kind
-                run_tool(*inputs[kind], *RUN_FLAGS, "--batch_size", 8, "--output_dir", out)
-                undisturbed[kind] = samples_in(out)
-            largest_deviation = deviation(disturbed, undisturbed[kind])
-            deviations[kind] = max(largest_deviation, deviations.get(kind, 0.0))
+        def compare(input_kind: str, disturbed: Mapping[int, Sample]) -> None:
+            """Compares the samples of a disturbed run with the samples of an undisturbed run.
+
+            Args:
+                input_kind: The kind of input.
+                disturbed: Number of a sample -> sample of the disturbed run.
+            """
+            if input_kind not in undisturbed:
+                output_folder = work_folder / "whole" / input_kind
+                run_tool(
+                    *flags_of_input[input_kind],
+                    *RUN_FLAGS,
+                    "--batch_size",
+                    8,
+                    "--output_dir",
+                    output_folder,
+                )
+                undisturbed[input_kind] = samples_in(output_folder)
+            largest_deviation = deviation(disturbed, undisturbed[input_kind])
+            deviations[input_kind] = max(largest_deviation, deviations.get(input_kind, 0.0))
             if largest_deviation > TOLERANCE:
-                raise RuntimeError(f"{kind}: values differ by {largest_deviation:.1e} of the RMS")
+                raise RuntimeError(
+                    f"{input_kind}: values differ by {largest_deviation:.1e} of the RMS"
+                )
             print(
-                f"{kind}: {len(disturbed)} samples, within {largest_deviation:.1e} of the RMS",
+                f"{input_kind}: {len(disturbed)} samples, "
+                f"within {largest_deviation:.1e} of the RMS",
                 flush=True,
             )
 
-        combinations = list(product((False, True), ("pickle", "safetensors"), inputs))
+        combinations = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
         combinations = random.Random(options.seed).sample(combinations, len(combinations))
         kills_of_run = max(1, options.kills // len(combinations))
-        kill_count = 0
-        for run_number, (in_bucket, shard_format, kind) in enumerate(cycle(combinations)):
-            if kill_count >= options.kills:
+        total_kills = 0
+        for run_number, (in_bucket, shard_format, input_kind) in enumerate(cycle(combinations)):
+            if total_kills >= options.kills:
                 break
-            kills = min(options.kills - kill_count, kills_of_run)
-            killed, samples = disturb(
-                folder / f"kills_{run_number}",
-                [*inputs[kind], "--shard_format", shard_format],
+            num_kills = min(options.kills - total_kills, kills_of_run)
+            num_killed, samples = disturb(
+                work_folder / f"kills_{run_number}",
+                [*flags_of_input[input_kind], "--shard_format", shard_format],
                 in_bucket,
                 options.seed + run_number,
-                lambda extraction, signs, kills=kills: extraction.kill(signs, kills),  # type: ignore[misc]
+                lambda extraction, signs, num_kills=num_kills: extraction.kill(signs, num_kills),  # type: ignore[misc]
             )
-            kill_count += killed
-            compare(kind, samples)
+            total_kills += num_killed
+            compare(input_kind, samples)
         for round_number in range(options.rounds):
-            kind = list(inputs)[round_number % len(inputs)]
-            writers = 2 + round_number % 2
+            input_kind = list(flags_of_input)[round_number % len(flags_of_input)]
+            num_writers = 2 + round_number % 2
             counts_of_round, samples = disturb(
-                folder / f"writers_{round_number}",
-                inputs[kind],
+                work_folder / f"writers_{round_number}",
+                flags_of_input[input_kind],
                 True,
                 options.seed + round_number,
-                lambda extraction, _, writers=writers: extraction.compete(writers, 8),  # type: ignore[misc]
+                lambda extraction, _, num_writers=num_writers: extraction.compete(num_writers, 8),  # type: ignore[misc]
             )
             event_counts.update(counts_of_round)
-            compare(kind, samples)
+            compare(input_kind, samples)
     print_result(
         {
-            "kills": kill_count,
+            "kills": total_kills,
             "rounds": options.rounds,
             "writers": event_counts,
             "largest_deviation_of_rms": deviations,

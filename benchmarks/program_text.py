@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The opcode of a collective (group 1), as it stands in an instruction.
+# The pattern for the opcode of a collective in an instruction. Group 1 is the opcode.
 COLLECTIVE = re.compile(
     r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
 )
-# An array's dtype, shape, order of dimensions (minor first) and tiling, such as
+# The pattern for an array: dtype, shape, order of dimensions (minor first) and tiling, such as
 # `bf16[16,1024]{1,0:T(8,128)(2,1)}`. "S(1)" after the tiles stands for on-chip memory.
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
-# Opcodes of instructions that move no bytes, and the custom calls that move none.
+# Opcodes of instructions that move no bytes, and the pattern for custom calls that move no bytes.
 FREE_OPCODES = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
 FREE_CUSTOM_CALL = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
 # Text in the layout of an array that is not in HBM, but in another memory, such as on-chip memory.
@@ -106,12 +106,12 @@ class Move(NamedTuple):
 
     Attributes:
         kind: Kind of the instruction: "product" (of matrices), "kernel", "collective", "copy" or
-            "rest"; see `ProgramText.kind`.
+            "rest" (see `ProgramText.kind`).
         name: Name of the instruction.
-        source: Name of the operation in JAX; see `Instruction.source`.
-        hbm: Bytes of HBM that the instruction reads and writes.
-        sent: Bytes that the instruction sends to other chips.
-        hidden: Whether matrix products or kernels run while the instruction sends. They either
+        source: Name of the operation in JAX (see `Instruction.source`).
+        hbm_bytes: Bytes that the instruction reads from HBM and writes to it.
+        sent_bytes: Bytes that the instruction sends to other chips.
+        is_hidden: Whether matrix products or kernels run while the instruction sends. They either
             stand between the start and the end of an asynchronous collective, or the collective and
             a product are fused into this instruction.
         axes: Mesh axes along which the instruction sends.
@@ -122,9 +122,9 @@ class Move(NamedTuple):
     kind: str
     name: str
     source: str
-    hbm: int
-    sent: int = 0
-    hidden: bool = False
+    hbm_bytes: int
+    sent_bytes: int = 0
+    is_hidden: bool = False
     axes: tuple[str, ...] = ()
     flops: float = 0.0
 
@@ -135,8 +135,8 @@ class Move(NamedTuple):
             count: The number of executions of the instruction. It may be a fraction.
         """
         return self._replace(
-            hbm=round(self.hbm * count),
-            sent=round(self.sent * count),
+            hbm_bytes=round(self.hbm_bytes * count),
+            sent_bytes=round(self.sent_bytes * count),
             flops=round(self.flops * count),
         )
 
@@ -174,12 +174,13 @@ class ProgramText:
         self.mesh = dict(mesh or {})
         self.layer_shares = layer_shares
         self._kernel_passes = kernel_passes
-        # On v6e, a computation that sorts runs in a thread of its own, which its last line names.
-        last_line = r"\n\}(?:, execution_thread=\"\w+\")?$"
-        computation = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line}"
+        # On v6e, a computation that sorts runs in a thread of its own. The last line of the
+        # computation names this thread.
+        last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
+        computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line_pattern}"
         self.computations: dict[str, list[Instruction]] = {}
         self.instructions: dict[str, Instruction] = {}
-        for name, body in re.findall(computation, text, re.M | re.S):
+        for name, body in re.findall(computation_pattern, text, re.M | re.S):
             instructions = _instructions(body)
             self.computations[name] = instructions
             for instruction in instructions:
@@ -188,17 +189,17 @@ class ProgramText:
     @cached_property
     def entry(self) -> str:
         """The name of the computation at which the program starts."""
-        match = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
-        assert match
-        return match[1]
+        entry_match = re.search(r"^ENTRY (%[\w.-]+) ", self.text, re.M)
+        assert entry_match
+        return entry_match[1]
 
     @cached_property
     def body(self) -> str:
         """The name of the computation that is one iteration of the loop over layers."""
-        layer_loop = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
-        bodies = re.findall(layer_loop, self.text)
-        assert len(bodies) == 1, bodies
-        return bodies[0]
+        loop_pattern = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
+        body_names = re.findall(loop_pattern, self.text)
+        assert len(body_names) == 1, body_names
+        return body_names[0]
 
     def layer(self) -> list[Instruction]:
         """Returns the instructions of one iteration of the loop over layers, in order.
@@ -256,22 +257,22 @@ class ProgramText:
         """
         moves: list[Move] = []
         # Channel of a collective in flight -> index in `moves` of the instruction that starts it.
-        start_index: dict[str, int] = {}
+        move_index_of_channel: dict[str, int] = {}
         for instruction in self._without_free_instructions(computation):
-            counted_channels = {*channels_in_flight, *start_index}
+            counted_channels = {*channels_in_flight, *move_index_of_channel}
             new_moves = self._moves_of_nested(computation, instruction, counted_channels)
             if new_moves is None:
                 new_moves = [self._move(instruction, counted_channels)]
                 for channel in self._started_channels(instruction):
-                    start_index[channel] = len(moves)
+                    move_index_of_channel[channel] = len(moves)
                 for channel in self._awaited_channels(instruction):
-                    start_index.pop(channel, None)
+                    move_index_of_channel.pop(channel, None)
             if any(move.kind in ("product", "kernel") for move in new_moves):
-                for index in start_index.values():
+                for index in move_index_of_channel.values():
                     flops = moves[index].flops + sum(move.flops for move in new_moves)
-                    moves[index] = moves[index]._replace(hidden=True, flops=flops)
+                    moves[index] = moves[index]._replace(is_hidden=True, flops=flops)
             moves += new_moves
-        return [move for move in moves if move.hbm or move.sent]
+        return [move for move in moves if move.hbm_bytes or move.sent_bytes]
 
     def _moves_of_nested(
         self, computation: str, instruction: Instruction, channels_in_flight: Collection[str]
@@ -285,21 +286,23 @@ class ProgramText:
                 runs.
 
         Returns:
-            The moves, or None if the instruction is no loop, call or conditional.
+            The moves. None if the instruction is no loop, call or conditional.
         """
         if instruction.opcode == "while":
-            iterations = self._iterations(instruction)
+            iteration_count = self._iterations(instruction)
             body_moves = self.moves(instruction.named("body"), channels_in_flight)
-            return [move.times(iterations) for move in body_moves]
+            return [move.times(iteration_count) for move in body_moves]
         if instruction.opcode == "call":
             return self.moves(instruction.calls, channels_in_flight)
         if instruction.opcode != "conditional":
             return None
-        branches = [self.moves(branch, channels_in_flight) for branch in instruction.branches]
-        if len(branches) != len(self.layer_shares) or computation != self.body:
-            return max(branches, key=lambda moves: sum(move.hbm for move in moves))
+        moves_of_branches = [
+            self.moves(branch, channels_in_flight) for branch in instruction.branches
+        ]
+        if len(moves_of_branches) != len(self.layer_shares) or computation != self.body:
+            return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
         average_moves: list[Move] = []
-        for layer_share, branch_moves in zip(self.layer_shares, branches, strict=True):
+        for layer_share, branch_moves in zip(self.layer_shares, moves_of_branches, strict=True):
             average_moves += [move.times(layer_share) for move in branch_moves]
         return average_moves
 
@@ -307,11 +310,13 @@ class ProgramText:
         """Returns the iteration count of a loop that counts from 0 up to a constant."""
         condition = self.computations[loop.named("condition")]
         comparison = condition[-1]
-        limits = [instruction.line for instruction in condition if instruction.opcode == "constant"]
-        assert "direction=LT" in comparison.line and len(limits) == 1, condition
-        match = re.search(r"constant\((\d+)\)", limits[0])
-        assert match, limits
-        return int(match[1])
+        constant_lines = [
+            instruction.line for instruction in condition if instruction.opcode == "constant"
+        ]
+        assert "direction=LT" in comparison.line and len(constant_lines) == 1, condition
+        limit_match = re.search(r"constant\((\d+)\)", constant_lines[0])
+        assert limit_match, constant_lines
+        return int(limit_match[1])
 
     def _started_channels(self, instruction: Instruction) -> list[str]:
         """Returns the channels of the collectives that an instruction starts but does not await.
@@ -329,7 +334,7 @@ class ProgramText:
         return []
 
     def _awaited_channels(self, instruction: Instruction) -> list[str]:
-        """Returns the channels of the asynchronous collectives that an instruction awaits."""
+        """Returns the channels of the asynchronous collectives for which an instruction waits."""
         if instruction.opcode.endswith("-done"):
             return self._started_channels(self.instructions[instruction.operands[0]])
         instructions = self._with_called(instruction)
@@ -358,14 +363,16 @@ class ProgramText:
         )
         kernel_bytes = self._bytes_of_kernel(instruction) if kind == "kernel" else None
         if instruction.opcode.endswith("-done"):
-            hbm = self._bytes_of_copy(instruction)
+            hbm_bytes = self._bytes_of_copy(instruction)
         elif instruction.opcode.endswith("-start") and not sending_collectives:
-            hbm = 0
+            hbm_bytes = 0
         elif kernel_bytes is not None:
-            hbm = kernel_bytes
+            hbm_bytes = kernel_bytes
         else:
-            hbm = self._bytes_read(instruction, counted_names) + self._bytes_written(instruction)
-        sent = sum(
+            hbm_bytes = self._bytes_read(instruction, counted_names) + self._bytes_written(
+                instruction
+            )
+        sent_bytes = sum(
             _bytes_sent(callee, is_fused=callee is not instruction)
             for callee in sending_collectives
         )
@@ -374,9 +381,9 @@ class ProgramText:
             kind,
             instruction.name,
             instruction.source,
-            hbm,
-            sent,
-            hidden=sent > 0 and kind == "product",
+            hbm_bytes,
+            sent_bytes,
+            is_hidden=sent_bytes > 0 and kind == "product",
             axes=tuple(axis for axis in self.mesh if axis in sending_axes),
             flops=sum(self._flops(callee) for callee in instructions),
         )
@@ -388,25 +395,25 @@ class ProgramText:
             kernel: The instruction that calls the kernel.
 
         Returns:
-            The bytes, or None if `KernelPasses` returns None for this kernel.
+            The bytes. None if `KernelPasses` returns None for this kernel.
         """
         operands = [self.instructions[name].result for name in kernel.operands]
-        matches = [ARRAY.search(result) for result in (*operands, kernel.result)]
-        arrays = [match for match in matches if match]
+        array_matches = [ARRAY.search(result) for result in (*operands, kernel.result)]
+        arrays = [match for match in array_matches if match]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        passes = self._kernel_passes(kernel_name, [_shape(array) for array in arrays])
-        if passes is None:
+        pass_counts = self._kernel_passes(kernel_name, [_shape(array) for array in arrays])
+        if pass_counts is None:
             return None
-        total = 0.0
-        for array, pass_count in zip(arrays, passes, strict=True):
-            total += _padded_hbm_bytes(array) * pass_count
-        return round(total)
+        kernel_bytes = 0.0
+        for array, pass_count in zip(arrays, pass_counts, strict=True):
+            kernel_bytes += _padded_hbm_bytes(array) * pass_count
+        return round(kernel_bytes)
 
     def _flops(self, product: Instruction) -> float:
-        """Returns the operations of a product (m, k) x (k, n), 2 m k n; 0 for other instructions.
+        """Returns the floating-point operations of a matrix product, 0 for other instructions.
 
-        The sizes of its three arrays multiply to (m k n)**2. With a batch axis of size b, the
-        result is b**0.5 times too large.
+        A product (m, k) x (k, n) takes 2 m k n operations. The sizes of the three arrays multiply
+        to (m k n)**2. With a batch axis of size b, the result is b**0.5 times too large.
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
@@ -417,7 +424,7 @@ class ProgramText:
         """Returns the mesh axes along which the devices of a collective's group differ."""
         if not self.mesh:
             return []
-        # An array (groups, devices of a group) for each axis.
+        # For each mesh axis, the coordinates of all devices, (groups, devices of a group).
         coordinates = np.unravel_index(groups(collective.line), [*self.mesh.values()])
         return [
             axis
@@ -436,9 +443,10 @@ class ProgramText:
         """Returns the kind of an instruction, which depends on the instructions that it calls.
 
         Returns:
-            The first of these kinds that applies to the instruction or one that it calls: "product"
-            for a matrix product, "collective", "kernel" for a call of a Pallas kernel, "copy" for a
-            copy, a transposition or an asynchronous slice, and "rest" for anything else.
+            The first of the following kinds that applies to the instruction or to an instruction
+            that it calls: "product" for a matrix product, "collective" for a collective, "kernel"
+            for a call of a Pallas kernel, and "copy" for a copy, a transposition or an asynchronous
+            slice. "rest" for all other instructions.
         """
         instructions = self._with_called(instruction)
         opcodes = {callee.opcode for callee in instructions}
@@ -459,15 +467,15 @@ class ProgramText:
             instruction: The instruction.
             counted_names: The names of collectives whose bytes were counted at their start.
         """
-        total = 0
-        for position, name in enumerate(instruction.operands):
-            array = ARRAY.match(self.instructions[name].result)
-            if array and name not in instruction.operands[:position]:
+        read_bytes = 0
+        for position, operand_name in enumerate(instruction.operands):
+            array = ARRAY.match(self.instructions[operand_name].result)
+            if array and operand_name not in instruction.operands[:position]:
                 operand_bytes = _padded_hbm_bytes(array)
-                total += self._operand_bytes_read(
+                read_bytes += self._operand_bytes_read(
                     instruction, position, operand_bytes, [], counted_names
                 )
-        return total
+        return read_bytes
 
     def _operand_bytes_read(
         self,
@@ -479,7 +487,7 @@ class ProgramText:
     ) -> int:
         """Returns the bytes that an instruction reads of one operand.
 
-        They may be fewer than the bytes of the operand, for example if it is only sliced.
+        They may be fewer than the bytes of the operand, for example if the instruction slices it.
 
         Args:
             instruction: The instruction.
@@ -506,14 +514,14 @@ class ProgramText:
             )
         else:
             return operand_bytes
-        total = 0
+        read_bytes = 0
         for reader in readers:
-            for reader_position, name in enumerate(reader.operands):
-                if name == operand_name:
-                    total += self._operand_bytes_read(
+            for reader_position, name_of_operand in enumerate(reader.operands):
+                if name_of_operand == operand_name:
+                    read_bytes += self._operand_bytes_read(
                         reader, reader_position, operand_bytes, readers, counted_names
                     )
-        return min(operand_bytes, total)
+        return min(operand_bytes, read_bytes)
 
     def _bytes_written(self, instruction: Instruction) -> int:
         """Returns the bytes of HBM that an instruction writes.
@@ -529,31 +537,36 @@ class ProgramText:
             return 0
         results = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-            # The first results of these instructions are their operands.
+            # The first results of these instructions are their operands, which are not written.
             results = results[len(instruction.operands) :]
-        total = 0
+        written_bytes = 0
         for position, result in enumerate(results):
             if str(position) not in aliased_positions:
-                total += _padded_hbm_bytes(result)
+                written_bytes += _padded_hbm_bytes(result)
         for callee in self._with_called(instruction):
             if callee.opcode == "dynamic-update-slice":
-                update = self.instructions[callee.operands[1]]
-                total -= _unpadded_bytes(callee.result) - _unpadded_bytes(update.result)
-        return max(total, 0)
+                update_instruction = self.instructions[callee.operands[1]]
+                written_bytes -= _unpadded_bytes(callee.result) - _unpadded_bytes(
+                    update_instruction.result
+                )
+        return max(written_bytes, 0)
 
-    def _bytes_of_copy(self, done: Instruction) -> int:
+    def _bytes_of_copy(self, done_instruction: Instruction) -> int:
         """Returns the bytes of HBM that an asynchronous copy reads and writes.
 
         Args:
-            done: The instruction that ends the copy. If it ends a collective instead, the result is
-                0, because the bytes of a collective count at its start.
+            done_instruction: The instruction that ends the copy. If it ends a collective instead,
+                the result is 0, because the bytes of a collective count at its start.
         """
-        start = self.instructions[done.operands[0]]
-        if self._started_channels(start):
+        start_instruction = self.instructions[done_instruction.operands[0]]
+        if self._started_channels(start_instruction):
             return 0
-        source = self.instructions[start.operands[0]]
-        arrays_in_hbm = sum(OTHER_MEMORY not in array.result for array in (done, source))
-        return _unpadded_bytes(done.result) * arrays_in_hbm
+        source_instruction = self.instructions[start_instruction.operands[0]]
+        num_arrays_in_hbm = sum(
+            OTHER_MEMORY not in instruction.result
+            for instruction in (done_instruction, source_instruction)
+        )
+        return _unpadded_bytes(done_instruction.result) * num_arrays_in_hbm
 
 
 def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
@@ -568,15 +581,16 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     group_size = groups(collective.line).shape[1]
     arrays = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
-        # The results are the operands, the received arrays, and sometimes synchronisation flags.
+        # The results of the instruction are its operands, the received arrays, and sometimes
+        # synchronisation flags.
         arrays = arrays[len(collective.operands) :][: len(collective.operands)]
     result_bytes = sum(_bytes_of_elements(array) for array in arrays)
     if opcode.startswith("collective-permute"):
         return result_bytes
-    factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1
+    sent_factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1
     if opcode.startswith("reduce-scatter"):
-        factor = group_size
-    return round(result_bytes * factor * (group_size - 1) / group_size)
+        sent_factor = group_size
+    return round(result_bytes * sent_factor * (group_size - 1) / group_size)
 
 
 def _instructions(body: str) -> list[Instruction]:
@@ -587,10 +601,16 @@ def _instructions(body: str) -> list[Instruction]:
     """
     instructions = []
     for line in re.split(r"\n(?=  )", body):
-        match = re.match(r"  (?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", line)
-        if match:
-            operands = re.findall(r"%[\w.-]+", match[4])
-            instructions.append(Instruction(match[1], match[2], match[3], operands, line))
+        instruction_match = re.match(
+            r"  (?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", line
+        )
+        if instruction_match:
+            operands = re.findall(r"%[\w.-]+", instruction_match[4])
+            instructions.append(
+                Instruction(
+                    instruction_match[1], instruction_match[2], instruction_match[3], operands, line
+                )
+            )
     return instructions
 
 
@@ -601,7 +621,7 @@ def _padded_hbm_bytes(array: re.Match[str]) -> int:
         array: A match of ARRAY.
 
     Returns:
-        The bytes; 0 for an array in another memory.
+        The number of bytes. 0 for an array in another memory.
     """
     _, _, order, tiling = array.groups(default="")
     if OTHER_MEMORY in tiling:
@@ -617,12 +637,20 @@ def _padded_hbm_bytes(array: re.Match[str]) -> int:
 
 
 def _bytes_of_elements(array: re.Match[str]) -> int:
-    """Returns the bytes of an array's elements without padding, in any memory."""
+    """Returns the bytes of an array's elements without padding, in any memory.
+
+    Args:
+        array: A match of ARRAY.
+    """
     return math.prod(_shape(array)) * _bits(array) // 8
 
 
 def _bits(array: re.Match[str]) -> int:
-    """Returns the bits of an element: 8 for "pred", and 16 for "bf16", for example."""
+    """Returns the number of bits of an element of an array, such as 16 for the dtype "bf16".
+
+    Args:
+        array: A match of ARRAY.
+    """
     dtype = array[1]
     return 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
 
@@ -632,7 +660,13 @@ def _shape(array: re.Match[str]) -> list[int]:
 
 
 def _element_count(result: str) -> int:
-    """Returns the number of elements of the first array in a result; 0 if there is no array."""
+    """Returns the number of elements of the first array in a result.
+
+    Returns 0 if there is no array.
+
+    Args:
+        result: The text of an instruction's result (see `Instruction`).
+    """
     array = ARRAY.search(result)
     return math.prod(_shape(array)) if array else 0
 
@@ -640,7 +674,10 @@ def _element_count(result: str) -> int:
 def _unpadded_bytes(result: str) -> int:
     """Returns the bytes of the first array in a result without padding, in any memory.
 
-    It is 0 if there is no array.
+    Returns 0 if there is no array.
+
+    Args:
+        result: The text of an instruction's result (see `Instruction`).
     """
     array = ARRAY.search(result)
     return _bytes_of_elements(array) if array else 0
@@ -649,11 +686,11 @@ def _unpadded_bytes(result: str) -> int:
 def groups(line: str) -> np.ndarray:
     """Returns the groups of devices within which a collective communicates.
 
-    XLA writes them in three ways: as lists of device numbers, as a reshaped and transposed range of
-    numbers, or as the axes of a mesh.
+    XLA writes the groups in three ways: as lists of device numbers, as a reshaped and transposed
+    range of numbers, or as the axes of a mesh.
 
     Args:
-        line: The line of the collective.
+        line: The text of the collective, as in `Instruction.line`.
 
     Returns:
         The device numbers (groups, devices of a group), int64.
@@ -663,7 +700,12 @@ def groups(line: str) -> np.ndarray:
         return [int(number) for number in re.findall(r"\d+", text)]
 
     def device_range(shape: list[int], order: str | None) -> np.ndarray:
-        """Returns the numbers 0, 1, 2, ... in this shape, with its axes permuted by `order`."""
+        """Returns the numbers 0, 1, 2, ... as an array with permuted axes.
+
+        Args:
+            shape: The shape of the array before its axes are permuted.
+            order: The order of the axes, separated by commas. None to keep their order.
+        """
         device_ids = np.arange(math.prod(shape)).reshape(shape)
         return device_ids.transpose(numbers(order)) if order else device_ids
 
@@ -679,7 +721,8 @@ def groups(line: str) -> np.ndarray:
     mesh_shape = numbers(re.sub(r"'\w+'", "", match[1]))
     range_shape = numbers(match[2]) if match[2] else mesh_shape
     device_mesh = device_range(range_shape, match[3]).reshape(mesh_shape)
-    # The devices of a group differ along these axes, which therefore become the last ones.
+    # The devices of a group differ along the axes of the group. These axes become the last axes, so
+    # that they can be joined to one.
     group_axes = [mesh_axes.index(axis) for axis in re.findall(r"'(\w+)'", match[4])]
     group_size = math.prod(mesh_shape[axis] for axis in group_axes)
     device_mesh = np.moveaxis(device_mesh, group_axes, range(-len(group_axes), 0))

@@ -41,12 +41,13 @@ class Sent(NamedTuple):
     Attributes:
         axes: Mesh axes.
         bytes: Bytes that a device sends.
-        hidden: Bytes of these that the device sends while matrix products or kernels run.
+        hidden_bytes: Part of these bytes that the device sends while matrix products or kernels
+            run.
     """
 
     axes: tuple[str, ...]
     bytes: float
-    hidden: float
+    hidden_bytes: float
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,17 @@ class StepPlan:
             bubble of a pipeline are not included. The operations of float32 autoencoders in a
             bfloat16 model are multiplied by the number of passes that a float32 product takes in a
             matrix unit.
-        kernel: Operations that the kernel of gated delta nets performs in addition. They include
-            the padding of its tiles, and all passes of its float32 products.
-        hbm: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading each
-            operand and writing its result once, except the kernels of experts (see
+        kernel_flops: Operations that the kernel of gated delta nets performs in addition. They
+            include the padding of its tiles, and all passes of its float32 products.
+        hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
+            each operand and writing its result once, except the kernels of experts (see
             `passes_of_expert_kernel`).
         sent: Bytes that the device sends along each set of mesh axes.
     """
 
     flops: float
-    kernel: float
-    hbm: float
+    kernel_flops: float
+    hbm_bytes: float
     sent: tuple[Sent, ...]
 
 
@@ -78,7 +79,7 @@ class StepTimes(NamedTuple):
 
     Attributes:
         products: Seconds for the operations in `StepPlan.flops`.
-        kernel: Seconds for the operations in `StepPlan.kernel`.
+        kernel: Seconds for the operations in `StepPlan.kernel_flops`.
         hbm: Seconds for reading and writing HBM.
         hidden: Seconds for sending while matrix products or kernels run. Sending may take longer
             than they do.
@@ -95,7 +96,7 @@ class StepTimes(NamedTuple):
     def device(self) -> float:
         """The duration in seconds of a whole step at the device's peak rates.
 
-        Computing, HBM traffic and hidden sending overlap; exposed sending comes on top.
+        Computing, HBM traffic and hidden sending overlap. The time of exposed sending is added.
         """
         return max(self.products + self.kernel, self.hbm, self.hidden) + self.exposed
 
@@ -116,12 +117,12 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         speed = min(
             (link_speed(layout, axis, chip, linked) for axis in axes), default=chip.link_bandwidth
         )
-        hidden_seconds += sent.hidden / speed
-        exposed_seconds += (sent.bytes - sent.hidden) / speed
+        hidden_seconds += sent.hidden_bytes / speed
+        exposed_seconds += (sent.bytes - sent.hidden_bytes) / speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
-        kernel=step.kernel / chip.flops_per_second,
-        hbm=step.hbm / chip.memory_bandwidth,
+        kernel=step.kernel_flops / chip.flops_per_second,
+        hbm=step.hbm_bytes / chip.memory_bandwidth,
         hidden=hidden_seconds,
         exposed=exposed_seconds,
     )
@@ -141,28 +142,32 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     chip_name = _chip_name(program)
     if chip_name in UNPARSABLE_CHIPS:
         raise InputError(f"the compiled text of programs for {chip_name} cannot be parsed")
-    rows = program.shape[0] * program.rows.hosts
-    length = program.shape[1]
+    rows_of_step = program.shape[0] * program.rows.hosts
+    row_length = program.shape[1]
     assert layout.mesh is not None
-    # `chip.flops`, by which `times_of` divides, is the peak of the model's dtype.
+    # `times_of` divides all operations by the peak rate of the model's dtype.
     float32_passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
-    encoding_flops = 0.0  # for each token
+    # The operations that the autoencoders need for each token.
+    encoding_flops = 0.0
     for encoder in program.encoders:
-        passes = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
-        encoding_flops += encoder.flops * passes
-    flops = model.flops([length] * rows) + encoding_flops * length * rows
+        num_passes = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
+        encoding_flops += encoder.flops * num_passes
+    step_flops = (
+        model.flops([row_length] * rows_of_step) + encoding_flops * row_length * rows_of_step
+    )
     program_text = text_of(program, compiled)
     moves = program_text.moves(program_text.entry)
-    sent_bytes: dict[tuple[str, ...], float] = defaultdict(float)  # mesh axes -> bytes
-    hidden_bytes: dict[tuple[str, ...], float] = defaultdict(float)  # mesh axes -> bytes
+    # The keys of both dicts are the mesh axes along which a device sends.
+    sent_bytes: dict[tuple[str, ...], float] = defaultdict(float)
+    hidden_bytes: dict[tuple[str, ...], float] = defaultdict(float)
     for move in moves:
-        if move.sent:
-            sent_bytes[move.axes] += move.sent
-            hidden_bytes[move.axes] += move.sent * move.hidden
+        if move.sent_bytes:
+            sent_bytes[move.axes] += move.sent_bytes
+            hidden_bytes[move.axes] += move.sent_bytes * move.is_hidden
     return StepPlan(
-        flops=flops / layout.mesh.size,
-        kernel=_flops_of_delta_rule(program),
-        hbm=sum(move.hbm for move in moves),
+        flops=step_flops / layout.mesh.size,
+        kernel_flops=_flops_of_delta_rule(program),
+        hbm_bytes=sum(move.hbm_bytes for move in moves),
         sent=tuple(Sent(axes, sent_bytes[axes], hidden_bytes[axes]) for axes in sent_bytes),
     )
 
@@ -176,12 +181,17 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     """
     config, mesh = program.model.config, program.layout.mesh
     assert mesh is not None
-    # All layers of a type share one array of each weight, whose first axis is the layer.
-    layer_count = {
+    # Type of layers -> number of layers. All layers of a type share one array of each weight, whose
+    # first axis is the layer.
+    num_layers_of_type = {
         path[1]: spec.shape[0] for path, spec in program.weights.items() if path[0] == "layers"
     }
-    counts = [layer_count[kind] for kind in sorted(layer_count) if kind in config.layer_types]
-    layer_shares = [count / sum(counts) for count in counts]
+    layer_counts = [
+        num_layers_of_type[layer_type]
+        for layer_type in sorted(num_layers_of_type)
+        if layer_type in config.layer_types
+    ]
+    layer_shares = [count / sum(layer_counts) for count in layer_counts]
     routed_share = 1 / program.layout.size("expert")
     kernel_passes = partial(passes_of_expert_kernel, routed_share=routed_share)
     return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, kernel_passes)
@@ -206,51 +216,59 @@ def passes_of_expert_kernel(
         None for a kernel of another module.
     """
     if name == ADDED:
-        _, fetches, rows, _ = shapes
-        rows_fetched = routed_share * fetches[0] * fetches[-1]
-        return [1, 1, rows_fetched / rows[0], 1]
+        _, fetches_shape, rows_shape, _ = shapes
+        rows_fetched = routed_share * fetches_shape[0] * fetches_shape[-1]
+        return [1, 1, rows_fetched / rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
-    *first_operands, (layers, experts, inputs, outputs), result = shapes
-    full_tiles = routed_share * (result[0] - experts * ROWS) / ROWS
+    *first_shapes, (num_layers, num_experts, num_inputs, num_outputs), result_shape = shapes
+    full_tiles = routed_share * (result_shape[0] - num_experts * ROWS) / ROWS
     # The last tile of each expert is half full on average.
-    computed_share = (full_tiles + experts / 2) * ROWS / result[0]
+    computed_share = (full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:
-        column_blocks = outputs // columns_per_block(outputs, inputs * 2)
+        column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
         reads_of_rows = column_blocks * computed_share
-        return [1] * (len(first_operands) - 1) + [reads_of_rows, 1 / layers, computed_share]
-    column_blocks = outputs // columns_per_block(outputs, 2 * inputs * 2)
-    *other_operands, tokens, _gate_weights = first_operands
-    reads_of_tokens = column_blocks * full_tiles * ROWS / tokens[0]
-    return [1] * len(other_operands) + [reads_of_tokens, 1 / layers, 1 / layers, computed_share]
+        return [1] * (len(first_shapes) - 1) + [reads_of_rows, 1 / num_layers, computed_share]
+    column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
+    *other_shapes, token_shape, _gate_weights = first_shapes
+    reads_of_tokens = column_blocks * full_tiles * ROWS / token_shape[0]
+    return [1] * len(other_shapes) + [
+        reads_of_tokens,
+        1 / num_layers,
+        1 / num_layers,
+        computed_share,
+    ]
 
 
 def _flops_of_delta_rule(program: Program) -> float:
     """Returns the operations of the kernel of gated delta nets in all layers on one device.
 
-    They are 0 for a model without gated delta nets.
+    Returns 0 for a model without gated delta nets.
+
+    Args:
+        program: The program of the step.
     """
     model, layout = program.model, program.layout
-    delta = model.config.delta
-    if delta is None:
+    delta_net = model.config.delta
+    if delta_net is None:
         return 0.0
-    rows = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
+    rows_on_device = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
     length = program.shape[1]
-    heads = delta.key_heads // layout.size("model", "query")
-    key_shape = rows, length, heads, delta.key_size
-    gate_shape = rows, length, heads, delta.values_per_key
+    heads_on_device = delta_net.key_heads // layout.size("model", "query")
+    key_shape = rows_on_device, length, heads_on_device, delta_net.key_size
+    gate_shape = rows_on_device, length, heads_on_device, delta_net.values_per_key
     arguments = [
         jax.ShapeDtypeStruct(key_shape, model.dtype),
         jax.ShapeDtypeStruct(key_shape, model.dtype),
-        jax.ShapeDtypeStruct((*gate_shape, delta.value_size), model.dtype),
+        jax.ShapeDtypeStruct((*gate_shape, delta_net.value_size), model.dtype),
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
-        jax.ShapeDtypeStruct((rows, length), jnp.int32),
+        jax.ShapeDtypeStruct((rows_on_device, length), jnp.int32),
     ]
-    tile = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
-    flops_of_layer = padded_flops(pallas_delta_rule, arguments, tile)
-    layers = sum(layer < model.num_layers for layer in delta.layers)
-    return layers * flops_of_layer / layout.size("pipeline")
+    tile_size = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
+    flops_of_layer = padded_flops(pallas_delta_rule, arguments, tile_size)
+    num_delta_layers = sum(layer < model.num_layers for layer in delta_net.layers)
+    return num_delta_layers * flops_of_layer / layout.size("pipeline")
 
 
 def _chip_name(program: Program) -> str:
@@ -266,19 +284,19 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
     by a chip's peak rate is the time that the products take.
 
     Args:
-        function: The function.
+        function: The function that calls the kernels.
         arguments: The arguments of the function, or their shapes and dtypes.
         tile: The number of rows and of columns of a tile: 256 on the chips in WIDE_TILE_CHIPS, 128
             on others.
     """
-    flops = 0.0
+    total_flops = 0.0
     for call in equations(jax.make_jaxpr(function)(*arguments)):
         if call.primitive.name == "pallas_call":
             grid_steps = math.prod(call.params["grid_mapping"].grid)
             for equation in equations(call.params["jaxpr"]):
                 if equation.primitive.name == "dot_general":
-                    flops += grid_steps * _padded_flops_of_product(equation, tile)
-    return flops
+                    total_flops += grid_steps * _padded_flops_of_product(equation, tile)
+    return total_flops
 
 
 def _padded_flops_of_product(product: Any, tile: int) -> int:
@@ -289,12 +307,12 @@ def _padded_flops_of_product(product: Any, tile: int) -> int:
         tile: The number of rows and of columns of a tile.
     """
     (contracted_axes, _), _ = product.params["dimension_numbers"]
-    left, right = (operand.aval for operand in product.invars)
-    depth = math.prod(left.shape[axis] for axis in contracted_axes)
-    rows, columns = left.size // depth, right.size // depth
-    tiles = -(-depth // tile) * -(-columns // tile)
-    passes = 6 if left.dtype == jnp.float32 else 1
-    return rows * tiles * passes * 2 * tile**2
+    left_operand, right_operand = (operand.aval for operand in product.invars)
+    contracted_size = math.prod(left_operand.shape[axis] for axis in contracted_axes)
+    rows, columns = left_operand.size // contracted_size, right_operand.size // contracted_size
+    num_tiles = -(-contracted_size // tile) * -(-columns // tile)
+    num_passes = 6 if left_operand.dtype == jnp.float32 else 1
+    return rows * num_tiles * num_passes * 2 * tile**2
 
 
 def equations(program: Any) -> Iterator[Any]:

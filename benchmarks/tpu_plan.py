@@ -49,10 +49,11 @@ from benchmarks.step_plan import StepPlan, StepTimes, read_step, text_of, times_
 from qwen2_jax import weight_table
 from qwen2_jax_with_hooks import HookedModel
 
-# libtpu's lock keeps processes from sharing a TPU. It is not needed, because none is opened here.
+# libtpu uses a lock to keep processes from sharing a TPU. The lock is not needed, because no TPU is
+# opened here.
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
-# Bytes of HBM and of sending. Instructions that move fewer are not printed.
+# The smallest sum of the bytes of HBM and the sent bytes for which an instruction is printed.
 MIN_PRINTED_BYTES = 1e6
 
 
@@ -61,7 +62,7 @@ class Compiled(NamedTuple):
 
     Attributes:
         program: Program that was compiled.
-        step: Cost of a step.
+        step: Cost of a step on each chip.
         plan: Parsed text of the compiled program.
         memory: Memory analysis of the compiler, as JAX returns it.
     """
@@ -130,7 +131,11 @@ def compile_for(
 
 
 def times(compiled: Compiled) -> StepTimes:
-    """Returns the times of a step at the peak rates of the chip for which it was compiled."""
+    """Returns the times of a step at the peak rates of the chip for which it was compiled.
+
+    Args:
+        compiled: The compiled step.
+    """
     devices = [*compiled.program.rows.mesh.devices.flat]
     chip = chip_of(devices[0])
     assert chip is not None
@@ -139,7 +144,13 @@ def times(compiled: Compiled) -> StepTimes:
 
 
 def moved_once(compiled: Compiled) -> float:
-    """Returns the bytes of HBM that a layer moves on one chip, if each array moves only once."""
+    """Returns the bytes that a layer would move in the HBM of one chip, on average over all layers.
+
+    Each array is assumed to move only once.
+
+    Args:
+        compiled: The compiled step.
+    """
     program = compiled.program
     cost_model = CostModel(compiled.model, program.weights, compiled.rows, compiled.length)
     return cost_model.moved_by_layer(compiled.model.layout)
@@ -175,38 +186,45 @@ def main() -> None:
         "--effort", type=float, default=0.0, help="the compiler's effort; -1 is quick (default: 0)"
     )
     parser.add_argument("--flags", default="", help="flags of the tool, such as those of the mesh")
-    args = parser.parse_args()
-    compiled = compile_for(model_of(args.model), args.flags, args.topology, args.effort)
-    mesh = in_words(compiled.model.layout.shape)
-    print(f"mesh {mesh}; a layer on one chip: MB of HBM, MB sent, kind, operation")
+    options = parser.parse_args()
+    compiled = compile_for(model_of(options.model), options.flags, options.topology, options.effort)
+    mesh_in_words = in_words(compiled.model.layout.shape)
+    print(f"mesh {mesh_in_words}; a layer on one chip: MB of HBM, MB sent, kind, operation")
     moves = compiled.plan.moves(compiled.plan.body)
-    for move in sorted(moves, key=lambda move: -move.hbm):
-        if move.hbm + move.sent > MIN_PRINTED_BYTES:
+    for move in sorted(moves, key=lambda move: -move.hbm_bytes):
+        if move.hbm_bytes + move.sent_bytes > MIN_PRINTED_BYTES:
             print_move(move)
-    moved_bytes = sum(move.hbm for move in moves)
-    least_bytes = moved_once(compiled)
+    moved_bytes = sum(move.hbm_bytes for move in moves)
+    bytes_moved_once = moved_once(compiled)
     print(
-        f"{moved_bytes / 1e6:8.1f} in all: {moved_bytes / least_bytes:.2f} times the "
-        f"{least_bytes / 1e6:.1f} of weights and tokens that move once"
+        f"{moved_bytes / 1e6:8.1f} in all: {moved_bytes / bytes_moved_once:.2f} times the "
+        f"{bytes_moved_once / 1e6:.1f} of weights and tokens that move once"
     )
     step_times = times(compiled)
     figures = {f"{name}_ms": 1e3 * seconds for name, seconds in step_times._asdict().items()}
     figures["busy"] = step_times.products / step_times.device
     figures["tokens_per_second"] = compiled.rows * compiled.length / step_times.device
-    memory = compiled.memory
-    # Activations are counted twice, because one step is copied to the host while the next computes.
-    memory_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    memory_bytes += 2 * memory.output_size_in_bytes
+    memory_analysis = compiled.memory
+    # Activations are counted twice, because the activations of a step are copied to the host while
+    # the next step is computed.
+    memory_bytes = memory_analysis.argument_size_in_bytes + memory_analysis.temp_size_in_bytes
+    memory_bytes += 2 * memory_analysis.output_size_in_bytes
     figures["memory_gb"] = memory_bytes / 1e9
     print_result(figures)
 
 
 def print_move(move: Move) -> None:
-    """Prints the bytes that an instruction moves, with its kind and its operation in JAX."""
-    sent = f"{move.sent / 1e6:8.1f}"
-    if move.sent:
-        sent += f" along {','.join(move.axes)}, {'hidden' if move.hidden else 'exposed'}"
-    print(f"{move.hbm / 1e6:8.1f} {sent}  {move.kind:10}  {move.source}")
+    """Prints a line about an instruction: its bytes, its kind and its operation in JAX.
+
+    Args:
+        move: The bytes that the instruction moves.
+    """
+    sent_in_words = f"{move.sent_bytes / 1e6:8.1f}"
+    if move.sent_bytes:
+        sent_in_words += (
+            f" along {','.join(move.axes)}, {'hidden' if move.is_hidden else 'exposed'}"
+        )
+    print(f"{move.hbm_bytes / 1e6:8.1f} {sent_in_words}  {move.kind:10}  {move.source}")
 
 
 if __name__ == "__main__":

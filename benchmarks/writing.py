@@ -40,13 +40,14 @@ from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.null_bucket import null_bucket
 from benchmarks.processes import medians, print_result, print_table
 
-# The width of the activations, the number of hooks, the rows of a batch and the tokens of a row.
+# The width of the activations, the number of hooks, the number of rows of a batch, and the number
+# of tokens of a row.
 HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024
 # The size of a shard in 10^9 bytes: two batches in bfloat16, or one in float32.
 SHARD_GB = 0.43
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 FORMATS = ("safetensors", "pickle")
-# Key of a hook in pickles (here its layer) -> hook name.
+# Key of a hook in pickles, which is the number of its layer here -> name of the hook.
 HOOK_NAMES: dict[int | str, str] = {
     layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)
 }
@@ -70,17 +71,21 @@ def activations(dtype: Any) -> np.ndarray:
 
 
 def full_batches(count: int) -> list[Batch]:
-    """Returns `count` batches in which every row is one document of LENGTH tokens."""
+    """Returns batches in which every row is one document of LENGTH tokens.
+
+    Args:
+        count: The number of batches.
+    """
     documents = [np.arange(LENGTH, dtype=np.int32)] * (count * ROWS)
     return list(pack(samples_of(documents), ROWS, LENGTH))
 
 
-def figures_of(store_function: Callable[[], object], size: int) -> Figures:
+def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
     """Calls a function that stores activations, and returns its speed.
 
     Args:
-        store_function: The function.
-        size: The number of bytes of activations that the function stores.
+        store_function: The function, which takes no arguments.
+        num_bytes: The number of bytes of activations that the function stores.
 
     Returns:
         A dict with these figures.
@@ -92,15 +97,15 @@ def figures_of(store_function: Callable[[], object], size: int) -> Figures:
     seconds = time.perf_counter() - start_time
     cpu_seconds = time.process_time() - cpu_start_time
     return {
-        "mb_per_second": size / 1e6 / seconds,
-        "core_seconds_per_gb": cpu_seconds / size * 1e9,
+        "mb_per_second": num_bytes / 1e6 / seconds,
+        "core_seconds_per_gb": cpu_seconds / num_bytes * 1e9,
     }
 
 
 def store(
     folder: Path, remote: Folder | None, shard_format: str, values: np.ndarray, batches: list[Batch]
 ) -> None:
-    """Stores batches as a new run. All batches have the same activations.
+    """Stores batches as a new run, in which all batches have the same activations.
 
     Args:
         folder: The local folder of the run.
@@ -109,11 +114,11 @@ def store(
         values: The activations of a batch, (HOOKS, ROWS, LENGTH, HIDDEN).
         batches: The batches.
     """
-    arrays: dict[int | str, np.ndarray] = dict(enumerate(values))
+    values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
     options = StorageOptions(SHARD_GB, shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB)
     with ActivationStorage(folder, HOOK_NAMES, options, remote=remote) as storage:
         for batch in batches:
-            storage.add_batch(batch, arrays)
+            storage.add_batch(batch, values_of_hook)
 
 
 def as_torch(values: np.ndarray) -> torch.Tensor:
@@ -134,9 +139,9 @@ def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Calla
     """
     tensors = {HOOK_NAMES[layer]: array.reshape(-1, HIDDEN) for layer, array in enumerate(values)}
     torch_tensors = {name: as_torch(tensor) for name, tensor in tensors.items()}
-    # gzip is slow, so it gets only a quarter of one row.
+    # gzip is slow, so only a quarter of one row is pickled and gzipped.
     pickled_values = values[:, :1, : LENGTH // 4]
-    remote, path = Folder("gs://bucket/others"), folder / "other"
+    bucket_folder, file_path = Folder("gs://bucket/others"), folder / "other"
 
     def pickle_and_gzip() -> None:
         _, rows, length, _ = pickled_values.shape
@@ -147,24 +152,29 @@ def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Calla
             for key, name in HOOK_NAMES.items()
         }
         shard = Shard(samples, hooks, {key: list(pickled_values[key]) for key in HOOK_NAMES})
-        with gzip.open(path, "wb") as file:
+        with gzip.open(file_path, "wb") as file:
             pickle.dump(records_of(shard), file)
 
-    def way(save: Callable[[], object], size: int) -> Callable[[], Figures]:
-        """Returns a function that saves the file, uploads it, and returns the speed of both."""
+    def way(save: Callable[[], object], num_bytes: int) -> Callable[[], Figures]:
+        """Returns a function that saves and uploads a file, and returns the speed of both together.
+
+        Args:
+            save: The function that saves the file.
+            num_bytes: The number of bytes of activations in the file.
+        """
 
         def save_and_upload() -> None:
             save()
-            remote.write("other", path.read_bytes(), ANY)
-            path.unlink()
+            bucket_folder.write("other", file_path.read_bytes(), ANY)
+            file_path.unlink()
 
-        return lambda: figures_of(save_and_upload, size)
+        return lambda: figures_of(save_and_upload, num_bytes)
 
     return {
         "safetensors.save_file": way(
-            partial(safetensors.numpy.save_file, tensors, path), values.nbytes
+            partial(safetensors.numpy.save_file, tensors, file_path), values.nbytes
         ),
-        "torch.save": way(partial(torch.save, torch_tensors, path), values.nbytes),
+        "torch.save": way(partial(torch.save, torch_tensors, file_path), values.nbytes),
         "pickle and gzip": way(pickle_and_gzip, pickled_values.nbytes),
     }
 
@@ -184,29 +194,29 @@ def measure(folder: Path, dtype: str, shard_format: str, rounds: int, count: int
         The rows of the table, one for each way: the dtype, the way, and the medians of its figures.
     """
     values, batches = activations(DTYPES[dtype]), full_batches(count)
-    size = values.nbytes * count
-    remotes = {"server": Folder("gs://bucket/run"), "files": None}
+    num_bytes = values.nbytes * count
+    bucket_folder_of_place = {"server": Folder("gs://bucket/run"), "files": None}
 
-    def ours(remote: Folder | None) -> Figures:
+    def measure_this_tool(remote: Folder | None) -> Figures:
         figures = figures_of(
-            lambda: store(folder / "out", remote, shard_format, values, batches), size
+            lambda: store(folder / "out", remote, shard_format, values, batches), num_bytes
         )
         shutil.rmtree(folder / "out")
         return figures
 
-    ways: dict[str, Callable[[], Figures]] = {
-        f"ours, {shard_format}, to {place}": partial(ours, remote)
-        for place, remote in remotes.items()
+    function_of_way: dict[str, Callable[[], Figures]] = {
+        f"ours, {shard_format}, to {place}": partial(measure_this_tool, remote)
+        for place, remote in bucket_folder_of_place.items()
     }
     if shard_format == FORMATS[0]:
-        ways |= ways_of_other_libraries(folder, values)
-    figures_of_rounds: dict[str, list[Figures]] = {name: [] for name in ways}
+        function_of_way |= ways_of_other_libraries(folder, values)
+    figures_of_rounds: dict[str, list[Figures]] = {way_name: [] for way_name in function_of_way}
     for _ in range(rounds):
-        for name, measure_way in ways.items():
-            figures_of_rounds[name].append(measure_way())
+        for way_name, measure_way in function_of_way.items():
+            figures_of_rounds[way_name].append(measure_way())
     return [
-        {"dtype": dtype, "way": name} | medians(figures)
-        for name, figures in figures_of_rounds.items()
+        {"dtype": dtype, "way": way_name} | medians(figures)
+        for way_name, figures in figures_of_rounds.items()
     ]
 
 

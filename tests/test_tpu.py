@@ -109,7 +109,7 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
         beside = [i for i in inside if "gated_delta_rule" in i.line and i.name not in calls]
         assert not [i.line for i in beside if i.opcode in ("while", "dot", "convolution")]
         (layer,) = (i for i in plan.layer() if i.branches)
-        full, linear = (sum(m.hbm for m in plan.moves(branch)) for branch in layer.branches)
+        full, linear = (sum(m.hbm_bytes for m in plan.moves(branch)) for branch in layer.branches)
         assert linear <= 1.15 * full
 
 
@@ -124,7 +124,7 @@ def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
     """With all its effort, the compiler lets sums travel while those of other parts are added."""
     flags = f"--mesh_shape {shape} --mesh_axes data,expert --layers_to_extract 11 23"
     compiled = compile_for(parse_model_config(SHAPES[model]), flags, topology)
-    moved = sum(move.hbm for move in compiled.plan.moves(compiled.plan.body))
+    moved = sum(move.hbm_bytes for move in compiled.plan.moves(compiled.plan.body))
     assert moved < 1.5 * moved_once(compiled)
     found = times(compiled)
     assert found.hidden > found.exposed > 0
