@@ -24,7 +24,7 @@ from activation_extraction.model.host_rows import host_rows
 from activation_extraction.model.kept import take
 from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.released import released_config
-from activation_extraction.run.topologies import MACHINES, topology_of
+from activation_extraction.run.topologies import CHIP_KINDS, topology_of
 from benchmarks.inputs import SHAPES
 from benchmarks.program_text import COLLECTIVE, groups
 from benchmarks.tpu_plan import Compiled, chips, compile_for, moved_once, times
@@ -91,7 +91,7 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     memory, plan = compiled.memory, compiled.plan
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     taken = max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
-    assert taken < CHIPS[topology_of(topology).kind.chip].memory_bytes
+    assert taken < CHIPS[topology_of(topology).chip_kind.chip_name].memory_bytes
     if name == "pipeline":
         return
     found, inside = collectives(compiled), plan.layer_loop()
@@ -145,7 +145,7 @@ def test_an_estimate_compiles_the_very_program_of_a_run(tmp_path, capsys):
 
 def test_the_compiler_knows_every_machine_alike():
     """Devices, hosts and kinds are those that libtpu gives; the largest machines are left out."""
-    for key, kind in MACHINES.items():
+    for key, kind in CHIP_KINDS.items():
         for shape in kind.shapes.split():
             topology = topology_of(f"{key}:{shape}")
             if topology.chips <= 64:
@@ -153,7 +153,7 @@ def test_the_compiler_knows_every_machine_alike():
                 hosts = [device.process_index for device in real]
                 assert hosts == [device.process_index for device in described]
                 assert {device.platform for device in real} == {"tpu"}
-                assert all(kind.chip in device.device_kind for device in real)
+                assert all(kind.chip_name in device.device_kind for device in real)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5e:4x4", "v4:2x2x4", "v4:2x4x4", "tpu7x:2x2x2"])

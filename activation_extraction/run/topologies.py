@@ -26,22 +26,22 @@ class ChipKind(NamedTuple):
     """A kind of chip that can be rented.
 
     Attributes:
-        chip: The name of the chip in CHIPS.
+        chip_name: The name of the chip in CHIPS.
         shapes: The shapes of machines with this kind of chip, separated by spaces; "" for GPUs.
-        units: The number in the name of a machine, divided by its number of chips. It is 2 for v4,
-            because v4-32 has 16 chips.
-        devices: The number of JAX devices per chip.
+        number_per_chip: The number in the name of a machine, divided by its number of chips. It is
+            2 for v4, because v4-32 has 16 chips.
+        devices_per_chip: The number of JAX devices per chip.
     """
 
-    chip: str
+    chip_name: str
     shapes: str
-    units: int
-    devices: int
+    number_per_chip: int
+    devices_per_chip: int
 
 
 # Kinds of chips that can be rented, by the first part of a machine's name. The numbers are from the
 # documentation of Cloud TPU and of Compute Engine's accelerator-optimized machines.
-MACHINES = {
+CHIP_KINDS = {
     "v4": ChipKind("TPU v4", CUBES, 2, 1),
     "v5e": ChipKind("TPU v5 lite", FLAT, 1, 1),
     "v5p": ChipKind("TPU v5", CUBES, 2, 1),
@@ -90,29 +90,29 @@ class Topology:
     Attributes:
         name: The name of the machine. For TPUs, it contains the shape, such as v5e:8x8. For GPUs,
             it contains the number of chips, such as h100-8.
-        kind: The kind of the machine's chips.
+        chip_kind: The kind of the machine's chips.
         hosts: The number of hosts.
         chips: The number of chips on all hosts together.
     """
 
     name: str
-    kind: ChipKind
+    chip_kind: ChipKind
     hosts: int
     chips: int
 
     @property
     def is_tpu(self) -> bool:
         """Whether the chips are TPUs. Otherwise they are GPUs."""
-        return bool(self.kind.shapes)
+        return bool(self.chip_kind.shapes)
 
     def described(self) -> list[Device]:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
         platform = "tpu" if self.is_tpu else "gpu"
-        device_count = self.chips * self.kind.devices
+        device_count = self.chips * self.chip_kind.devices_per_chip
         devices = []
         for device_number in range(device_count):
             host_number = device_number * self.hosts // device_count
-            devices.append(Device(device_number, platform, self.kind.chip, host_number))
+            devices.append(Device(device_number, platform, self.chip_kind.chip_name, host_number))
         return devices
 
     def compilable(self) -> list[Any]:
@@ -156,10 +156,10 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     kind_name, number_in_name, shape_in_name = (
         name_match.groups() if name_match else (name.lower(), None, None)
     )
-    chip_kind = MACHINES.get(kind_name)
+    chip_kind = CHIP_KINDS.get(kind_name)
     if chip_kind is None or (shape_in_name and not chip_kind.shapes):
         raise InputError(
-            f"--plan {name}: there are machines of {', '.join(MACHINES)}, such as v5e:8x8, "
+            f"--plan {name}: there are machines of {', '.join(CHIP_KINDS)}, such as v5e:8x8, "
             "v5litepod-64, v4-32 or h100-8"
         )
     if chip_kind.shapes:
@@ -192,7 +192,7 @@ def _tpu_sides(
 
     Args:
         name: The value of --plan, for the message.
-        kind_name: The first part of the name, a key of MACHINES.
+        kind_name: The first part of the name, a key of CHIP_KINDS.
         kind: The kind of the chips.
         number: The number in the name, such as 64. None if the name has no number.
         shape: The shape in the name, such as 8x8. None if the name has no shape.
@@ -203,7 +203,7 @@ def _tpu_sides(
     shapes_by_number = {}
     for shape_of_kind in kind.shapes.split():
         sides = _sides(shape_of_kind)
-        shapes_by_number[str(math.prod(sides) * kind.units)] = shape_of_kind
+        shapes_by_number[str(math.prod(sides) * kind.number_per_chip)] = shape_of_kind
     largest_sides = sides  # the shapes are in ascending order, so the last one is the largest
     shape = shape or shapes_by_number.get(number or "", "0")
     sides = _sides(shape)

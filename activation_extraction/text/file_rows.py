@@ -106,15 +106,15 @@ class FileKind:
         name: Name of the kind, for messages.
         extensions: Extensions of the files in lower case. File names are compared
             case-insensitively.
-        rows: Function that yields the rows of a file. Its arguments are the file, the number of a
-            row group (0 for kinds without row groups), and the schema of the columns to read.
+        read_rows: Function that yields the rows of a file. Its arguments are the file, the number
+            of a row group (0 for kinds without row groups), and the schema of the columns to read.
         is_text: Whether the files are text. Text files may be compressed, and rows may be appended
             to them during a run.
     """
 
     name: str
     extensions: tuple[str, ...]
-    rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
+    read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
     is_text: bool = False
 
 
@@ -169,7 +169,7 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     """
     last_location = None
     try:
-        for row in file.kind.rows(file, row_group, schema):
+        for row in file.kind.read_rows(file, row_group, schema):
             yield row
             last_location = row.location
     except Exception as error:
@@ -380,7 +380,7 @@ AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
 def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
-    """Yields the rows of a JSON file (see `FileKind.rows`).
+    """Yields the rows of a JSON file (see `FileKind.read_rows`).
 
     The rows are the elements if the file is a .json file with one array. Otherwise, they are the
     lines.
@@ -447,7 +447,7 @@ def _object(element: Any) -> dict[str, Any]:
 def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of a CSV file below its header, which names the columns.
 
-    `FileKind.rows` describes the arguments.
+    `FileKind.read_rows` describes the arguments.
     """
     csv.field_size_limit(MAX_LINE)  # the default, 131,072, is too small for texts
     with text_content(file) as content:
@@ -558,7 +558,7 @@ BYTES_TYPES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarr
 def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of a row group of a Parquet file, with only the needed columns.
 
-    `FileKind.rows` describes the arguments.
+    `FileKind.read_rows` describes the arguments.
     """
     with open_file(file.url) as parquet_bytes:
         parquet_file = pyarrow.parquet.ParquetFile(parquet_bytes)
@@ -579,7 +579,7 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
 def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of an Arrow file or Arrow stream, with only the needed columns.
 
-    `FileKind.rows` describes the arguments.
+    `FileKind.read_rows` describes the arguments.
     """
     with open_file(file.url) as arrow_bytes:
         first_bytes = arrow_bytes.read(FORMAT_BYTES)

@@ -71,19 +71,19 @@ class IdsColumn:
     Attributes:
         activity: Verb that describes the reading in messages (see `Reader`).
         name: Name of the column with lists of token ids.
-        mask: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In a
+        mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In a
             column of the name ATTENTION_MASK, 0 means padding, which is left out.
-        vocabulary: Number of token ids that the model has.
+        vocabulary_size: Number of token ids that the model has.
     """
 
     activity: ClassVar = "reading"
     name: str
-    mask: str
-    vocabulary: int
+    mask_column: str
+    vocabulary_size: int
 
     @property
     def columns(self) -> Columns:
-        return Columns((self.name, self.mask) if self.mask else (self.name,))
+        return Columns((self.name, self.mask_column) if self.mask_column else (self.name,))
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
         return self.name in row
@@ -99,21 +99,21 @@ class IdsColumn:
         if column_value is None or column_value == []:
             return None
         token_ids = _integers(column_value, self.name, "--ids_column")
-        mask = self._mask(row, len(token_ids)) if self.mask else None
-        if mask is not None and self.mask == ATTENTION_MASK:
+        mask = self._mask(row, len(token_ids)) if self.mask_column else None
+        if mask is not None and self.mask_column == ATTENTION_MASK:
             if not mask.any():
                 raise UnusableRowError(
-                    f"--mask_column {self.mask}: each of its {len(mask)} values is 0, which says "
-                    "that all is padding; expected a 1 for each token"
+                    f"--mask_column {self.mask_column}: each of its {len(mask)} values is 0, "
+                    "which says that all is padding; expected a 1 for each token"
                 )
             # Padding is removed before the ids are checked, because it may have any id.
             token_ids = token_ids[mask]
             mask = None
-        if token_ids.min() < 0 or token_ids.max() >= self.vocabulary:
+        if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
             invalid_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
                 f"--ids_column {self.name}: token id {invalid_id}; the model has token ids 0 to "
-                f"{self.vocabulary - 1}"
+                f"{self.vocabulary_size - 1}"
             )
         return Content(token_ids=token_ids.astype(np.int32), mask=mask)
 
@@ -130,11 +130,11 @@ class IdsColumn:
         Raises:
             UnusableRowError: If the column does not contain a 0 or 1 for each token id.
         """
-        column_value = column_of(row, self.mask, "--mask_column")
-        integers = _integers(column_value, self.mask, "--mask_column")
+        column_value = column_of(row, self.mask_column, "--mask_column")
+        integers = _integers(column_value, self.mask_column, "--mask_column")
         if len(integers) != length or not np.isin(integers, (0, 1)).all():
             raise UnusableRowError(
-                f"--mask_column {self.mask}: expected {length} values, each 0 or 1, one for "
+                f"--mask_column {self.mask_column}: expected {length} values, each 0 or 1, one for "
                 f"each token id, found {len(integers)}: {integers[:8].tolist()}"
             )
         return integers.astype(bool)
