@@ -1,10 +1,11 @@
-"""The language model in Flax, for all families, and the checkpoint tensors of its parameters.
+"""Declares the language model in Flax, and the checkpoint tensors of its parameters.
 
 The modules come in the order in which a token passes them: its embedding, then in every layer
-attention and an MLP or experts, then the whole model, `Qwen2`. A ModelConfig contains the
-differences between families, and family.py the table of families. At the end, `weight_table`
-derives from the modules the checkpoint tensors that each parameter is made of. weights.py reads the
-tensors, mesh.py shards parameters, and qwen2_jax_with_hooks.py captures activations.
+attention and an MLP or experts, then the whole model, `Qwen2`. It serves all families: a
+ModelConfig contains the differences between them, and family.py lists them. At the end,
+`weight_table` derives from the modules the checkpoint tensors that each parameter is made of.
+weights.py reads the tensors, mesh.py shards parameters, and qwen2_jax_with_hooks.py captures
+activations.
 
 The parameter tree has the names of the Hugging Face checkpoint, and the same order of axes. For
 example, the tensor `model.layers.7.self_attn.q_proj.weight` becomes row 7 of the parameter
@@ -64,7 +65,7 @@ class Embedding(nn.Module):
     """The embedding of tokens, a table with a vector for each token of the vocabulary.
 
     `HookedModel` also uses this class for its head, whose matrix has the same shape. If config.json
-    ties the head to the embedding, both are one module, otherwise there are two modules.
+    ties the head to the embedding, head and embedding are a single module, otherwise two modules.
 
     Attributes:
         config: The configuration of the model.
@@ -82,8 +83,8 @@ class Embedding(nn.Module):
     def __call__(self, token_ids: Array) -> Array:
         """Looks up the vectors of tokens.
 
-        Each device along the mesh axis fsdp has some columns of the table, and looks them up for
-        all tokens. So the devices exchange vectors, which are smaller than the table.
+        Each device along the mesh axis fsdp stores some columns of the table, and looks up these
+        columns for all tokens. So the devices exchange vectors, which are smaller than the table.
 
         Args:
             token_ids: The token ids, (B, T) int32.
@@ -97,7 +98,13 @@ class Embedding(nn.Module):
         return constrain(from_bits(columns), *STREAM)
 
     def table(self) -> Array:
-        """Returns the vectors of all tokens of the vocabulary, (V, D), bfloat16 as uint16 bits."""
+        """Returns the vectors of all tokens of the vocabulary.
+
+        Letters: V vocabulary.
+
+        Returns:
+            The vectors, (V, D). On CPUs, bfloat16 vectors are uint16 arrays of the same bits.
+        """
         return self.layout.gather(self.weight, ("vocab", "embed"))
 
 
@@ -123,8 +130,8 @@ class SelfAttention(nn.Module):
         self.q_proj = make_linear("D->QH", use_bias=self.config.qkv_bias)
         self.k_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
         self.v_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
-        split = self.layout.adds_up_parts
-        self.o_proj = make_linear("NH->D", use_bias=self.config.o_bias, split=split)
+        is_split = self.layout.adds_up_parts
+        self.o_proj = make_linear("NH->D", use_bias=self.config.o_bias, split=is_split)
         if self.config.qk_norm:
             self.q_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
             self.k_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
@@ -132,7 +139,7 @@ class SelfAttention(nn.Module):
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, has_window: Array | None
     ) -> tuple[Array, Intermediates]:
-        """Returns the output of attention, and its intermediates by name.
+        """Computes attention, and returns its output with the intermediates.
 
         Args:
             x: The normed residual stream, (B, T, D).
@@ -167,8 +174,8 @@ class SelfAttention(nn.Module):
             )
             head_outputs = self._attend(self.attention, has_window, q, k, v, segment_ids)
         if self.config.q_gate:
-            gate = jax.nn.sigmoid(intermediates["q_gate"].astype(jnp.float32))
-            head_outputs = (head_outputs.astype(jnp.float32) * gate).astype(self.dtype)
+            head_gates = jax.nn.sigmoid(intermediates["q_gate"].astype(jnp.float32))
+            head_outputs = (head_outputs.astype(jnp.float32) * head_gates).astype(self.dtype)
         intermediates["z"] = head_outputs
         intermediates["out"] = constrain(self.o_proj(head_outputs).astype(self.dtype), *STREAM)
         return intermediates["out"], intermediates
@@ -212,15 +219,16 @@ class MLP(nn.Module):
     def setup(self) -> None:
         self.gate_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
         self.up_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
-        split = self.layout.adds_up_parts
-        self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype, split=split)
+        is_split = self.layout.adds_up_parts
+        self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype, split=is_split)
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Intermediates]:
-        """Returns the output of the MLP, and its intermediates by name.
+        """Computes the MLP, and returns its output with the intermediates.
 
         Args:
             x: The normed residual stream, (B, T, D).
-            _segment_ids: Not used; `SparseMLP` has the same argument.
+            _segment_ids: The segment of each token, which is not used. `SparseMLP`, which can take
+                the place of this module, needs it.
 
         Returns:
             The output, (B, T, D), which is added to the residual stream.
@@ -228,10 +236,10 @@ class MLP(nn.Module):
         """
         gate = rounded(self.gate_proj(x), self.dtype)
         up = self.up_proj(x)
-        gated = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(self.dtype)
-        gated = self.layout.constrain(gated, "batch", "sequence", "mlp")
-        output = self.layout.constrain(self.down_proj(gated).astype(self.dtype), *STREAM)
-        return output, {"pre": gate, "pre_linear": up, "post": gated, "out": output}
+        gated_values = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(self.dtype)
+        gated_values = self.layout.constrain(gated_values, "batch", "sequence", "mlp")
+        output = self.layout.constrain(self.down_proj(gated_values).astype(self.dtype), *STREAM)
+        return output, {"pre": gate, "pre_linear": up, "post": gated_values, "out": output}
 
 
 class SparseMLP(nn.Module):
@@ -260,7 +268,7 @@ class SparseMLP(nn.Module):
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Intermediates]:
-        """Returns the weighted sum of the experts, and the intermediates by name.
+        """Computes the mixture of experts, and returns its output with the intermediates.
 
         Args:
             x: The normed residual stream, (B, T, D).
@@ -275,12 +283,13 @@ class SparseMLP(nn.Module):
         weights, chosen = route(logits, experts.per_token, experts.renormalise)
         intermediates: Intermediates = {"logits": logits, "chosen": chosen}
         intermediates["weights"] = partial(scattered, weights, chosen, experts.count)
-        # Padding gets the number after the last expert, which costs nothing.
+        # Padding is sent to the number after the last expert, which is no expert and costs nothing.
         needed_experts = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
         if experts.shared_width:
             shared_output, intermediates["shared"] = self.shared_expert(x)
             # The shared expert is computed while tokens are sent to other devices' experts. The
-            # barrier delays the weights, which are sent after the tokens, until it is computed.
+            # routing weights are sent after the tokens. The barrier delays them until the shared
+            # expert is computed.
             shared_output, weights = lax.optimization_barrier((shared_output, weights))
         y = self.layout.constrain(self.experts(x, weights, needed_experts), *STREAM)
         intermediates["routed"] = y
@@ -326,7 +335,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Array, rotary: tuple[Array, Array], segment_ids: Array, has_window: Array | None
     ) -> tuple[Array, Intermediates]:
-        """Returns the residual stream after the layer, and the intermediates by name.
+        """Computes the layer, and returns the residual stream after it with the intermediates.
 
         Args:
             x: The residual stream before the layer, (B, T, D).
@@ -335,8 +344,9 @@ class DecoderLayer(nn.Module):
             has_window: Whether this layer has a window, () bool; None in a model without windows.
 
         Returns:
-            The residual stream, (B, T, D).
-            The intermediates, which include those of the modules of the layer.
+            The residual stream after the layer, (B, T, D).
+            The intermediates: name -> array, or a nested dict with the intermediates of a module of
+            the layer (see `Intermediates`).
         """
         intermediates: Intermediates = {"resid_pre": x}
         y, intermediates["ln1"] = self.input_layernorm(x)
@@ -420,8 +430,8 @@ class Qwen2(nn.Module):
 def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable:
     """Returns the shape, logical axes and checkpoint tensors of each parameter of a model.
 
-    This function computes and allocates nothing. In a pipeline, layers of zeros may fill the last
-    stages. These layers, which come after the first `model.num_layers` in a stack, have no tensors.
+    This function allocates no parameters. In a pipeline, layers of zeros may fill the last stages.
+    They come after the first `model.num_layers` layers in a stack, and have no tensors.
 
     Args:
         model: A `Qwen2` or a `HookedModel`.
@@ -431,107 +441,120 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     Returns:
         Path of a parameter -> its shape, logical axes and checkpoint tensors.
     """
-    fused = any(name.endswith("experts.gate_up_proj") for name in tensors)
-    renamed = _renamed(model.config, fused) | _interleaved(model.config.delta, tensors)
+    has_fused_experts = any(name.endswith("experts.gate_up_proj") for name in tensors)
+    tensor_of_parameter = _tensors_by_parameter(
+        model.config, has_fused_experts
+    ) | _interleaved_tensors(model.config.delta, tensors)
     # The default kernels run on this machine, even if the model is meant for another platform.
     # Parameters do not depend on kernels or on the mesh.
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
-    boxes = declared(local_model)
-    return {path: _weight_spec(path, box, model, renamed) for path, box in boxes.items()}
+    box_by_path = declared(local_model)
+    return {
+        path: _weight_spec(path, box, model, tensor_of_parameter)
+        for path, box in box_by_path.items()
+    }
 
 
 def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
     """Returns the names that the language model's tensors may have in a checkpoint.
 
-    The names include tensors that are not read. A checkpoint may contain a tensor for each expert
-    besides the fused ones, and a head even if config.json ties the head to the embedding.
+    The names include tensors that are not read. For example, a checkpoint may contain fused experts
+    and also a tensor for each expert. It may contain a head although config.json ties the head to
+    the embedding.
 
     Args:
         config: The configuration of the model.
-        tensors: The names of the tensors in the checkpoint, as for `weight_table`.
+        tensors: The names of the tensors in the checkpoint; empty if there is no checkpoint.
     """
-    names = {HEAD}
+    possible_names = {HEAD}
     for checkpoint_tensors in ((), tensors):
         for spec in weight_table(Qwen2(config), checkpoint_tensors).values():
-            names.update(spec.hf_names)
-    return names
+            possible_names.update(spec.hf_names)
+    return possible_names
 
 
 def _weight_spec(
-    path: ParamPath, box: Any, model: nn.Module, renamed: Mapping[str, Any]
+    path: ParamPath, box: Any, model: nn.Module, tensor_of_parameter: Mapping[str, Any]
 ) -> WeightSpec:
     """Returns the shape, logical axes and checkpoint tensors of one parameter.
 
     Args:
         path: The path of the parameter.
-        box: Flax's box of the parameter's logical axes around its shape.
-        model: The model.
-        renamed: The parameters of a layer whose tensors have other names, as from `_renamed`.
+        box: Flax's box with the logical axes (`names`) and the shape of the parameter (`value`).
+        model: The model, a `Qwen2` or a `HookedModel`.
+        tensor_of_parameter: The result of `_tensors_by_parameter` and `_interleaved_tensors`.
     """
     config = model.config
     shape = box.value.shape
     axes = box.names
     if path[0] == "lm_head":
-        head = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
-        return WeightSpec(shape, axes, (head,))
+        head_tensor = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
+        return WeightSpec(shape, axes, (head_tensor,))
     if path[0] != "layers":
         return WeightSpec(shape, axes, (f"model.{path[0]}.weight",))
     has_several_types = len(set(config.layer_types)) > 1
-    layers = list(range(model.num_layers))
+    layer_numbers = list(range(model.num_layers))
     if has_several_types:
-        # With several types of layers, the path has the type before the names in the layer.
-        layers = [layer for layer in layers if config.layer_types[layer] == path[1]]
+        # With several types of layers, the second name of the path is the type of the layers.
+        layer_numbers = [layer for layer in layer_numbers if config.layer_types[layer] == path[1]]
     parameter_name = ".".join(path[2:] if has_several_types else path[1:])
-    tensor, tensor_slice = renamed.get(parameter_name, (parameter_name, None))
-    names = [f"model.layers.{layer}.{tensor}" for layer in layers]
-    per_expert = "{}" in tensor
-    if per_expert:
+    tensor, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
+    checkpoint_names = [f"model.layers.{layer}.{tensor}" for layer in layer_numbers]
+    has_tensor_per_expert = "{}" in tensor
+    if has_tensor_per_expert:
         expert_numbers = range(config.experts.count)
-        names = [name.format(number) for name in names for number in expert_numbers]
-    return WeightSpec(shape, axes, tuple(names), 1 + per_expert, tensor_slice)
+        checkpoint_names = [
+            name.format(number) for name in checkpoint_names for number in expert_numbers
+        ]
+    return WeightSpec(shape, axes, tuple(checkpoint_names), 1 + has_tensor_per_expert, tensor_slice)
 
 
-def _renamed(config: ModelConfig, fused: bool) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the tensors of the parameters that have other names in the checkpoint.
+def _tensors_by_parameter(
+    config: ModelConfig, has_fused_experts: bool
+) -> dict[str, tuple[str, TensorSlice | None]]:
+    """Returns the tensors of parameters whose names in the checkpoint differ from the parameter's.
 
     Args:
         config: The configuration of the model.
-        fused: Whether one tensor contains all experts of a layer.
+        has_fused_experts: Whether one tensor contains all experts of a layer.
 
     Returns:
         Name of the parameter in its layer -> (name of the tensor in the layer, the slice of the
         tensor). The slice is None for a whole tensor. If each expert has a tensor, "{}" stands for
         the number of the expert.
     """
-    renamed: dict[str, tuple[str, TensorSlice | None]] = {}
+    tensor_of_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
         key_rows = config.delta.key_heads * config.delta.key_size
         value_rows = config.sizes["O"]
         for letter, start in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
             tensor_slice = TensorSlice(0, start, 2 * key_rows + value_rows)
             for parameter_name, tensor in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                name = f"linear_attn.{parameter_name}_{letter}.weight"
-                renamed[name] = f"linear_attn.{tensor}.weight", tensor_slice
+                full_name = f"linear_attn.{parameter_name}_{letter}.weight"
+                tensor_of_parameter[full_name] = f"linear_attn.{tensor}.weight", tensor_slice
     if config.experts is not None:
         width = config.experts.width
-        for projection, fused_slice in (
+        for projection, fused_tensor in (
             ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * width))),
             ("up_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, width, 2 * width))),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
-            per_expert = f"mlp.experts.{{}}.{projection}.weight", None
-            renamed[f"mlp.experts.{projection}.weight"] = fused_slice if fused else per_expert
-    return renamed
+            expert_tensor = f"mlp.experts.{{}}.{projection}.weight", None
+            tensor_of_parameter[f"mlp.experts.{projection}.weight"] = (
+                fused_tensor if has_fused_experts else expert_tensor
+            )
+    return tensor_of_parameter
 
 
-def _interleaved(
+def _interleaved_tensors(
     delta: DeltaNet | None, tensors: Collection[str]
 ) -> dict[str, tuple[str, TensorSlice]]:
     """Returns the tensors of a delta net's projections that are stored key head by key head.
 
-    Such a tensor has all rows of the first key head, then all rows of the next. In `in_proj_qkvz`,
-    the rows of a key head make its query, its key, and the values and gates of its value heads. In
-    `in_proj_ba`, they make the inputs of the rates and of the log decays of its value heads.
+    Such a tensor has all rows of the first key head, then all rows of the next key head. In
+    `in_proj_qkvz`, the rows of a key head project to its query, its key, and the values and gates
+    of its value heads. In `in_proj_ba`, they project to the inputs of the rates and of the log
+    decays of its value heads.
 
     Args:
         delta: The sizes of the delta net; None if the model has none.
@@ -539,11 +562,11 @@ def _interleaved(
 
     Returns:
         Name of the parameter in its layer -> (name of the tensor in the layer, the slice of each
-        key head's rows), as from `_renamed`.
+        key head's rows in this tensor).
     """
-    renamed: dict[str, tuple[str, TensorSlice]] = {}
+    tensor_of_parameter: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:
-        return renamed
+        return tensor_of_parameter
     value_heads = delta.values_per_key
     key_rows = delta.key_size
     value_rows = value_heads * delta.value_size
@@ -553,11 +576,12 @@ def _interleaved(
     ):
         tensor = f"linear_attn.{tensor_name}.weight"
         rows_per_head = sum(rows_by_letter.values())
-        start = 0
-        # Quantised versions of such a model may have a tensor for each projection, as Qwen3.5 has.
+        first_row = 0
+        # Quantised versions of such a model may contain a tensor for each projection, like Qwen3.5.
+        # Then the parameters have their own tensors.
         if not tensors or any(name.endswith(tensor) for name in tensors):
             for letter, rows in rows_by_letter.items():
-                tensor_slice = TensorSlice(0, start, rows_per_head, per_head=True)
-                renamed[f"linear_attn.in_proj_{letter}.weight"] = tensor, tensor_slice
-                start += rows
-    return renamed
+                tensor_slice = TensorSlice(0, first_row, rows_per_head, per_head=True)
+                tensor_of_parameter[f"linear_attn.in_proj_{letter}.weight"] = tensor, tensor_slice
+                first_row += rows
+    return tensor_of_parameter

@@ -1,4 +1,4 @@
-"""The hooked model, which runs the layers of qwen2_jax.py and returns the values at hooks.
+"""Defines the hooked model, which runs the layers of qwen2_jax.py and returns values at hooks.
 
 `create_model_with_hooks` makes the hooked model of any supported model. hooks.py contains the table
 of the kinds of hooks, and capture.py moves their values from the layers into the result. To add a
@@ -34,8 +34,8 @@ from qwen2_jax import Embedding, decoder
 class HookedModel(nn.Module):
     """A model that runs only the layers that its hooks need, and returns the values at the hooks.
 
-    The parameters are a part of the parameters of `qwen2_jax.Qwen2`. Layers run in a loop, up to
-    the deepest layer with a hook.
+    Its parameters are a part of the parameters of `qwen2_jax.Qwen2`. The layers up to the deepest
+    layer with a hook run in a loop.
 
     Attributes:
         config: The configuration of the model.
@@ -58,7 +58,11 @@ class HookedModel(nn.Module):
 
     @property
     def captured_dtype(self) -> Any:
-        """The dtype of activations in the result. For "float8", the store encodes them later."""
+        """The dtype of activations in the result of a call.
+
+        If activations are stored as float8, it is the dtype of the weights, because the store
+        encodes activations later.
+        """
         return self.dtype if self.activation_dtype == FLOAT8 else self.activation_dtype
 
     @property
@@ -97,13 +101,13 @@ class HookedModel(nn.Module):
         Args:
             lengths: The lengths of the samples in tokens.
         """
-        total = 0.0
+        total_flops = 0.0
         for layer in range(self.num_layers):
             weight_count = _weights_per_token(self.config, layer)
-            total += self.config.flops_of(layer, weight_count, lengths)
+            total_flops += self.config.flops_of(layer, weight_count, lengths)
         if self.predicts:
-            total += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
-        return total
+            total_flops += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
+        return total_flops
 
     def setup(self) -> None:
         self.decoder = decoder(self.config, self.dtype, self.kernels, self.layout)
@@ -125,9 +129,9 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            A vector type is the width and the dtype of some hooks. Vector type -> the values at
-            these hooks in the order of `hooks`, (hooks of the type, B, T, width). Activations have
-            the dtype `captured_dtype`.
+            Vector type (the width and the dtype of some hooks) -> the values at these hooks, in the
+            order of `hooks`, (hooks of the type, B, T, width). Activations have the dtype
+            `captured_dtype`.
         """
         if self.is_initializing():
             self._declare(token_ids)
@@ -138,10 +142,10 @@ class HookedModel(nn.Module):
         return run_layers(capture, token_ids, segment_ids, positions)
 
     def _declare(self, token_ids: Array) -> None:
-        """Declares the parameters outside the layers, as far as the hooks need them.
+        """Declares the parameters outside the layers that the hooks need.
 
-        Flax creates the parameters of a module when the module is first called, so this function
-        calls the modules. `setup` declares the parameters of the layers.
+        Flax creates the parameters of a module when the module is called for the first time, so
+        this function calls the modules. `setup` declares the parameters of the layers.
 
         Args:
             token_ids: The token ids of a step, (B, T) int32.
@@ -161,7 +165,14 @@ class HookedModel(nn.Module):
     ) -> dict[VectorType, Array]:
         """Computes the values at the hooks with one loop over all layers, without a pipeline.
 
-        See `__call__` for the arrays and the result.
+        Args:
+            capture: The hooks.
+            token_ids: The token ids, (B, T) int32.
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+            positions: The position of each token in its sample, (B, T) int32.
+
+        Returns:
+            Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
         """
         plan = capture.plan(range(self.num_layers))
         end_plan = capture.plan_end()
@@ -172,8 +183,8 @@ class HookedModel(nn.Module):
             layers = self.decoder.stacked(self.layers)
             x, buffers = self._loop(capture, plan, layers, x, buffers, rotary, segment_ids)
         if self.runs_to_the_end:
-            values = self._end_values(capture, x, token_ids, positions)
-            buffers = capture.write(buffers, end_plan, values)
+            end_values = self._end_values(capture, x, token_ids, positions)
+            buffers = capture.write(buffers, end_plan, end_values)
         return capture.values(buffers)
 
     def _run_in_stages(
@@ -183,19 +194,34 @@ class HookedModel(nn.Module):
 
         A tick runs all stages at once, each on a different micro-batch. At tick t, stage s runs on
         micro-batch t - s, so M micro-batches take M + stages - 1 ticks. Each stage captures the
-        hooks of its own layers. See `__call__` for the arrays and the result.
+        hooks of its own layers.
+
+        Args:
+            capture: The hooks.
+            token_ids: The token ids, (B, T) int32.
+            segment_ids: The segment of each token, (B, T) int32; 0 for padding.
+            positions: The position of each token in its sample, (B, T) int32.
+
+        Returns:
+            Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
         """
         stages = self.stages
-        rows, length = token_ids.shape
-        micro_batch_count = self.micro_batches(rows)
+        row_count, length = token_ids.shape
+        micro_batch_count = self.micro_batches(row_count)
 
         def split(x: Array) -> Array:
-            """Divides the rows among micro-batches: (B, T) -> (M, B / M, T)."""
+            """Divides the rows of an array among M micro-batches: (B, T) -> (M, B / M, T).
+
+            Args:
+                x: The array, (B, T).
+            """
             return x.reshape(-1, micro_batch_count, length).swapaxes(0, 1)
 
         layers = self.decoder.stacked(self.layers)
         stage_layers = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
-        micro_ids, micro_segments, micro_positions = map(split, (token_ids, segment_ids, positions))
+        ids_by_micro_batch, segments_by_micro_batch, positions_by_micro_batch = map(
+            split, (token_ids, segment_ids, positions)
+        )
         plan = capture.plan_stages(stages, self.layers_per_stage)
         stage_numbers = jnp.arange(stages)
 
@@ -204,10 +230,10 @@ class HookedModel(nn.Module):
         ) -> tuple[Array, Buffers]:
             """Runs one stage on one micro-batch.
 
-            A stage also runs in the bubble, the ticks in which there is no micro-batch for it. In
-            the ticks before the first micro-batch, it writes meaningless values where the values of
-            the first micro-batch will be, which overwrite them. In the ticks after the last
-            micro-batch, it computes the last one again. So the bubble needs no mask.
+            A stage also runs in the bubble: in ticks in which it has no micro-batch. In ticks
+            before the first micro-batch, it writes meaningless values to the places of the first
+            micro-batch, which overwrites them. In ticks after the last micro-batch, it computes the
+            last micro-batch again. So the bubble needs no mask.
 
             Args:
                 layers: The layers of the stage with their parameters.
@@ -221,37 +247,39 @@ class HookedModel(nn.Module):
 
             Returns:
                 The residual stream after the stage, (B, T, D).
-                The buffers of the stage.
+                The buffers of the stage with the values of this micro-batch.
             """
             number = jnp.clip(number, 0, micro_batch_count - 1)
-            rotary = rotary_table(micro_positions[number], self.config)
-            segments = micro_segments[number]
+            rotary = rotary_table(positions_by_micro_batch[number], self.config)
+            segments = segments_by_micro_batch[number]
             stage_plan = plan.with_slots(slots)
             return self._loop(capture, stage_plan, layers, x, buffers, rotary, segments, number)
 
-        def tick(carry: tuple[Array, Buffers], time: Array) -> tuple[Any, Array | None]:
+        def tick(carry: tuple[Array, Buffers], tick_number: Array) -> tuple[Any, Array | None]:
             """Runs every stage once.
 
             Args:
-                carry: The residual stream after each stage, (stages, B, T, D), and the buffers of
-                    all stages.
-                time: The number of the tick, () int32.
+                carry: A tuple of the residual stream after each stage, (stages, B, T, D), and the
+                    buffers of all stages.
+                tick_number: The number of the tick, () int32.
 
             Returns:
-                The next carry.
+                The carry of the next tick.
                 The bits of the residual stream after the last stage, (B, T, D); None if no hook
                 comes after the last layer.
             """
             x, buffers = carry
-            entering_ids = micro_ids[jnp.minimum(time, micro_batch_count - 1)]
+            entering_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
             x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
-            x, buffers = run_stages(stage_layers, plan.slots, x, buffers, time - stage_numbers)
+            x, buffers = run_stages(
+                stage_layers, plan.slots, x, buffers, tick_number - stage_numbers
+            )
             return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
-        x = jnp.zeros((stages, *micro_ids.shape[1:], self.config.hidden_size), self.dtype)
-        buffers = capture.buffers([plan], micro_ids.shape, stages)
+        x = jnp.zeros((stages, *ids_by_micro_batch.shape[1:], self.config.hidden_size), self.dtype)
+        buffers = capture.buffers([plan], ids_by_micro_batch.shape, stages)
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stages - 1)
             (_, buffers), final_streams = lax.scan(tick, (x, buffers), tick_numbers)
@@ -259,10 +287,10 @@ class HookedModel(nn.Module):
         if self.runs_to_the_end:
             assert final_streams is not None
             x = from_bits(final_streams[stages - 1 :], self.dtype).swapaxes(0, 1)
-            x = self.layout.constrain(x.reshape(rows, length, -1), *STREAM)
-            values = self._end_values(capture, x, token_ids, positions)
-            end_values = dict(zip(capture.plan_end().kinds, values, strict=True))
-        return capture.values_of_stages(buffers, rows, self.layers_per_stage, end_values)
+            x = self.layout.constrain(x.reshape(row_count, length, -1), *STREAM)
+            kind_values = self._end_values(capture, x, token_ids, positions)
+            end_values = dict(zip(capture.plan_end().kinds, kind_values, strict=True))
+        return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_values)
 
     def _loop(
         self,
@@ -275,7 +303,7 @@ class HookedModel(nn.Module):
         segment_ids: Array,
         micro_batch: Array | None = None,
     ) -> tuple[Array, Buffers]:
-        """Runs all layers, or the layers of one stage, and writes the values at their hooks.
+        """Runs all layers or the layers of one stage, and writes the values at their hooks.
 
         Args:
             capture: The hooks.
@@ -294,11 +322,11 @@ class HookedModel(nn.Module):
 
         def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
-            x, values = layer(x, rotary, segment_ids)
-            return x, capture.write(buffers, plan.with_slots(slots), values, micro_batch)
+            x, bits_by_kind = layer(x, rotary, segment_ids)
+            return x, capture.write(buffers, plan.with_slots(slots), bits_by_kind, micro_batch)
 
-        keep = partial(capture.bits_of, plan.kinds)
-        return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots, keep)
+        keep_bits = partial(capture.bits_of, plan.kinds)
+        return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots, keep_bits)
 
     def _end_values(
         self, capture: Capture, x: Array, token_ids: Array, positions: Array
@@ -312,21 +340,23 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            The bits of the values of each kind of hook, (B, T, width), in the order of
-            `capture.plan_end().kinds`.
+            A list with an array for each kind in `capture.plan_end().kinds`: the bits of its
+            values, (B, T, width).
         """
-        hidden, norm_intermediates = self.norm(x)
+        hidden_states, norm_intermediates = self.norm(x)
         intermediates: Intermediates = {"resid_pre": x, "final": norm_intermediates}
         if self.predicts:
-            kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
+            predicted_kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
             with jax.named_scope("predictions"):
                 intermediates["predicted"] = predictions(
-                    hidden,
+                    hidden_states,
                     from_bits(self._head().table()),
                     token_ids,
                     positions,
-                    requested={kind.intermediate.removeprefix(PREDICTED) for kind in kinds},
-                    top=max(kind.width_factor for kind in kinds),
+                    requested={
+                        kind.intermediate.removeprefix(PREDICTED) for kind in predicted_kinds
+                    },
+                    top=max(kind.width_factor for kind in predicted_kinds),
                     dtype=self.captured_dtype,
                     layout=self.layout,
                 )
@@ -335,23 +365,25 @@ class HookedModel(nn.Module):
 
 @cache
 def _weights_per_token(config: ModelConfig, layer: int) -> int:
-    """Returns the number of weights in a layer's matrices with which a token is multiplied.
+    """Returns the number of weights in a layer's matrices that are multiplied with one token.
 
-    Of the weights of experts, only those of the experts of one token count.
+    Only the experts that a token uses count.
 
     Args:
         config: The configuration of the model.
         layer: The number of the layer.
     """
     layers = decoder(config, jnp.float32, Kernels(), Layout())
-    total = 0
+    weight_count = 0
     for path, box in layers.parameters(config.layer_types[layer]).items():
         if path[-1] == "weight" and len(box.names) > 1:
-            size = math.prod(box.value.shape)
+            parameter_weights = math.prod(box.value.shape)
             if config.experts is not None and "experts" in path:
-                size = size * config.experts.per_token // config.experts.count
-            total += size
-    return total
+                parameter_weights = (
+                    parameter_weights * config.experts.per_token // config.experts.count
+                )
+            weight_count += parameter_weights
+    return weight_count
 
 
 def create_model_with_hooks(
@@ -362,7 +394,7 @@ def create_model_with_hooks(
     kernels: Kernels | None = None,
     layout: Layout | None = None,
 ) -> HookedModel:
-    """Creates a model that returns the values at hooks, and runs no layer after the deepest hook.
+    """Creates a model that returns the values at hooks, and runs no layer after the last hook.
 
     Args:
         config: The configuration of the model.
@@ -386,7 +418,7 @@ def create_model_with_hooks(
     layout = layout or Layout()
     stages = layout.size("pipeline")
     deepest_layer = max(hook.layer for hook in hooks)
-    # Raises InputError if the stages cannot have the same types of layers.
+    # This call raises InputError if the layers cannot be divided into equal stages.
     stage_length(config.layer_types[: deepest_layer + 1], stages)
     return HookedModel(
         config,
