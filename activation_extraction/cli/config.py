@@ -197,10 +197,10 @@ def _epilog() -> str:
     for flag_name, flag in FLAGS.items():
         if flag.variables is not None:
             variable_names = " or ".join(flag.variables.names)
-            line = f"  {variable_names:<46} --{flag_name}"
+            variable_line = f"  {variable_names:<46} --{flag_name}"
             if flag.variables.required_flag:
-                line += f" (with --{flag.variables.required_flag})"
-            variable_lines.append(line)
+                variable_line += f" (with --{flag.variables.required_flag})"
+            variable_lines.append(variable_line)
     return HELP_BEFORE_VARIABLES + "\n".join(variable_lines) + HELP_AFTER_VARIABLES
 
 

@@ -986,11 +986,14 @@ class Config:
             "bucket_url".
         """
         json_values = {**self.values, "bucket_url": self.output.bucket_url}
-        for name, value in json_values.items():
+        for flag_name, value in json_values.items():
             if isinstance(value, str):
-                json_values[name] = plain_url(value)
+                json_values[flag_name] = plain_url(value)
         json_values["mix"] = [(plain_url(source), weight) for source, weight in self.text.mix]
-        json_values["encode"] = [(hook, plain_url(path)) for hook, path in self.hooks.encode]
+        json_values["encode"] = [
+            (hook_name, plain_url(autoencoder_path))
+            for hook_name, autoencoder_path in self.hooks.encode
+        ]
         json_values["positions"] = str(self.text.positions)
         return json_values
 
@@ -1002,7 +1005,7 @@ class Config:
             stored_values: The result of `to_json`. A flag that is missing gets its default. Names
                 that are no flags in this version are ignored.
         """
-        flag_values = {name: _as_tuple(value) for name, value in stored_values.items()}
+        flag_values = {flag_name: _as_tuple(value) for flag_name, value in stored_values.items()}
         flag_values["positions"] = parse_positions(stored_values.get("positions", ALL))
         return cls.of(flag_values)
 
@@ -1015,7 +1018,9 @@ def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, A
         values: The values of flags by name.
     """
     option_names = [option_field.name for option_field in fields(options_class)]
-    return {name: values[name] for name in option_names if name in values}
+    return {
+        option_name: values[option_name] for option_name in option_names if option_name in values
+    }
 
 
 def _as_tuple(value: Any) -> Any:

@@ -162,7 +162,7 @@ class DataFiles:
         """
         for file_name in {row["file"] for row in rows if "file" in row}:
             for file, recorded_file in self._local.get(file_name, ()):
-                problem = f"{file.url}: has changed while the run was reading it"
+                problem_message = f"{file.url}: has changed while the run was reading it"
                 try:
                     with naming_unreadable(file.url):
                         file_status = os.stat(file.url)
@@ -171,8 +171,8 @@ class DataFiles:
                     if current_file == file or _is_recorded(current_file, recorded_file):
                         continue
                 except InputError as error:
-                    problem = str(error)
-                raise RunError(problem, remedy=CHANGED_FILE_REMEDY)
+                    problem_message = str(error)
+                raise RunError(problem_message, remedy=CHANGED_FILE_REMEDY)
 
 
 def _in_recorded_order(

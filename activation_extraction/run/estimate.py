@@ -281,8 +281,8 @@ def amount_of(config: Config) -> Amount | None:
     sample_tokens = tokens_of_a_sample(text_options.max_seq_length)
     kept_fraction = text_options.positions.expected(sample_tokens) / sample_tokens
     computed_tokens = math.inf
-    name_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
-    document_count = KNOWN_DOCUMENTS.get(name_and_config)
+    dataset_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
+    document_count = KNOWN_DOCUMENTS.get(dataset_and_config)
     if document_count is not None:
         document_length = (
             TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else sample_tokens
@@ -341,7 +341,7 @@ def estimate_totals(
             ]
         if hours is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
-            chip_hours = [run.topology.chips * number for number in hours]
+            chip_hours = [run.topology.chips * run_hours for run_hours in hours]
             dollars = [chip_hours[0] * min(chip_hour_prices), chip_hours[1] * max(chip_hour_prices)]
     return {"hours": hours, "dollars": dollars, "terabytes": terabytes}
 

@@ -265,7 +265,11 @@ def settings_of(config: Config) -> dict[str, Any]:
         for package, package_version in package_versions().items()
     }
     return {
-        **{f"--{name}": flag_values[name] for name in FLAGS if name not in HOST_FLAGS},
+        **{
+            f"--{flag_name}": flag_values[flag_name]
+            for flag_name in FLAGS
+            if flag_name not in HOST_FLAGS
+        },
         "--mix": comparable_mix,
         **versions,
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",

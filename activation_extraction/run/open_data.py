@@ -186,10 +186,10 @@ def _open_mixture(
         named_weights.append(f"{source_name}={repr(weight).removesuffix('.0')}")
     mixture_name = " ".join(named_weights)
     recorded_runs, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
-    revisions = {}  # revision of each hub data set by the name of the source
+    revision_by_source = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions.split():
         source_name, revision = name_and_revision.rsplit("@", 1)
-        revisions[source_name] = revision
+        revision_by_source[source_name] = revision
     listed_files = []
     for source_number, (source, _) in enumerate(sources_and_weights):
         if is_path(source):
@@ -214,14 +214,14 @@ def _open_mixture(
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_runs)
-            source_rows, revisions[source_name] = open_hub_dataset(
+            source_rows, revision_by_source[source_name] = open_hub_dataset(
                 hub_name,
                 hub_config or None,
                 hub_split or DEFAULT_DATASET.split,
-                revisions.get(source_name),
+                revision_by_source.get(source_name),
             )
         sources.append(Source(source_rows, source_name, weight))
     all_revisions = " ".join(
-        f"{source_name}@{revision}" for source_name, revision in revisions.items()
+        f"{source_name}@{revision}" for source_name, revision in revision_by_source.items()
     )
     return Dataset(tuple(sources), mixture_name, all_revisions, files)

@@ -184,11 +184,11 @@ class Batch:
         num_kept_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
         for placement in self.samples:
             sample_mask = self.kept_mask[placement.row, placement.start : placement.stop]
-            positions = np.flatnonzero(sample_mask)
+            kept_positions = np.flatnonzero(sample_mask)
             first_kept_index = num_kept_before[placement.row * row_length + placement.start]
             yield (
-                slice(first_kept_index, first_kept_index + len(positions)),
-                positions.astype(np.int32),
+                slice(first_kept_index, first_kept_index + len(kept_positions)),
+                kept_positions.astype(np.int32),
             )
 
     @property

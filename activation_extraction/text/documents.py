@@ -250,11 +250,11 @@ class DocumentStream:
         if state["dataset"] is not None:
             # The data set changes the state that it loads, so it gets a copy.
             self._stream.load_state_dict(deepcopy(state["dataset"]))
-        rows = iter(self._stream)
+        row_iterator = iter(self._stream)
         last_position: Mapping[str, Any] = {}  # the position of this worker's last row
         while True:
             try:
-                stream_row = next(rows)
+                stream_row = next(row_iterator)
                 stream_position = self._stream.state_dict()
             except StopIteration:
                 self._leave_file(last_position, {})
@@ -314,12 +314,12 @@ class DocumentStream:
         schema = self._schema
         try:
             with activity(f"{schema.activity} {row.location}"):
-                columns = row.read()
-                content = schema.content_of(columns)
+                row_columns = row.read()
+                content = schema.content_of(row_columns)
             if content is None:
                 return None, ""
-            doc_id = schema.id_of(columns)
-            kept_columns = schema.kept_of(columns)
+            doc_id = schema.id_of(row_columns)
+            kept_columns = schema.kept_of(row_columns)
         except (UnusableRowError, RecursionError) as error:  # lists may be nested too deeply
             problem = f"{row.location}: {error}"
             if not self.skip_bad_rows:
@@ -371,38 +371,41 @@ class Mixture:
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker that come after a state, as `Documents.read` does."""
         num_documents = list(state["given"])
-        states = list(state["streams"])
+        stream_states = list(state["streams"])
         # Index of each data set that may have more rows -> its rows.
         rows_by_index = {
-            index: stream.read(states[index]) for index, stream in enumerate(self._streams)
+            dataset_index: stream.read(stream_states[dataset_index])
+            for dataset_index, stream in enumerate(self._streams)
         }
 
-        def progress(index: int) -> float:
+        def relative_count(dataset_index: int) -> float:
             """Returns the number of documents that a data set has yielded, divided by its weight.
 
             Half a document is added to the number. So the data set with the largest weight comes
             first.
 
             Args:
-                index: Index of the data set.
+                dataset_index: Index of the data set.
             """
-            return (num_documents[index] + 0.5) / self._weights[index]
+            return (num_documents[dataset_index] + 0.5) / self._weights[dataset_index]
 
         while rows_by_index:
-            index = min(rows_by_index, key=progress)
-            row = next(rows_by_index[index], None)
-            if row is None:
-                del rows_by_index[index]
+            dataset_index = min(rows_by_index, key=relative_count)
+            read_row = next(rows_by_index[dataset_index], None)
+            if read_row is None:
+                del rows_by_index[dataset_index]
                 if rows_by_index:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
-                        self._names[index],
-                        counted(num_documents[index], "document"),
+                        self._names[dataset_index],
+                        counted(num_documents[dataset_index], "document"),
                     )
                 continue
-            num_documents[index] += row.document is not None
-            states[index] = row.state
-            yield row._replace(state={"given": list(num_documents), "streams": list(states)})
+            num_documents[dataset_index] += read_row.document is not None
+            stream_states[dataset_index] = read_row.state
+            yield read_row._replace(
+                state={"given": list(num_documents), "streams": list(stream_states)}
+            )
 
 
 def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False) -> None:

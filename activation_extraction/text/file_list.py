@@ -198,8 +198,8 @@ def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") 
         left_out: The numbers of files that were left out, with the reasons; "" if no file was.
     """
     extensions: list[str] = []
-    for kind in KINDS:
-        extensions += kind.extensions
+    for file_kind in KINDS:
+        extensions += file_kind.extensions
     message = f"{problem} {', '.join(extensions)}"
     message += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
     if left_out:
@@ -266,7 +266,7 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
                 reason_by_path[file_path] = ".json beside other data"
         data_paths = [file_path for file_path in data_paths if file_path not in reason_by_path]
     kinds_of_data = {kind_of(file_path) for file_path in data_paths}
-    kinds = [kind for kind in KINDS if kind in kinds_of_data]
+    kinds = [file_kind for file_kind in KINDS if file_kind in kinds_of_data]
     if len(kinds) > 1:
         raise InputError(
             f"--dataset_path {path}: holds both {kinds[-1].name} and {kinds[-2].name}; choose one "
@@ -290,11 +290,11 @@ def _is_hidden(path: str, root: str) -> bool:
         root: The path of the folder, or the glob, in the file system.
     """
     name_patterns = root.split("/")
-    for name in path.removeprefix(root).split("/"):
-        if name[:1] not in (".", "_"):
+    for path_part in path.removeprefix(root).split("/"):
+        if path_part[:1] not in (".", "_"):
             continue
         is_explicit = any(
-            pattern[:1] == name[0] and fnmatch(name, pattern) for pattern in name_patterns
+            pattern[:1] == path_part[0] and fnmatch(path_part, pattern) for pattern in name_patterns
         )
         if not is_explicit:
             return True
@@ -450,18 +450,18 @@ def _describe(fs: Any, folder: str, path: str) -> DataFile:
     if folder:
         relative_path = path_without_secrets.partition(folder)[2]
     relative_path = relative_path.lstrip("/")
-    name = os.fsencode(relative_path).decode(errors="backslashreplace")
+    relative_name = os.fsencode(relative_path).decode(errors="backslashreplace")
     if isinstance(fs, LocalFileSystem):
         file_status = os.stat(path)
         if not stat.S_ISREG(file_status.st_mode):
             raise InputError(
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
-        return DataFile(path, name, file_status.st_size, str(file_status.st_mtime_ns))
+        return DataFile(path, relative_name, file_status.st_size, str(file_status.st_mtime_ns))
     metadata = fs.info(path)  # sends no request if the listing is cached
     version = ""
     for version_key in VERSION_KEYS:
         if metadata.get(version_key):
             version = f"{version_key} {metadata[version_key]}"
             break
-    return DataFile(fs.unstrip_protocol(path), name, metadata["size"], version)
+    return DataFile(fs.unstrip_protocol(path), relative_name, metadata["size"], version)

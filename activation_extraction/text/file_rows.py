@@ -123,11 +123,11 @@ def kind_of(url: str) -> FileKind | None:
 
     A file whose only extension is .zst contains JSON Lines, as the dumps of Reddit do.
     """
-    name = uncompressed_name(url)
+    lowercase_name = uncompressed_name(url)
     compression = compression_of(url)
-    if compression == ".zst" and "." not in name.rpartition("/")[2]:
+    if compression == ".zst" and "." not in lowercase_name.rpartition("/")[2]:
         return JSON
-    kind = next((kind for kind in KINDS if name.endswith(kind.extensions)), None)
+    kind = next((kind for kind in KINDS if lowercase_name.endswith(kind.extensions)), None)
     if compression and kind is not None and not kind.is_text:
         return None
     return kind
@@ -262,8 +262,8 @@ BUFFER_BYTES = 2**16  # the size in bytes of the buffer for reading text files
 
 def compression_of(url: str) -> str:
     """Returns the key of COMPRESSIONS with which a name ends; "" if the file is not compressed."""
-    name = plain_url(url).lower()
-    return next((extension for extension in COMPRESSIONS if name.endswith(extension)), "")
+    lowercase_name = plain_url(url).lower()
+    return next((extension for extension in COMPRESSIONS if lowercase_name.endswith(extension)), "")
 
 
 def uncompressed_name(url: str) -> str:
@@ -291,20 +291,20 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
         raw_file = open_files.enter_context(open_file(file.url))
         if file.read_to is not None:
             raw_file = FirstBytes(raw_file, file.read_to)
-        content = io.BufferedReader(raw_file, BUFFER_BYTES)
+        file_bytes = io.BufferedReader(raw_file, BUFFER_BYTES)
         if extension:
-            refuse_other_formats(content.peek(), extension)
+            refuse_other_formats(file_bytes.peek(), extension)
             if extension == ".zst":
-                decompressor = pyarrow.CompressedInputStream(content, "zstd")
+                decompressor = pyarrow.CompressedInputStream(file_bytes, "zstd")
             else:
-                decompressor = compr[COMPRESSIONS[extension].codec](content, mode="r")
-            content = io.BufferedReader(open_files.enter_context(decompressor), BUFFER_BYTES)
-        first_bytes = content.peek()
+                decompressor = compr[COMPRESSIONS[extension].codec](file_bytes, mode="r")
+            file_bytes = io.BufferedReader(open_files.enter_context(decompressor), BUFFER_BYTES)
+        first_bytes = file_bytes.peek()
         refuse_other_formats(first_bytes)
         # One byte of an ASCII letter is 0 in UTF-16, which may have no byte order mark.
         if len(first_bytes) > 1 and (first_bytes[0] == 0) != (first_bytes[1] == 0):
             raise RunError(UTF16.description, remedy=UTF16.remedy)
-        yield content
+        yield file_bytes
 
 
 class FirstBytes(io.RawIOBase):
@@ -324,10 +324,10 @@ class FirstBytes(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        content = self._file.read(min(len(buffer), self._remaining_bytes))
-        buffer[: len(content)] = content
-        self._remaining_bytes -= len(content)
-        return len(content)
+        next_bytes = self._file.read(min(len(buffer), self._remaining_bytes))
+        buffer[: len(next_bytes)] = next_bytes
+        self._remaining_bytes -= len(next_bytes)
+        return len(next_bytes)
 
 
 def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
@@ -450,9 +450,9 @@ def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     `FileKind.read_rows` describes the arguments.
     """
     csv.field_size_limit(MAX_LINE)  # the default, 131,072, is too small for texts
-    with text_content(file) as content:
+    with text_content(file) as csv_bytes:
         # Bytes that are not UTF-8 become lone surrogates, so that only their row is unusable.
-        text_file = io.TextIOWrapper(content, "utf-8-sig", errors="surrogateescape", newline="")
+        text_file = io.TextIOWrapper(csv_bytes, "utf-8-sig", errors="surrogateescape", newline="")
         csv_records = filter(None, _csv_records(text_file, file))
         header = next(csv_records, [])
         for separator, separator_name in OTHER_SEPARATORS.items():
@@ -589,7 +589,7 @@ def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[S
         arrow_bytes.seek(0)
         column_names = open_arrow(arrow_bytes).schema.names
         column_indices = [
-            column_names.index(column) for column in schema.columns_among(column_names)
+            column_names.index(column_name) for column_name in schema.columns_among(column_names)
         ]
         read_options = pyarrow.ipc.IpcReadOptions(included_fields=column_indices)
         arrow_bytes.seek(0)
@@ -616,11 +616,11 @@ def _validate(batch: pyarrow.RecordBatch) -> None:
     Raises:
         ArrowException: If a buffer is damaged.
     """
-    for column in batch.columns:
-        bytes_type = BYTES_TYPES.get(column.type)
+    for arrow_column in batch.columns:
+        bytes_type = BYTES_TYPES.get(arrow_column.type)
         if bytes_type is not None:
-            column = column.view(bytes_type)
-        column.validate(full=True)
+            arrow_column = arrow_column.view(bytes_type)
+        arrow_column.validate(full=True)
 
 
 def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
@@ -632,16 +632,18 @@ def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
     Raises:
         UnusableRowError: If a column cannot be read. The message names the column.
     """
-    row = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+    values_by_column = {}
+    for column_name, arrow_column in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            if column.type == pyarrow.time64("ns"):  # Python's times have no nanoseconds
-                column = column.cast(pyarrow.string())
-            row[name] = _python_value(column[0].as_py(), column.type)
+            if arrow_column.type == pyarrow.time64("ns"):  # Python's times have no nanoseconds
+                arrow_column = arrow_column.cast(pyarrow.string())
+            values_by_column[column_name] = _python_value(
+                arrow_column[0].as_py(), arrow_column.type
+            )
         # A date after the year 9999, for example, raises an OverflowError or a ValueError.
         except (UnusableRowError, OverflowError, ValueError) as error:
-            raise UnusableRowError(f"column {name}: {one_line(error)}") from error
-    return row
+            raise UnusableRowError(f"column {column_name}: {one_line(error)}") from error
+    return values_by_column
 
 
 def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
@@ -657,11 +659,13 @@ def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
         return _decoded_json(value)
     if isinstance(arrow_type, pyarrow.StructType):
         struct = Struct()
-        for field in arrow_type:
-            struct[field.name] = _python_value(value[field.name], field.type)
+        for arrow_field in arrow_type:
+            struct[arrow_field.name] = _python_value(value[arrow_field.name], arrow_field.type)
         return struct
     if isinstance(arrow_type, pyarrow.MapType):
-        return [(key, _python_value(item, arrow_type.item_type)) for key, item in value]
+        return [
+            (map_key, _python_value(map_item, arrow_type.item_type)) for map_key, map_item in value
+        ]
     return [_python_value(element, arrow_type.value_type) for element in value]
 
 

@@ -99,23 +99,23 @@ class IdsColumn:
         if column_value is None or column_value == []:
             return None
         token_ids = _integers(column_value, self.name, "--ids_column")
-        mask = self._mask(row, len(token_ids)) if self.mask_column else None
-        if mask is not None and self.mask_column == ATTENTION_MASK:
-            if not mask.any():
+        token_mask = self._mask(row, len(token_ids)) if self.mask_column else None
+        if token_mask is not None and self.mask_column == ATTENTION_MASK:
+            if not token_mask.any():
                 raise UnusableRowError(
-                    f"--mask_column {self.mask_column}: each of its {len(mask)} values is 0, "
+                    f"--mask_column {self.mask_column}: each of its {len(token_mask)} values is 0, "
                     "which says that all is padding; expected a 1 for each token"
                 )
             # Padding is removed before the ids are checked, because it may have any id.
-            token_ids = token_ids[mask]
-            mask = None
+            token_ids = token_ids[token_mask]
+            token_mask = None
         if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
             invalid_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
                 f"--ids_column {self.name}: token id {invalid_id}; the model has token ids 0 to "
                 f"{self.vocabulary_size - 1}"
             )
-        return Content(token_ids=token_ids.astype(np.int32), mask=mask)
+        return Content(token_ids=token_ids.astype(np.int32), mask=token_mask)
 
     def _mask(self, row: Mapping[str, Any], length: int) -> np.ndarray:
         """Returns the mask in the mask column of a row.
@@ -184,7 +184,9 @@ class ArcTask:
         return Columns(("train", "test"), id_columns=("id", "task_id"))
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        return all(isinstance(row.get(name), list) for name in self.columns.required_columns)
+        return all(
+            isinstance(row.get(column_name), list) for column_name in self.columns.required_columns
+        )
 
     def read(self, row: Mapping[str, Any]) -> Content:
         """Returns the prompt of a task.

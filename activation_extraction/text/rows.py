@@ -226,7 +226,9 @@ class RowSchema:
             UnusableRowError: If a column is missing, cannot be stored or is nested too deeply, or
                 if the columns together are too large.
         """
-        kept_columns = {name: _as_json(row, name) for name in self.keep_columns}
+        kept_columns = {
+            column_name: _as_json(row, column_name) for column_name in self.keep_columns
+        }
         json_size = len(json.dumps(kept_columns))
         if json_size > MAX_COLUMN_BYTES:
             raise UnusableRowError(
@@ -256,9 +258,12 @@ def _as_json(row: Mapping[str, Any], name: str) -> Any:
         if isinstance(value, TYPES_STORED_AS_TEXT):
             return str(value)
         if isinstance(value, list | tuple):
-            return [convert(item, levels - 1) for item in value]
+            return [convert(nested_value, levels - 1) for nested_value in value]
         if isinstance(value, dict):
-            return {str(key): convert(item, levels - 1) for key, item in value.items()}
+            return {
+                str(object_key): convert(nested_value, levels - 1)
+                for object_key, nested_value in value.items()
+            }
         raise ColumnError(
             f"--keep_columns {name}: {type(value).__name__}, such as an image, cannot be stored; "
             "expected text, numbers, or lists or objects of these"
@@ -282,9 +287,9 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
     if name in row:
         return row[name]
     descriptions = []
-    for column, value in row.items():
-        value_kind = kind_of_value(value)
-        descriptions.append(f"{column} ({value_kind})" if value_kind else column)
+    for column_name, column_value in row.items():
+        value_kind = kind_of_value(column_value)
+        descriptions.append(f"{column_name} ({value_kind})" if value_kind else column_name)
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; "
         f"the columns are {', '.join(descriptions) or 'none':.2000}"

@@ -113,9 +113,9 @@ class FilePartitions:
             index: The number of the subset to return, counted from 0.
         """
         partitions_per_subset, num_larger_subsets = divmod(len(self._partitions), num_shards)
-        start = index * partitions_per_subset + min(index, num_larger_subsets)
-        stop = start + partitions_per_subset + (index < num_larger_subsets)
-        return FilePartitions(self._partitions[start:stop], self._schema)
+        first_partition = index * partitions_per_subset + min(index, num_larger_subsets)
+        end_partition = first_partition + partitions_per_subset + (index < num_larger_subsets)
+        return FilePartitions(self._partitions[first_partition:end_partition], self._schema)
 
     def reshard(self) -> "FilePartitions":
         """Returns this object, because its partitions cannot be divided further."""

@@ -84,13 +84,15 @@ class SpecialTokens:
         """
         front_ids = np.array(self.front_ids, np.int32)
         end_ids = np.array(self.end_ids, np.int32)
-        ids = np.concatenate([front_ids, tokens.ids, end_ids])
+        all_ids = np.concatenate([front_ids, tokens.ids, end_ids])
         starts = tokens.starts
         if starts is not None:
             front_starts = np.zeros_like(front_ids)
             end_starts = np.full_like(end_ids, characters)
             starts = np.concatenate([front_starts, starts, end_starts])
-        return replace(tokens, ids=ids, total_tokens=tokens.total_tokens + len(self), starts=starts)
+        return replace(
+            tokens, ids=all_ids, total_tokens=tokens.total_tokens + len(self), starts=starts
+        )
 
 
 def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
@@ -171,12 +173,12 @@ def _tokenise_all(
         section_texts += [content.text[section] for section in sections]
     with_offsets = max_tokens is None or any(content.spans for content in contents)
     # Tokenising without offsets takes a third of the time.
-    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    encode_texts = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
 
     def encode_lazily() -> Iterator[Encoding]:
         for first_section in range(0, len(section_texts), SECTIONS_AT_ONCE):
             section_batch = section_texts[first_section : first_section + SECTIONS_AT_ONCE]
-            yield from encode(section_batch, add_special_tokens=False)
+            yield from encode_texts(section_batch, add_special_tokens=False)
 
     encodings = encode_lazily()
     return [
@@ -210,11 +212,14 @@ def _joined(
             offsets_of_sections.append(section.start + offsets_in_section)
     all_ids = np.concatenate(ids_of_sections)
     total_tokens = len(all_ids)
-    ids = all_ids[:max_tokens].copy()  # a copy, so that the memory of the other ids is freed
+    # A copy, so that the memory of the other ids is freed.
+    returned_ids = all_ids[:max_tokens].copy()
     if not with_offsets:
-        return Tokens(ids, total_tokens)
+        return Tokens(returned_ids, total_tokens)
     all_offsets = np.concatenate(offsets_of_sections)
-    return Tokens(ids, total_tokens, all_offsets[:max_tokens, 0], _labels(content, all_offsets))
+    return Tokens(
+        returned_ids, total_tokens, all_offsets[:max_tokens, 0], _labels(content, all_offsets)
+    )
 
 
 def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
