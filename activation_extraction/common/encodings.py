@@ -61,13 +61,13 @@ class Float8Array:
         scales = np.empty((len(x), 1), SCALE_DTYPE)
         # NumPy would warn about activations with NaN or infinity.
         with np.errstate(invalid="ignore", over="ignore"):
-            for tokens in _blocks_of_tokens(x):
-                activations = np.array(x[tokens], np.float32, order="C")
+            for token_slice in _blocks_of_tokens(x):
+                activations = np.array(x[token_slice], np.float32, order="C")
                 largest_values = np.abs(activations).max(axis=1, keepdims=True, initial=0)
                 exact_scales = largest_values * np.float32(1 / LARGEST_E4M3)
-                scales[tokens] = np.maximum(exact_scales, SMALLEST_SCALE)
-                activations /= scales[tokens]
-                values[tokens] = activations
+                scales[token_slice] = np.maximum(exact_scales, SMALLEST_SCALE)
+                activations /= scales[token_slice]
+                values[token_slice] = activations
         return cls(values, scales)
 
     @classmethod
@@ -130,8 +130,10 @@ class Float8Array:
         """
         decoded = np.empty(self.values.shape, dtype)
         with np.errstate(invalid="ignore", over="ignore"):
-            for tokens in _blocks_of_tokens(self.values):
-                decoded[tokens] = self.values[tokens].astype(np.float32) * self.scales[tokens]
+            for token_slice in _blocks_of_tokens(self.values):
+                decoded[token_slice] = (
+                    self.values[token_slice].astype(np.float32) * self.scales[token_slice]
+                )
         return decoded
 
 
@@ -145,8 +147,8 @@ def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:
         A slice of at least one token, with at most VALUES_AT_ONCE values if it has several tokens.
     """
     block_tokens = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
-    for start in range(0, len(x), block_tokens):
-        yield slice(start, min(start + block_tokens, len(x)))
+    for first_token in range(0, len(x), block_tokens):
+        yield slice(first_token, min(first_token + block_tokens, len(x)))
 
 
 def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:

@@ -102,10 +102,10 @@ class Positions:
             return f"first:{self.stop}"
         if self.stop is None and self.step == 1 and (self.start or 0) < 0:
             return f"last:{-(self.start or 0)}"
-        start = "" if self.start is None else str(self.start)
-        stop = "" if self.stop is None else str(self.stop)
+        start_text = "" if self.start is None else str(self.start)
+        stop_text = "" if self.stop is None else str(self.stop)
         step_suffix = f":{self.step}" if self.step > 1 else ""
-        return f"{start}:{stop}{step_suffix}"
+        return f"{start_text}:{stop_text}{step_suffix}"
 
 
 def parse_positions(typed: str) -> Positions:

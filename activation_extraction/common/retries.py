@@ -77,15 +77,15 @@ def hub_unreachable(endpoint: str) -> OSError | None:
         no network. None if the hub may answer. If the environment names a proxy, the result is
         always None, because only the proxy can tell.
     """
-    url = urlsplit(endpoint)
+    hub_url = urlsplit(endpoint)
     proxies = getproxies()
-    if proxies.get(url.scheme) or proxies.get("all"):
+    if proxies.get(hub_url.scheme) or proxies.get("all"):
         return None
-    port = url.port or (80 if url.scheme == "http" else 443)
+    hub_port = hub_url.port or (80 if hub_url.scheme == "http" else 443)
     # There are three attempts, because a failure may be momentary.
     for wait_seconds in (1, 1, 0):
         try:
-            socket.create_connection((url.hostname or "", port), timeout=5).close()
+            socket.create_connection((hub_url.hostname or "", hub_port), timeout=5).close()
             return None
         except OSError as error:
             if not isinstance(error, socket.gaierror) and error.errno not in UNREACHABLE:

@@ -165,13 +165,15 @@ def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:
         ValueError: If a size or an offset is not a whole number of at least 0, or if the offsets
             contradict the shape.
     """
-    start, stop = fields["data_offsets"]
+    start_offset, stop_offset = fields["data_offsets"]
     shape = tuple(fields["shape"]) or (1,)
-    for number in (start, stop, *shape):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r:.40} in its header, expected a whole number from 0 on")
-    tensor = Tensor(DTYPES[fields["dtype"]], shape, header_end + start)
-    if tensor.end != header_end + stop:
+    for size_or_offset in (start_offset, stop_offset, *shape):
+        if type(size_or_offset) is not int or size_or_offset < 0:
+            raise ValueError(
+                f"{size_or_offset!r:.40} in its header, expected a whole number from 0 on"
+            )
+    tensor = Tensor(DTYPES[fields["dtype"]], shape, header_end + start_offset)
+    if tensor.end != header_end + stop_offset:
         raise ValueError("a tensor's size does not follow from its shape")
     return tensor
 

@@ -155,5 +155,5 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
     finally:
         jax.monitoring.unregister_event_listener(record_event)
     for warning in caught_warnings:
-        reason = " ".join(str(warning.message).split())
-        log.warning("the compilation cache could not be used: %s", reason)
+        warning_text = " ".join(str(warning.message).split())
+        log.warning("the compilation cache could not be used: %s", warning_text)

@@ -114,8 +114,10 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
         devices = jax.devices() if devices is None else devices
         devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     except (RuntimeError, AssertionError) as error:
-        reason = one_line(error)
-        raise InputError(f"JAX finds no devices (JAX_PLATFORMS, drivers): {reason:.200}") from error
+        error_text = one_line(error)
+        raise InputError(
+            f"JAX finds no devices (JAX_PLATFORMS, drivers): {error_text:.200}"
+        ) from error
     if all_of_host:
         return devices
     first_devices: dict[int, Any] = {}
@@ -193,6 +195,6 @@ def device_errors() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        reason = one_line(error).rstrip(".")
-        remedy = TOO_LARGE if "EXHAUSTED" in reason else None
-        raise RunError(f"the device failed: {reason:.300}", remedy=remedy) from error
+        error_text = one_line(error).rstrip(".")
+        remedy = TOO_LARGE if "EXHAUSTED" in error_text else None
+        raise RunError(f"the device failed: {error_text:.300}", remedy=remedy) from error

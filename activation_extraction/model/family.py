@@ -115,13 +115,13 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise _unsupported(raw, source)
     family = FAMILIES[model_type]
-    weights = DEQUANTIZED if float8_format(raw, source) else None
+    weights_in_words = DEQUANTIZED if float8_format(raw, source) else None
     hf_config = complete(raw, source)
     if family.multimodal:
         config = multimodal_config(family.read_config, hf_config, source)
     else:
         config = family.read_config(hf_config, source)
-    return dataclasses.replace(config, weights=weights)
+    return dataclasses.replace(config, weights=weights_in_words)
 
 
 def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:

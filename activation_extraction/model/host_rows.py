@@ -109,11 +109,13 @@ class HostRows:
                 continue
             slices_of_shards = rows_and_tokens(shards_on_devices[vector_type])
             num_hooks = len(copied_shards[0])
-            num_rows = max(rows.stop for rows, _ in slices_of_shards)
+            num_rows = max(row_slice.stop for row_slice, _ in slices_of_shards)
             received_shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
             received_arrays[vector_type] = np.empty(received_shape, copied_shards[0].dtype)
-            for (rows, tokens), copied_shard in zip(slices_of_shards, copied_shards, strict=True):
-                received_arrays[vector_type][:, rows, tokens] = copied_shard
+            for (row_slice, token_slice), copied_shard in zip(
+                slices_of_shards, copied_shards, strict=True
+            ):
+                received_arrays[vector_type][:, row_slice, token_slice] = copied_shard
         return received_arrays
 
 
@@ -182,8 +184,8 @@ def shards_of_host(array: Array) -> list[Any]:
     # Index of a shard's first row and of its first token -> the shard.
     shard_of_start = {}
     for shard in array.addressable_shards:
-        rows, tokens = shard.index[1:3]
-        shard_of_start[rows.start or 0, tokens.start or 0] = shard
+        row_slice, token_slice = shard.index[1:3]
+        shard_of_start[row_slice.start or 0, token_slice.start or 0] = shard
     return [shard_of_start[first_row_and_token] for first_row_and_token in sorted(shard_of_start)]
 
 
@@ -202,6 +204,6 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
     slices_of_shards = []
     for first_row, shard in zip(first_rows, shards, strict=True):
         row_of_host = first_row - first_row_of_host
-        rows = slice(row_of_host, row_of_host + shard.data.shape[1])
-        slices_of_shards.append((rows, shard.index[2]))
+        row_slice = slice(row_of_host, row_of_host + shard.data.shape[1])
+        slices_of_shards.append((row_slice, shard.index[2]))
     return slices_of_shards

@@ -100,14 +100,14 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
         vector_type: _array_of_host(mesh, shards_of_type)
         for vector_type, shards_of_type in shards.items()
     }
-    blocks = []
+    kept_blocks = []
     for block_plan in _block_plans(kept, rows_and_tokens(shards_of_a_type)):
         device_indices = jax.device_put(block_plan.device_indices, index_sharding)
         gathered_arrays = {
             vector_type: take(mesh, array, device_indices)
             for vector_type, array in host_arrays.items()
         }
-        blocks.append(
+        kept_blocks.append(
             KeptBlock(gathered_arrays, block_plan.block_indices, block_plan.batch_indices)
         )
     num_kept = int(kept.sum())
@@ -115,7 +115,7 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
         vector_type: (len(array), num_kept, array.shape[-1])
         for vector_type, array in activations.items()
     }
-    return KeptTokens(blocks, received_shapes)
+    return KeptTokens(kept_blocks, received_shapes)
 
 
 class _BlockPlan(NamedTuple):
@@ -172,9 +172,9 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
         mesh: The devices of this host, with the axis "device".
         shards: The shard of each device, (hooks, rows, tokens, width), all of the same shape.
     """
-    hooks, rows, tokens, width = shards[0].data.shape
+    num_hooks, num_rows, num_tokens, width = shards[0].data.shape
     sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    shape_of_host = hooks, rows, tokens * len(shards), width
+    shape_of_host = num_hooks, num_rows, num_tokens * len(shards), width
     shard_arrays = [shard.data for shard in shards]
     return jax.make_array_from_single_device_arrays(shape_of_host, sharding, shard_arrays)
 
@@ -195,13 +195,13 @@ def take(mesh: Mesh, activations: Array, device_indices: Array) -> Array:
     """
 
     def take_on_device(device_part: Array, token_indices: Array) -> Array:
-        hooks, rows, tokens, width = device_part.shape
+        num_hooks, num_rows, num_tokens, width = device_part.shape
         # The part is indexed as a table of vectors, like an embedding. If another axis were
         # indexed, XLA would copy the whole part.
-        vector_indices = jnp.arange(hooks)[:, None] * (rows * tokens) + token_indices
+        vector_indices = jnp.arange(num_hooks)[:, None] * (num_rows * num_tokens) + token_indices
         vectors = device_part.reshape(-1, width)
         taken_vectors = jnp.take(vectors, vector_indices.reshape(-1), axis=0, mode="clip")
-        return taken_vectors.reshape(hooks, -1, width)
+        return taken_vectors.reshape(num_hooks, -1, width)
 
     take_on_devices = jax.shard_map(
         take_on_device,

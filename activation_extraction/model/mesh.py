@@ -80,10 +80,10 @@ class Layout:
 
         The names are the user's, so the size of `model` includes the axis `query` of JAX's mesh.
         """
-        sizes = {} if self.mesh is None else dict(self.mesh.shape)
-        if "query" in sizes:
-            sizes["model"] *= sizes.pop("query")
-        return sizes
+        axis_sizes = {} if self.mesh is None else dict(self.mesh.shape)
+        if "query" in axis_sizes:
+            axis_sizes["model"] *= axis_sizes.pop("query")
+        return axis_sizes
 
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
@@ -99,8 +99,8 @@ class Layout:
             The indices of the devices along the axis, in the order of the ring.
         """
         assert isinstance(self.mesh, Mesh)
-        devices = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
-        devices_of_axis = devices.reshape(len(devices), -1)[:, 0]
+        devices_by_axis = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
+        devices_of_axis = devices_by_axis.reshape(len(devices_by_axis), -1)[:, 0]
         coordinates = np.array(
             [getattr(device, "coords", (index, 0)) for index, device in enumerate(devices_of_axis)]
         )
@@ -241,9 +241,9 @@ class Layout:
 
         query_axes = "batch", "query_sequence", "heads", "head_dim"
         key_axes = "batch", "sequence", "kv_heads", "head_dim"
-        axes = [query_axes, key_axes, key_axes, query_axes[:2], key_axes[:2]]
-        arrays = q, k, v, segment_ids, segment_ids
-        return self.per_device(attend_on_device, arrays, axes, template=0)
+        axes_of_arrays = [query_axes, key_axes, key_axes, query_axes[:2], key_axes[:2]]
+        attention_arrays = q, k, v, segment_ids, segment_ids
+        return self.per_device(attend_on_device, attention_arrays, axes_of_arrays, template=0)
 
 
 def build_layout(
@@ -335,4 +335,4 @@ def in_words(shape: Mapping[str, int]) -> str:
     Args:
         shape: Name of a mesh axis -> its size.
     """
-    return " x ".join(f"{axis} {size}" for axis, size in shape.items())
+    return " x ".join(f"{axis_name} {axis_size}" for axis_name, axis_size in shape.items())

@@ -132,9 +132,9 @@ def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]
     for row_axis in ("fsdp", "data"):
         if row_axis in axis_names:
             largest_axis = row_axis
-    shape = dict.fromkeys(axis_names, 4)
-    shape[largest_axis] = devices // 16
-    return shape
+    size_of_axis = dict.fromkeys(axis_names, 4)
+    size_of_axis[largest_axis] = devices // 16
+    return size_of_axis
 
 
 def _with_axes(
@@ -336,7 +336,7 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[st
     """
     if "expert" in layout.shape and "E" not in sizes:
         raise InputError("--mesh_axes expert: the model has no experts")
-    checks = (
+    divisibility_checks = (
         ("--batch_size, rows of all hosts together", rows, RULES["batch"]),
         ("--max_seq_length", length, ("query",)),
         ("intermediate_size", sizes.get("F", 0), MODEL_AXES),
@@ -345,11 +345,11 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[st
         ("num_experts", sizes.get("E", 0), ("expert",)),
         ("hidden_size", sizes["D"], ("fsdp",)),
     )
-    for size_name, size, mesh_axes in checks:
-        devices = layout.size(*mesh_axes)
-        if size % devices:
+    for size_name, size, mesh_axes in divisibility_checks:
+        num_devices = layout.size(*mesh_axes)
+        if size % num_devices:
             raise InputError(
-                f"{size_name}: {size} does not divide among {devices} devices "
+                f"{size_name}: {size} does not divide among {num_devices} devices "
                 f"({' x '.join(mesh_axes)}); choose another --mesh_shape or size "
                 "(--no_data_parallel uses one device)"
             )

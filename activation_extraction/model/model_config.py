@@ -222,12 +222,12 @@ class ModelConfig:
                 f"the limit is {self.chunk}: longer rows need dual-chunk attention "
                 "(dual_chunk_attention_config), which is not supported"
             )
-        reason = f"the model has {max_positions} positions"
+        reason_for_limit = f"the model has {max_positions} positions"
         if self.rope.rope_type == "dynamic":
-            reason += (
+            reason_for_limit += (
                 ", and beyond them its rope_type 'dynamic' depends on the other rows of a batch"
             )
-        return max_positions, reason
+        return max_positions, reason_for_limit
 
     def sliding(self, layers: range) -> np.ndarray | None:
         """Returns a mask of the layers that have attention with a window.
@@ -445,10 +445,10 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         raise InputError(f"{source}: hidden_act {hf.hidden_act!r} is not supported, only 'silu' is")
     has_delta_net = "delta" in more_fields
     size_fields = [size_field for size_field in SIZES if size_field not in more_fields]
-    sizes = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
+    size_of_field = _positive_ints(hf, source, dict(zip(size_fields, size_fields, strict=True)))
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None:
-        head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+        head_dim = size_of_field["hidden_size"] // size_of_field["num_attention_heads"]
     supported_types = (ATTENTION, LINEAR if has_delta_net else SLIDING)
     sliding_window, sliding_layers = _sliding(hf, supported_types, source)
     config = ModelConfig(
@@ -462,7 +462,7 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         sliding_window=sliding_window,
         sliding_layers=sliding_layers,
         chunk=_chunk(hf, source),
-        **sizes,
+        **size_of_field,
         **more_fields,
     )
     if config.num_attention_heads % config.num_key_value_heads:
@@ -489,15 +489,15 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
     Raises:
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
-    sizes = {}
+    value_of_key = {}
     for key, field in fields.items():
         value = getattr(hf, field)
         if type(value) is not int or value < 1:
             raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
         if value > LARGEST_SIZE:
             raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
-        sizes[key] = value
-    return sizes
+        value_of_key[key] = value
+    return value_of_key
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
@@ -643,16 +643,16 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
         source: The path of config.json, for messages.
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
-    sizes = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
+    expert_sizes = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
         # In other families the field is ignored, as by transformers.
-        sizes |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
-    if sizes["per_token"] > sizes["count"]:
+        expert_sizes |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
+    if expert_sizes["per_token"] > expert_sizes["count"]:
         raise InputError(
-            f"{source}: num_experts_per_tok {sizes['per_token']} is more than num_experts "
-            f"{sizes['count']}"
+            f"{source}: num_experts_per_tok {expert_sizes['per_token']} is more than num_experts "
+            f"{expert_sizes['count']}"
         )
-    return ExpertsConfig(**sizes, renormalise=renormalise)
+    return ExpertsConfig(**expert_sizes, renormalise=renormalise)
 
 
 def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
@@ -663,10 +663,10 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
         source: The path of config.json, for messages.
         interleaved: Whether a delta net has two input projections (see `DeltaNet`).
     """
-    sizes = _positive_ints(hf, source, DELTA_SIZES)
-    key_heads = sizes["key_heads"]
+    delta_sizes = _positive_ints(hf, source, DELTA_SIZES)
+    key_heads = delta_sizes["key_heads"]
     # config.json contains the number of value heads of all key heads together.
-    value_heads = sizes.pop("values_per_key")
+    value_heads = delta_sizes.pop("values_per_key")
     if value_heads % key_heads:
         raise InputError(
             f"{source}: linear_num_value_heads {value_heads} is not a multiple of "
@@ -679,5 +679,5 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
         _layers_of_type(hf.layer_types, LINEAR),
         values_per_key=value_heads // key_heads,
         interleaved=interleaved,
-        **sizes,
+        **delta_sizes,
     )

@@ -175,10 +175,10 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
     Returns:
         The results of all blocks, a pytree of arrays (B, T, ...).
     """
-    rows, length = jax.tree.leaves(arrays)[0].shape[:2]
-    rows_on_device = max(rows // layout.size(*RULES["batch"]), 1)
-    num_blocks = -(-length // max(tokens // rows_on_device, 1))
-    block_length = -(-length // num_blocks)
+    num_rows, row_length = jax.tree.leaves(arrays)[0].shape[:2]
+    rows_on_device = max(num_rows // layout.size(*RULES["batch"]), 1)
+    num_blocks = -(-row_length // max(tokens // rows_on_device, 1))
+    block_length = -(-row_length // num_blocks)
     dtypes = jax.tree.map(lambda x: x.dtype, arrays)
 
     def run_on_bits(bits: Any) -> Any:
@@ -189,14 +189,14 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
 
         Their shape is (blocks, B, tokens of a block, ...). The last block is padded with zeros.
         """
-        padding_tokens = num_blocks * block_length - length
+        padding_tokens = num_blocks * block_length - row_length
         x = jnp.pad(to_bits(x), [(0, 0), (0, padding_tokens), *[(0, 0)] * (x.ndim - 2)])
-        return x.reshape(rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(num_rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
 
     def join_blocks(x: Array) -> Array:
         """Joins blocks (blocks, B, tokens of a block, ...) to an array (B, T, ...)."""
         x = x.swapaxes(0, 1)
-        return x.reshape(rows, num_blocks * block_length, *x.shape[3:])[:, :length]
+        return x.reshape(num_rows, num_blocks * block_length, *x.shape[3:])[:, :row_length]
 
     blocks = jax.tree.map(split_into_blocks, arrays)
     return jax.tree.map(join_blocks, lax.map(run_on_bits, blocks))

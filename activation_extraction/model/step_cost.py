@@ -160,11 +160,11 @@ class CostModel:
             gathered_head_values = _values_on_device(layout, head, unsplit_axis="fsdp")
             weight_values += gathered_head_values - _values_on_device(layout, head)
             weight_values += 6 * TOKENS_OF_A_BLOCK * head.shape[0] / model_devices
-        sizes = config.sizes_with(self.row_length)
-        hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
+        axis_sizes = config.sizes_with(self.row_length)
+        captured_hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
         captured_bytes = 0
-        for hook in hooks:
-            token_bytes = hook.kind.vector_type(sizes, self.model.captured_dtype).bytes
+        for hook in captured_hooks:
+            token_bytes = hook.kind.vector_type(axis_sizes, self.model.captured_dtype).bytes
             captured_bytes += self.rows * self.row_length * token_bytes
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. A step needs another half of

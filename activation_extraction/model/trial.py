@@ -145,15 +145,18 @@ def choose_kernel(
                     "%s: %s, which agrees with its definition on this device", kind, kernel_name
                 )
                 return Choice(kernel_name, candidate, passed_over)
-            reason = (
+            reason_for_rejection = (
                 f"it differs from the definition by {relative_error:.2g} (allowed: {tolerance:.2g})"
             )
         except Exception as failure:
             # A kernel or its compiler may raise any exception, and the next candidate may work.
-            reason = f"it fails: {one_line(failure):.300}"
-        passed_over[kernel_name] = reason
-        log.warning("%s: %s is not used: %s", kind, kernel_name, reason)
-    reasons = "; ".join(f"{kernel_name}: {reason}" for kernel_name, reason in passed_over.items())
+            reason_for_rejection = f"it fails: {one_line(failure):.300}"
+        passed_over[kernel_name] = reason_for_rejection
+        log.warning("%s: %s is not used: %s", kind, kernel_name, reason_for_rejection)
+    reasons = "; ".join(
+        f"{kernel_name}: {reason_for_rejection}"
+        for kernel_name, reason_for_rejection in passed_over.items()
+    )
     raise RunError(f"no kernel for {kind} is right on this device: {reasons}")
 
 
