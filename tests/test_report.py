@@ -45,7 +45,7 @@ def text_of(page):
 def test_the_numbers_are_those_that_numpy_gives(run):
     dataset = ActivationDataset(run)
     sample = read_sample(dataset, list(dataset.hooks))
-    assert list(sample.buckets) == [0, 1, 2, 3, 4, 8]
+    assert list(sample.position_ranges) == [0, 1, 2, 3, 4, 8]
     for number, name in enumerate(HOOKS.values()):
         found = HookReport(sample, number, name)
         every = np.concatenate([one[name] for one in dataset]).astype(np.float64)

@@ -66,7 +66,7 @@ def test_arrays_are_pickled_as_by_numpy(dtype):
 
 def packed(shard, threads):
     with ThreadPoolExecutor(threads) as pool:
-        return b"".join(chosen_format("pickle", True).pack(shard, pool).parts)
+        return b"".join(chosen_format("pickle", True).pack(shard, pool).buffers)
 
 
 def test_packing_copies_nothing_and_does_not_depend_on_the_number_of_threads():

@@ -16,9 +16,8 @@ class ArrowFolder:
     """A data set of the package `datasets`, which is written to a folder in batches of rows.
 
     Args:
-        folder: The folder, which exists already.
-        column_types: The feature type of each column by its name, as `datasets.Features` takes
-            them.
+        folder: The folder, which must exist.
+        column_types: The type of each column by its name, as `datasets.Features` takes it.
         row_format: The format in which `datasets` returns the rows, "torch" for tensors. None for
             Python lists and numbers.
     """

@@ -45,7 +45,8 @@ SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
 # Name of the tensor with the scales of float8 hidden states in speculators' files.
 SCALES = "hidden_states_scales"
 LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
-SMALLEST_SCALE = 1e-12  # lower bound of a scale, so that a token of zeros causes no division by 0
+# Smallest scale, so that a token whose values are all zero causes no division by 0.
+SMALLEST_SCALE = 1e-12
 EAGLE3_LAYERS = 3  # number of layers whose residual streams SpecForge's EAGLE-3 draft models read
 
 
@@ -55,7 +56,7 @@ class TrainingSample(NamedTuple):
     Attributes:
         token_ids: The token ids, int64 (tokens,).
         loss_mask: 1 for each token whose loss counts, otherwise 0, int64 (tokens,).
-        values: The activations by hook, (tokens, width) each.
+        values: The activations by hook, an array (tokens, width) for each hook.
     """
 
     token_ids: np.ndarray
@@ -73,18 +74,18 @@ def training_samples(
         chunks: All tokens of the run, in stored order. A sample may lie in several chunks.
 
     Raises:
-        RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
+        RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
     """
-    upcoming_chunks = iter(chunks)
-    pending_batches: list[TokenBatch] = []  # tokens that were read but not yielded yet
+    unread_chunks = iter(chunks)
+    unused_batches: list[TokenBatch] = []  # batches with tokens that were read, but not yielded yet
     for sample_index, sample_length in enumerate(dataset.samples["tokens"].to_pylist()):
         if not sample_length:
             continue
-        while sum(map(len, pending_batches)) < sample_length:
-            pending_batches.append(next(upcoming_chunks))
-        pending_tokens = concatenate_batches(pending_batches)
-        sample_tokens = pending_tokens.map(itemgetter(slice(sample_length)))
-        pending_batches = [pending_tokens.map(itemgetter(slice(sample_length, None)))]
+        while sum(map(len, unused_batches)) < sample_length:
+            unused_batches.append(next(unread_chunks))
+        unused_tokens = concatenate_batches(unused_batches)
+        sample_tokens = unused_tokens.map(itemgetter(slice(sample_length)))
+        unused_batches = [unused_tokens.map(itemgetter(slice(sample_length, None)))]
         loss_mask = _loss_mask(dataset, sample_index, sample_tokens)
         yield TrainingSample(
             sample_tokens.token_ids.astype(np.int64), loss_mask, sample_tokens.activations
@@ -109,7 +110,7 @@ def _loss_mask(
         The mask, int64 (tokens,).
 
     Raises:
-        RunError: The column does not contain a 0 or 1 for each token of its row.
+        RunError: If the column does not contain a 0 or 1 for each token of its row.
     """
     loss_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
@@ -135,14 +136,15 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
 
     Returns:
         The names of hooks by their numbers, in ascending order. Number 0 is the embedding, and
-        number k + 1 is the output of block k. If two hooks have the same tensor, the first hook.
+        number k + 1 is the output of block k. If two hooks have the same tensor, the first of them
+        is returned.
     """
     hooks_by_number: dict[int, str] = {}
     for hook in hooks:
-        if match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
-            block, place = match.groups()
-            number = int(block) + 1 if place == "post" else int(block)
-            hooks_by_number.setdefault(number, hook)
+        if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
+            block, pre_or_post = hook_match.groups()
+            stream_number = int(block) + 1 if pre_or_post == "post" else int(block)
+            hooks_by_number.setdefault(stream_number, hook)
     return dict(sorted(hooks_by_number.items()))
 
 
@@ -200,7 +202,8 @@ class SpeculatorsFormat(DraftFormat):
         """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
 
         Raises:
-            InputError: The output of the last block is not chosen, or no other layer is.
+            InputError: If the output of the last block is not chosen, or no hook of another layer
+                is chosen.
         """
         hooks = super().choose_hooks(dataset, chosen_hooks)
         depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
@@ -222,7 +225,7 @@ class SpeculatorsFormat(DraftFormat):
         """Writes the data set and a file of hidden states for each sample; see ExportFormat.write.
 
         Raises:
-            RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
+            RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
         """
         import datasets
         from safetensors.numpy import save
@@ -275,13 +278,13 @@ def quantize_tokens(hidden_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         hidden_states: Hidden states of any floating dtype, (tokens, layers, width).
 
     Returns:
-        The float8 values, (tokens, layers, width), and the scales, float32 (tokens, 1, 1). A
-        hidden state is the product of its float8 value and the scale.
+        A tuple of the float8 values, (tokens, layers, width), and the scales, float32
+        (tokens, 1, 1). A hidden state is the product of its float8 value and the scale.
     """
-    wide_states = hidden_states.astype(np.float32)
-    largest_magnitudes = np.abs(wide_states).max(axis=(1, 2), keepdims=True, initial=0)
+    float32_states = hidden_states.astype(np.float32)
+    largest_magnitudes = np.abs(float32_states).max(axis=(1, 2), keepdims=True, initial=0)
     scales = np.maximum(largest_magnitudes / LARGEST_FLOAT8, SMALLEST_SCALE).astype(np.float32)
-    return (wide_states / scales).astype(ml_dtypes.float8_e4m3fn), scales
+    return (float32_states / scales).astype(ml_dtypes.float8_e4m3fn), scales
 
 
 class SpecForgeFormat(DraftFormat):
@@ -301,7 +304,7 @@ class SpecForgeFormat(DraftFormat):
         """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
 
         Raises:
-            InputError: The chosen hooks are not the final norm's and the residual streams of
+            InputError: If the chosen hooks are not the final norm's and the residual streams of
                 exactly three layers, without the embedding.
         """
         hooks = super().choose_hooks(dataset, chosen_hooks)
@@ -324,7 +327,7 @@ class SpecForgeFormat(DraftFormat):
         """Writes a file for each sample; see ExportFormat.write.
 
         Raises:
-            RunError: A column `loss_mask` does not contain a 0 or 1 for each token of its row.
+            RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
         """
         import torch
 
@@ -343,9 +346,8 @@ class SpecForgeFormat(DraftFormat):
                 "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
                 "aux_hidden_state": as_tensor(concatenated_streams)[None],
             }
-            buffer = (
-                io.BytesIO()
-            )  # torch would raise a RuntimeError, not an OSError, on a full disk
+            # Torch would raise a RuntimeError, not an OSError, on a full disk.
+            buffer = io.BytesIO()
             torch.save(tensors, buffer)
             (subfolder / f"data_{sample_number}.ckpt").write_bytes(buffer.getbuffer())
             written_tokens += len(token_ids)

@@ -36,7 +36,7 @@ CHUNK_BYTES = 256 * 2**20  # bytes of a chunk over all hooks; a few chunks are i
 # Names of hooks that may become names of folders. A run that somebody else stored may contain any
 # text as the name of a hook.
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
-# A function that takes the content of metadata.json and returns the text of the run.
+# A function that takes the content of metadata.json and returns the functions for the run's text.
 LoadText = Callable[[dict[str, Any]], RunText]
 
 
@@ -48,7 +48,7 @@ def format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
         export_dtype: The value of --export_dtype, which only speculators has. None for the default.
 
     Raises:
-        InputError: The files of the format cannot contain `export_dtype`.
+        InputError: If the files of the format cannot contain `export_dtype`.
     """
     if name == SpeculatorsFormat.name:
         return SpeculatorsFormat(export_dtype)
@@ -57,8 +57,8 @@ def format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
             f"--export_dtype {export_dtype}: needs --export {SpeculatorsFormat.name}, found "
             f"--export {name}"
         )
-    formats = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
-    return {export_format.name: export_format for export_format in formats}[name]
+    other_formats = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
+    return {export_format.name: export_format for export_format in other_formats}[name]
 
 
 def export(
@@ -75,12 +75,13 @@ def export(
         export_format: The format of the files.
         target_folder: The path of the folder, which must not exist.
         patterns: Names or globs of the hooks to export. None for all hooks that the format accepts.
-        load_text: The function that loads the text of the run. None if the format needs no text.
+        load_text: The function that takes the content of metadata.json and loads the text of the
+            run. None if the format needs no text.
 
     Raises:
-        InputError: The run cannot be exported in this format, a package is missing, or the folder
-            exists or cannot be made. `load_text` may raise it, too.
-        RunError: Reading or writing failed. The unfinished folder has been deleted.
+        InputError: If the run cannot be exported in this format, a package is missing, or the
+            folder exists or cannot be made. `load_text` may raise it, too.
+        RunError: If reading or writing fails. The unfinished folder is deleted then.
     """
     flag = f"--export {export_format.name}"
     library = export_format.library
@@ -111,27 +112,32 @@ def export(
         )
     token_bytes = sum(export_format.token_bytes(dataset, hook) for hook in hooks)
     chunk_tokens = max(CHUNK_BYTES // token_bytes // row_tokens, 1) * row_tokens
-    chunk_tokens = min(chunk_tokens, export_format.largest_chunk or chunk_tokens)
+    chunk_tokens = min(chunk_tokens, export_format.max_chunk_tokens or chunk_tokens)
     chunks = _chunks(dataset, hooks, chunk_tokens, export_format.sample_columns)
     if export_format.needs_text:
         run_text = _load_text(dataset, flag, load_text)
         chunks = with_texts(chunks, root, folders, dataset, run_text)
-    # In addition to activations, the files contain token ids, masks and scales, which have up to 24
+    # In addition to activations, the files contain token ids, masks and scales, which need up to 24
     # bytes per token and hook. Texts are not counted, because their lengths are unknown before
     # decoding.
-    largest_size = dataset.tokens * (token_bytes + 24 * len(hooks))
-    with raise_on_ctrl_c(), _new_folder(target_folder, largest_size) as folder:
+    needed_bytes = dataset.tokens * (token_bytes + 24 * len(hooks))
+    with raise_on_ctrl_c(), _new_folder(target_folder, needed_bytes) as folder:
         exported = export_format.write(folder, dataset, hooks, chunks)
         file_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     say(
         f"exported: {counted(exported.tokens, 'token')}, {counted(len(hooks), 'hook')}, "
         f"{file_bytes / 1e9:,.3f} GB in {target_folder}"
     )
-    if left_out := dataset.tokens - exported.tokens:
-        places = ", at the ends of their samples" if export_format.rows_end_with_samples else ""
-        say(f"left out: {counted(left_out, 'token')}, too few for a row of {row_tokens}{places}")
-    for phrase in exported.left_out:
-        say(f"left out: {phrase}")
+    if omitted_tokens := dataset.tokens - exported.tokens:
+        places_in_words = (
+            ", at the ends of their samples" if export_format.rows_end_with_samples else ""
+        )
+        say(
+            f"left out: {counted(omitted_tokens, 'token')}, too few for a row of {row_tokens}"
+            f"{places_in_words}"
+        )
+    for omission_in_words in exported.omissions:
+        say(f"left out: {omission_in_words}")
     say("read it with:")
     for line in export_format.read_with(target_folder, dataset, hooks):
         say(f"  {line}")
@@ -145,8 +151,8 @@ def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
         folders: The run log of each folder of the run, by the folder's name.
 
     Raises:
-        InputError: A host has not finished, or the run cannot be read as a dataset.
-        RunError: A file of the run is damaged or cannot be read.
+        InputError: If a host has not finished, or the run cannot be read as a dataset.
+        RunError: If a file of the run is damaged or cannot be read.
     """
     for host in host_states(folders):
         if host.state != "complete":
@@ -166,15 +172,16 @@ def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText | None
     Args:
         dataset: The run.
         flag: The flag with its value, for the message.
-        load_text: The function that loads the text.
+        load_text: The function that takes the content of metadata.json and loads the text. None if
+            the caller provides no such function.
 
     Raises:
-        InputError: Another program has stored the run. `load_text` may raise it, too.
+        InputError: If another program has stored the run. `load_text` may raise it, too.
     """
     assert load_text is not None
     if not dataset.identity.from_dataset:
-        reason = "records no data set, because another program stored it"
-        raise InputError(f"{flag}: {dataset.url} {reason}")
+        reason_in_words = "records no data set, because another program stored it"
+        raise InputError(f"{flag}: {dataset.url} {reason_in_words}")
     return load_text(dataset.metadata)
 
 
@@ -192,9 +199,9 @@ def _new_folder(target_folder: str, needed_bytes: int) -> Iterator[Path]:
         The path of the temporary folder.
 
     Raises:
-        InputError: The final or the temporary folder exists or cannot be made, or the disk has too
-            little free space.
-        RunError: The `with` block raised an OSError.
+        InputError: If the final or the temporary folder exists or cannot be made, or the disk has
+            too little free space.
+        RunError: If the `with` block raises an OSError.
     """
     flag_and_folder = f"--export_dir {target_folder}"
     temporary_folder = Path(f"{target_folder}.unfinished")
@@ -216,7 +223,7 @@ def _new_folder(target_folder: str, needed_bytes: int) -> Iterator[Path]:
                 f"{needed_bytes / 1e9:,.3f} GB"
             )
         yield temporary_folder
-        os.sync()  # the files must be on the disk before their folder has its name
+        os.sync()  # the files must be on the disk before the folder gets its final name
         temporary_folder.rename(target_folder)
     except BaseException as error:
         shutil.rmtree(temporary_folder, ignore_errors=True)
@@ -236,12 +243,12 @@ def _chunks(
         chunk_tokens: The number of tokens of each chunk but the last.
         columns: The names of the columns of the table of samples that the chunks contain.
     """
-    bar_settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
+    progress_settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (
         closing(
             dataset.batches(chunk_tokens, hooks, buffer=2 * chunk_tokens, columns=columns)
         ) as batches,
-        tqdm(total=dataset.tokens, **bar_settings) as progress_bar,
+        tqdm(total=dataset.tokens, **progress_settings) as progress_bar,
     ):
         for batch in batches:
             progress_bar.update(len(batch))

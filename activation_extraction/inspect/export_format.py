@@ -16,21 +16,21 @@ from activation_extraction.dataset.token_batch import TokenBatch
 
 
 class Exported(NamedTuple):
-    """The result of an export: the numbers of exported and omitted things.
+    """The result of an export: the number of exported tokens, and a list of omissions.
 
     Attributes:
         tokens: The number of tokens in the files. The remaining tokens of the run did not fill a
             row.
-        left_out: Phrases about other things in the run that the files do not contain, such as
-            "3 samples without tokens".
+        omissions: Phrases for messages about data of the run that the files do not contain, except
+            for remaining tokens, such as "3 samples without tokens".
     """
 
     tokens: int
-    left_out: tuple[str, ...] = ()
+    omissions: tuple[str, ...] = ()
 
 
 class ExportFormat(ABC):
-    """The files that one other program reads, as --export writes them.
+    """A format of --export: the files that one other program reads.
 
     Attributes:
         name: The value of --export.
@@ -43,8 +43,10 @@ class ExportFormat(ABC):
         row_tokens: The number of tokens in a row of the files. Tokens that do not fill a row are
             left out.
         rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
-            the ends of samples are left out. Otherwise only the last tokens of the run are.
-        largest_chunk: The largest number of tokens in a chunk. None if memory alone limits it.
+            the ends of samples are left out. Otherwise only the last tokens of the run are left
+            out.
+        max_chunk_tokens: The largest number of tokens in a chunk. None if only memory limits the
+            number.
     """
 
     name: ClassVar[str]
@@ -55,7 +57,7 @@ class ExportFormat(ABC):
     sample_columns: ClassVar[tuple[str, ...]] = ()
     row_tokens: ClassVar[int] = 1
     rows_end_with_samples: ClassVar[bool] = False
-    largest_chunk: ClassVar[int | None] = None
+    max_chunk_tokens: ClassVar[int | None] = None
 
     @abstractmethod
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
@@ -76,7 +78,7 @@ class ExportFormat(ABC):
             chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
-            InputError: The files cannot be made of the chosen hooks.
+            InputError: If the files cannot be made of the chosen hooks.
         """
         hooks = [hook for hook in dataset.hooks if hook in chosen_hooks]
         exported_hooks = [hook for hook in hooks if self.accepts(dataset, hook)]
@@ -106,7 +108,7 @@ class ExportFormat(ABC):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes the files.
+        """Writes the files of an export.
 
         Args:
             folder: The folder of the export, which is empty.
@@ -116,10 +118,10 @@ class ExportFormat(ABC):
                 multiple of `row_tokens`.
 
         Returns:
-            The numbers of exported and omitted things.
+            The number of exported tokens, and the omissions.
 
         Raises:
-            RunError: The run contains values that the files cannot contain.
+            RunError: If the run contains values that the files cannot contain.
         """
 
     @abstractmethod

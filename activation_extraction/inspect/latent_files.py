@@ -17,11 +17,12 @@ from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.export_format import Exported, ExportFormat
 
-ROW_TOKENS = 64  # number of tokens in a row; an example that delphi shows is half a row
-LEAST_FILES = 5  # number of files per hook, as in delphi, unless they would exceed FILE_BYTES
+ROW_TOKENS = 64  # number of tokens in a row; delphi shows examples of half a row
+# Smallest number of files per hook; more files are written if they would exceed FILE_BYTES.
+MIN_FILES = 5
 FILE_BYTES = 2**30  # approximate largest number of bytes in a file
-SMALLEST_VALUE = 1e-5  # values of at most this magnitude are left out, as delphi does
-# The value of one feature at one token. The token is at `position` in the row `row`.
+SMALLEST_VALUE = 1e-5  # values of this or a smaller magnitude are left out, as in delphi
+# The value of the feature `latent` at one token. The token is at `position` in the row `row`.
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
 
 
@@ -53,7 +54,7 @@ class DelphiFormat(ExportFormat):
         """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
 
         Raises:
-            InputError: The format accepts none of the hooks, or no sample fills a row.
+            InputError: If the format accepts none of the hooks, or no sample fills a row.
         """
         hooks = super().choose_hooks(dataset, chosen_hooks)
         lengths = dataset.samples["tokens"].to_numpy()
@@ -81,13 +82,14 @@ class DelphiFormat(ExportFormat):
         lengths = dataset.samples["tokens"].to_numpy()
         sample_offsets = np.cumsum(
             [0, *lengths]
-        )  # offset of each sample among all tokens of the run
+        )  # index of each sample's first token among all tokens of the run
         tokens_read = 0
-        tokens_in_rows = 0  # tokens in whole rows
+        tokens_in_rows = 0  # number of tokens in whole rows so far
         small_value_counts = dict.fromkeys(hooks, 0)  # number of omitted values by hook
         token_ids: list[np.ndarray] = []
-        # The paths of each hook's files by their range of features (first, stop). A file first
-        # receives entries in the order of the tokens. At the end, they are replaced by the tensors.
+        # For each hook, the paths of its files by their ranges of features (first, stop). At first,
+        # a file contains entries in the order of the tokens. At the end, tensors replace the
+        # entries.
         files_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
         for hook in hooks:
             (folder / hook).mkdir()
@@ -101,7 +103,7 @@ class DelphiFormat(ExportFormat):
             is_in_row = (
                 batch.position < lengths[sample_of_token] // self.row_tokens * self.row_tokens
             )
-            # The index of each token among all tokens in whole rows.
+            # For each token in a whole row, its index among all such tokens of the run.
             index_in_rows = tokens_in_rows + np.cumsum(is_in_row) - 1
             token_ids.append(batch.token_ids[is_in_row])
             for hook, codes in batch.items():
@@ -111,20 +113,20 @@ class DelphiFormat(ExportFormat):
                     np.count_nonzero(is_in_row[token_of_value] & is_small)
                 )
                 is_kept = is_in_row[token_of_value] & ~is_small
-                kept_index = index_in_rows[token_of_value[is_kept]]
-                row_of_value, position_in_row = np.divmod(kept_index, self.row_tokens)
-                columns = [
+                kept_indices = index_in_rows[token_of_value[is_kept]]
+                row_of_value, position_in_row = np.divmod(kept_indices, self.row_tokens)
+                entry_columns = [
                     row_of_value,
                     position_in_row,
                     codes.indices[is_kept],
                     codes.data[is_kept],
                 ]
-                entries = np.rec.fromarrays(columns, dtype=ENTRY)
+                value_entries = np.rec.fromarrays(entry_columns, dtype=ENTRY)
                 for (first_feature, stop_feature), file_path in files_by_hook[hook].items():
-                    latents = entries["latent"]
+                    latents = value_entries["latent"]
                     is_in_file = (latents >= first_feature) & (latents < stop_feature)
                     with open(file_path, "ab") as file:
-                        entries[is_in_file].tofile(file)
+                        value_entries[is_in_file].tofile(file)
             tokens_read += len(batch)
             tokens_in_rows += int(is_in_row.sum())
         token_table = np.concatenate(token_ids).reshape(-1, self.row_tokens)
@@ -154,12 +156,13 @@ class DelphiFormat(ExportFormat):
                 "n_splits": len(files_by_hook[hook]),
             }
             (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
-        phrases = [
-            f"{counted(count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by delphi itself"
-            for hook, count in small_value_counts.items()
-            if count
+        omissions_in_words = [
+            f"{counted(small_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by "
+            "delphi itself"
+            for hook, small_count in small_value_counts.items()
+            if small_count
         ]
-        return Exported(token_table.size, tuple(phrases))
+        return Exported(token_table.size, tuple(omissions_in_words))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python expression that opens the cache."""
@@ -174,9 +177,10 @@ def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
         hook: The name of a hook with codes.
 
     Returns:
-        The number of the first feature of each file, and finally the number of all features.
+        The number of the first feature of each file, and as the last item the number of all
+        features.
     """
     feature_count = dataset.hooks[hook]
-    max_values = dataset.tokens * dataset.shards.hooks[hook].max_values
-    file_count = max(LEAST_FILES, -(-max_values * ENTRY.itemsize // FILE_BYTES))  # rounded up
+    max_value_count = dataset.tokens * dataset.shards.hooks[hook].max_values
+    file_count = max(MIN_FILES, -(-max_value_count * ENTRY.itemsize // FILE_BYTES))  # rounded up
     return np.linspace(0, feature_count, min(file_count, feature_count) + 1).astype(int).tolist()

@@ -29,18 +29,18 @@ def look(
 
     Args:
         config: The configuration, in which one of the four flags is set.
-        load: A function that takes the content of metadata.json and loads the model for --verify;
-            see `verify`. None to recompute no samples.
-        load_text: A function that takes the content of metadata.json and loads the text for
-            --export; see `export`. None if the flag needs no text.
+        load: A function that takes the content of metadata.json, loads the model for --verify, and
+            returns a `Recompute`. None to recompute no samples.
+        load_text: A function that takes the content of metadata.json, loads the text for --export,
+            and returns a `RunText`. None if the flag needs no text.
 
     Returns:
         The exit status: 1 if --status or --verify found a problem, otherwise 0.
 
     Raises:
-        InputError: There is no run, or the flag cannot be applied to this run.
-        RunError: --report or --export failed, for example because a shard is damaged.
-        FolderError: A request for a folder of the run failed, and may succeed later.
+        InputError: If there is no run, or the flag cannot be applied to this run.
+        RunError: If --report or --export fails, for example because a shard is damaged.
+        FolderError: If a request to a folder of the run fails for a reason that may pass.
     """
     output, looking = config.output, config.looking
     try:

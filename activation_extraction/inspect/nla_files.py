@@ -33,7 +33,8 @@ from activation_extraction.store.shard_check import file_path
 # The name of the exported hook. The group matches the number of its block, from 0.
 STREAM_PATTERN = re.compile(r"blocks\.(\d+)\.hook_resid_post")
 FILE_NAME = "base.parquet"
-ROW_GROUP = 4096  # rows in a row group, which has 160 MiB with a width of 8,192 and texts of 8 KB
+# Rows in a row group, which needs 160 MiB if the width is 8,192 and a text has 8 KB.
+ROW_GROUP = 4096
 ID_COLUMNS = ("doc_id", "row")  # columns of the table of samples that determine a document's id
 TEXT_COLUMN = "text"  # column of a chunk with the text of the sample up to and including each token
 
@@ -55,17 +56,17 @@ def with_texts(
         run_text: The functions that read the token ids again and decode them.
 
     Raises:
-        RunError: The text of a sample cannot be read again, or a shard is damaged or missing.
+        RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
     ids_of_samples = _token_ids(root, folders, dataset, run_text)
-    current_number = -1  # number of the sample to which `token_ids` belong
+    last_sample_number = -1  # number of the sample to which `token_ids` belong
     token_ids = np.empty(0, np.int32)
     for batch in chunks:
         text_column = np.empty(len(batch), object)
         numbers_and_positions = zip(batch.sample_idx.tolist(), batch.position.tolist(), strict=True)
         for token_index, (sample_number, position) in enumerate(numbers_and_positions):
-            while current_number != sample_number:
-                current_number, token_ids = next(ids_of_samples)
+            while last_sample_number != sample_number:
+                last_sample_number, token_ids = next(ids_of_samples)
             text_column[token_index] = run_text.decode(token_ids[: position + 1])
         yield replace(batch, columns={**batch.columns, TEXT_COLUMN: text_column})
 
@@ -82,11 +83,11 @@ def _token_ids(
         run_text: The function that reads the token ids again, if the run does not store them all.
 
     Yields:
-        The number of the sample, and its token ids, int32 (tokens,). A sample without stored tokens
-        may be left out, or have no token ids.
+        A tuple of the number of the sample and its token ids, int32 (tokens,). A sample without
+        stored tokens may be left out, or have no token ids.
 
     Raises:
-        RunError: The text of a sample with stored tokens cannot be read again, or a shard is
+        RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
             damaged or missing.
     """
     for folder_name, commit in dataset.shards.shards:
@@ -109,7 +110,7 @@ def _token_ids(
 
 
 class NlaFormat(ExportFormat):
-    """The Parquet file of stage 0, and a YAML file beside it that describes it.
+    """The Parquet file of stage 0, and a YAML file that describes the Parquet file.
 
     Parquet files cannot contain bfloat16, and the pipeline reads float32, so the vectors are
     float32.
@@ -120,7 +121,7 @@ class NlaFormat(ExportFormat):
     accepted_hooks = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
     needs_text = True
     sample_columns = ID_COLUMNS
-    largest_chunk = ROW_GROUP
+    max_chunk_tokens = ROW_GROUP
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook is the output of a block."""
@@ -130,7 +131,7 @@ class NlaFormat(ExportFormat):
         """Returns the name of the single chosen hook.
 
         Raises:
-            InputError: Several hooks or another hook is chosen.
+            InputError: If several hooks are chosen, or a hook that the format does not accept.
         """
         if len(chosen_hooks) != 1 or not self.accepts(dataset, chosen_hooks[0]):
             raise InputError(
@@ -191,9 +192,9 @@ class NlaFormat(ExportFormat):
 
 def _layer_of(hook: str) -> int:
     """Returns the number of the block in the name of a hook that STREAM_PATTERN matches."""
-    match = STREAM_PATTERN.fullmatch(hook)
-    assert match is not None
-    return int(match[1])
+    hook_match = STREAM_PATTERN.fullmatch(hook)
+    assert hook_match is not None
+    return int(hook_match[1])
 
 
 def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
@@ -235,7 +236,7 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     text_options = dataset.identity.text
     kept_tokens = text_options.positions.expected(text_options.max_seq_length)
     tokens_per_document = max(math.ceil(kept_tokens), 1)
-    # Stage 0 computes the id of its data set by this formula.
+    # Stage 0 computes the id of its data set from this text.
     identifying_text = f"{model_path}|{layer}|{corpus}|{corpus_slice}"
     digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {

@@ -35,26 +35,26 @@ def show_report(root: Folder, file: str) -> int:
         The exit status, 0.
 
     Raises:
-        InputError: There is no run, no token is stored yet, a package is missing, or the file
+        InputError: If there is no run, no token is stored yet, a package is missing, or the file
             cannot be written.
-        RunError: A shard is damaged.
+        RunError: If a shard is damaged.
     """
     folders = read_folders(root)
     if file:
-        target = Path(file)
+        report_path = Path(file)
     else:
-        target = Path(local_path(root.full_url) if root.local else "", "report.html")
+        report_path = Path(local_path(root.full_url) if root.local else "", "report.html")
     for library in ("matplotlib", "jinja2"):
         if find_spec(library) is None:
             raise InputError(f"--report: needs {library}; {install_extra('report')}")
-    if target.is_dir() or not target.parent.is_dir():
-        raise InputError(f"--report {target}: expected a file in a folder that exists")
+    if report_path.is_dir() or not report_path.parent.is_dir():
+        raise InputError(f"--report {report_path}: expected a file in a folder that exists")
     html = make_report(root, folders)
     try:
-        write_file(target, [html.encode()])
+        write_file(report_path, [html.encode()])
     except (OSError, FolderError) as error:
-        raise InputError(f"--report {target}: {reason_of(error)}") from error
-    say(f"report: {target}")
+        raise InputError(f"--report {report_path}: {reason_of(error)}") from error
+    say(f"report: {report_path}")
     return 0
 
 
@@ -66,8 +66,8 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
         folders: The run log of each folder, by the folder's name.
 
     Raises:
-        InputError: No token is stored yet, or the run cannot be read as a dataset.
-        RunError: A shard is damaged or cannot be read.
+        InputError: If no token is stored yet, or the run cannot be read as a dataset.
+        RunError: If a shard is damaged or cannot be read.
     """
     commits = [commit for run_log in folders.values() for commit in run_log.in_order]
     if not sum(commit.tokens for commit in commits):
@@ -76,14 +76,14 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
         dataset = ActivationDataset(root.full_url)
         identity = identity_of(dataset.metadata, METADATA)
         values_by_hook = dataset.shards.hooks.items()
-        hook_names = [name for name, values in values_by_hook if values.are_activations]
+        hook_names = [name for name, hook_values in values_by_hook if hook_values.are_activations]
         token_sample = report_numbers.read_sample(dataset, hook_names)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
     decode = None
-    decoding_problem = ""  # the reason why token ids cannot be decoded
+    decoding_problem = ""  # the reason why token ids cannot be decoded; "" if they can
     try:
         decode = find_decoder(dataset)
     except LookupError as error:
@@ -108,7 +108,11 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
 
 
 def _template() -> Any:
-    """Returns the template report.jinja, which makes every value visible and escapes it."""
+    """Loads the template report.jinja.
+
+    In each value that the template prints, `visible` replaces characters that cannot be seen, and
+    HTML is escaped.
+    """
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 

@@ -1,7 +1,7 @@
 """Draws the charts of a report as SVG images, which contain no text from the stored data.
 
-report.jinja calls these functions. A function that is decorated with `_image` is called without its
-first parameter, the axes, and returns the image as a data URL.
+report.jinja calls these functions. Each function is decorated with `_image`. So its caller leaves
+out the first parameter, the axes, and gets the image as a data URL.
 """
 
 import io
@@ -61,7 +61,9 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         hooks: The hooks of one kind.
     """
     layers = [hook.layer for hook in hooks]
-    quantiles = np.transpose([hook.norms for hook in hooks])  # (LEVELS, hooks)
+    quantiles = np.transpose(
+        [hook.norms for hook in hooks]
+    )  # one row per level in LEVELS, (6, hooks)
     percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = quantiles
     axes.vlines(layers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
     axes.vlines(layers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)
@@ -72,55 +74,57 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
 
 
 @_image
-def norms_by_position(axes: Axes, hooks: Sequence[HookReport], starts: Sequence[int]) -> None:
+def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Sequence[int]) -> None:
     """Draws the median norm by position, with a line for each hook.
 
     Args:
         axes: The axes to draw on.
         hooks: The hooks of one kind.
-        starts: The first position of each bucket of positions.
+        range_starts: The first position of each range of positions for which there is a median.
     """
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
     for color, hook in zip(colors, hooks, strict=True):
-        label = hook.layer if hook in (hooks[0], hooks[-1]) else None
-        axes.plot(hook.by_position, ".-", color=color, label=label)
+        layer_label = hook.layer if hook in (hooks[0], hooks[-1]) else None
+        axes.plot(hook.by_position, ".-", color=color, label=layer_label)
     axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
-    axes.set_xticks(range(len(starts)), [str(start) for start in starts])
+    axes.set_xticks(range(len(range_starts)), [str(range_start) for range_start in range_starts])
     _norm_scale(axes, np.stack([hook.by_position for hook in hooks]))
 
 
 @_image
-def document_lengths(axes: Axes, lengths: Sequence[int], row: int, mean: float) -> None:
+def document_lengths(axes: Axes, lengths: Sequence[int], axis_end: int, mean_length: float) -> None:
     """Draws a histogram of the lengths of documents.
 
     Args:
         axes: The axes to draw on.
         lengths: The number of tokens of each sampled document.
-        row: The right end of the axis: the number of tokens of a row, or the length of the longest
-            document if that is larger.
-        mean: The mean length over the whole run, drawn as a line.
+        axis_end: The right end of the axis: the number of tokens of a row, or the length of the
+            longest document if that is larger.
+        mean_length: The mean length over the whole run, drawn as a line.
     """
-    axes.hist(lengths, min(max(len(lengths) // 5, 8), 40), range=(0, row), color=BLUE, alpha=0.75)
-    axes.axvline(mean, color=RED)
-    axes.set(xlabel="tokens per document", ylabel="documents", xlim=(0, row))
+    axes.hist(
+        lengths, min(max(len(lengths) // 5, 8), 40), range=(0, axis_end), color=BLUE, alpha=0.75
+    )
+    axes.axvline(mean_length, color=RED)
+    axes.set(xlabel="tokens per document", ylabel="documents", xlim=(0, axis_end))
 
 
 @_image
-def throughput_over_time(axes: Axes, edges: np.ndarray, rates: np.ndarray) -> None:
+def throughput_over_time(axes: Axes, bin_edges: np.ndarray, rates: np.ndarray) -> None:
     """Draws the tokens per second of all hosts together.
 
     Args:
         axes: The axes to draw on.
-        edges: The edges of the bins, in seconds of work, (bins + 1,).
+        bin_edges: The edges of the bins, in seconds of work, (bins + 1,).
         rates: The tokens per second in each bin, (bins,).
     """
-    seconds_per_unit, time_unit = (3600, "hours") if edges[-1] >= 7200 else (1, "seconds")
-    axes.stairs(rates, edges / seconds_per_unit, color=BLUE, fill=True, alpha=0.3)
+    seconds_per_unit, time_unit = (3600, "hours") if bin_edges[-1] >= 7200 else (1, "seconds")
+    axes.stairs(rates, bin_edges / seconds_per_unit, color=BLUE, fill=True, alpha=0.3)
     axes.set(
         xlabel=f"{time_unit} of work",
         ylabel="tokens per second",
-        xlim=(0, edges[-1] / seconds_per_unit),
+        xlim=(0, bin_edges[-1] / seconds_per_unit),
     )
 
 
@@ -129,7 +133,15 @@ def _label(hooks: Sequence[HookReport]) -> str:
 
 
 def _norm_scale(axes: Axes, norms: np.ndarray) -> None:
-    """Makes the y axis logarithmic if the norms differ by more than LOG_FROM, else start at 0."""
+    """Sets the scale of the y axis for norms.
+
+    The scale is logarithmic if the ratio of the largest to the smallest norm is more than LOG_FROM.
+    Otherwise it is linear and starts at 0.
+
+    Args:
+        axes: The axes.
+        norms: The norms that are drawn.
+    """
     if 0 < LOG_FROM * norms.min() < norms.max():
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,.6g}")

@@ -1,8 +1,8 @@
 """Computes the numbers of a report, from some of the stored tokens and the times of the shards.
 
 The read tokens are spread over the whole run. Their number is limited, so that reports of large and
-small runs take about the same time and memory. In this package, a document is a stored sample, and
-a sample is the selection of tokens.
+small runs take about the same time and memory. In the report, a document is a stored sample, and
+the sample is the selection of tokens that were read.
 """
 
 import re
@@ -22,12 +22,13 @@ from activation_extraction.text.sample_facts import StoredSample
 
 READ_BYTES = 1e9  # approximate number of bytes of activations to read in total
 BATCH_BYTES = 2**24  # approximate number of bytes of activations to read at a time
-LEAST_TOKENS = 1000  # number of tokens that are read even if they exceed READ_BYTES
-MOST_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES allows more
-# The number of shards is limited, too, because a shard of pickles is read completely.
-SHARD_BYTES = 8e9  # approximate largest number of decompressed bytes of all these shards
-SHARDS = 128  # largest number of these shards
-MAX_NORM = 1e16  # largest norm of a token that is not damaged
+MIN_TOKENS = 1000  # number of tokens that are read even if they exceed READ_BYTES
+MAX_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES allows more
+# The number of shards to read is limited by SHARD_BYTES and SHARDS, because a shard in the pickle
+# format is read completely.
+SHARD_BYTES = 8e9  # approximate largest number of decompressed bytes of the shards to read
+SHARDS = 128  # largest number of shards to read
+MAX_NORM = 1e16  # a token with a larger norm is taken as damaged
 
 # An outlier exceeds this multiple of the median over the tokens or the dimensions of a hook.
 OUTLIER = 10.0
@@ -36,7 +37,8 @@ MEDIAN = 2  # index of the median in LEVELS
 OTHER = "other hooks"  # kind of the hooks whose names contain no layer
 LARGEST = 200  # number of tokens with the largest norms that `largest_tokens` groups
 BINS = 120  # largest number of bins in the chart of the throughput
-# Approximate least number of shards in a bin, because shards are often committed at the same time.
+# Approximate smallest mean number of shards in a bin. Several shards are needed, because shards are
+# often committed at the same time.
 SHARDS_PER_BIN = 4
 
 
@@ -63,51 +65,53 @@ class TokenSample:
     shards: int
 
     @cached_property
-    def buckets(self) -> dict[int, np.ndarray]:
-        """The indices of the tokens in groups of positions: 0, 1, 2, 3, 4–7, 8–15 and so on.
+    def position_ranges(self) -> dict[int, np.ndarray]:
+        """The indices of the tokens in each range of positions: 0, 1, 2, 3, 4–7, 8–15 and so on.
 
-        The keys are the first positions of the groups. Groups without tokens are left out.
+        The keys are the first positions of the ranges. Ranges without tokens are left out.
         """
-        bucket_starts = np.array([0, 1, 2, 3, *(2**power for power in range(2, 31))])
-        bucket_of_token = np.searchsorted(bucket_starts, self.position, "right") - 1
+        range_starts = np.array([0, 1, 2, 3, *(2**power for power in range(2, 31))])
+        range_of_token = np.searchsorted(range_starts, self.position, "right") - 1
         return {
-            int(bucket_starts[bucket_number]): np.flatnonzero(bucket_of_token == bucket_number)
-            for bucket_number in np.unique(bucket_of_token)
+            int(range_starts[range_number]): np.flatnonzero(range_of_token == range_number)
+            for range_number in np.unique(range_of_token)
         }
 
-    def around(self, token: int, most_neighbours: int) -> slice:
+    def around(self, token: int, max_neighbours: int) -> slice:
         """Returns the range of indices of a token and its neighbours in the document.
 
         Args:
             token: The index of the token.
-            most_neighbours: The largest number of neighbours on each side. There are fewer at the
+            max_neighbours: The largest number of neighbours on each side. There are fewer at the
                 ends of the document, and where a token between them is not stored.
         """
-        start = max(token - most_neighbours, 0)
-        stop = min(token + most_neighbours + 1, len(self.position))
-        # If no token is missing between two tokens, their positions differ as much as their
-        # indices.
-        offsets = self.position[start:stop] - np.arange(start, stop)
-        is_connected = offsets == offsets[token - start]
-        is_connected &= self.document[start:stop] == self.document[token]
-        return slice(start + int(is_connected.argmax()), stop - int(is_connected[::-1].argmax()))
+        start_token = max(token - max_neighbours, 0)
+        stop_token = min(token + max_neighbours + 1, len(self.position))
+        # The offset from index to position is equal for two tokens if no token is missing between
+        # them.
+        offsets = self.position[start_token:stop_token] - np.arange(start_token, stop_token)
+        is_connected = offsets == offsets[token - start_token]
+        is_connected &= self.document[start_token:stop_token] == self.document[token]
+        return slice(
+            start_token + int(is_connected.argmax()), stop_token - int(is_connected[::-1].argmax())
+        )
 
 
 def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample:
     """Reads consecutive documents from shards that are spread over the whole run.
 
-    The same run gives the same documents every time.
+    The choice is random, but is the same in every report on the same run.
 
     Args:
         dataset: The run, which has tokens.
         hooks: The names of the hooks to read. They must be hooks with activations.
 
     Raises:
-        OSError: A shard cannot be read, or contains activations that are NaN or huge.
-        ValueError: The chosen documents contain no tokens.
+        OSError: If a shard cannot be read, or contains activations that are NaN or huge.
+        ValueError: If the chosen documents contain no tokens.
     """
     token_bytes = max(dataset.shards.row_bytes(hooks), 1)
-    tokens_to_read = int(np.clip(READ_BYTES // token_bytes, LEAST_TOKENS, MOST_TOKENS))
+    tokens_to_read = int(np.clip(READ_BYTES // token_bytes, MIN_TOKENS, MAX_TOKENS))
     commits = [commit for _, commit in dataset.shards.shards]
     mean_bytes = max(sum(commit.unpacked for commit in commits) / len(commits), 1)
     shard_count = min(int(np.clip(SHARD_BYTES / mean_bytes, 1, SHARDS)), len(commits))
@@ -121,9 +125,9 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     for shard_index in shard_indices:
         spare_documents = max(commits[shard_index].count - documents_per_shard, 0)
         first_document = int(np.random.default_rng(shard_index).integers(spare_documents + 1))
-        start = shard_starts[shard_index] + first_document
-        stop = min(start + documents_per_shard, shard_starts[shard_index + 1])
-        is_chosen[start:stop] = True
+        start_document = shard_starts[shard_index] + first_document
+        stop_document = min(start_document + documents_per_shard, shard_starts[shard_index + 1])
+        is_chosen[start_document:stop_document] = True
         table = dataset.shards.table(shard_index).slice(first_document, documents_per_shard)
         documents += [sample for sample in stored_samples(table) if sample.tokens]
     batch_size = int(np.clip(BATCH_BYTES // token_bytes, 1, tokens_to_read))
@@ -136,7 +140,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     for batch in tqdm(batches, "reading", unit=" batches", disable=None):
         for hook, values in batch.items():
             batch_norms = np.linalg.norm(values.astype(np.float64), axis=1)
-            is_damaged = ~(batch_norms < MAX_NORM)  # also true for NaN
+            is_damaged = ~(batch_norms < MAX_NORM)  # this condition is also true for NaN
             damaged_samples = batch.sample_idx[is_damaged]
             if len(damaged_samples):
                 raise OSError(
@@ -167,18 +171,19 @@ class HookReport:
 
     Args:
         sample: The sample of tokens.
-        number: The number of the hook in stored order.
-        name: The name of the hook.
+        hook_number: The number of the hook in stored order.
+        hook_name: The name of the hook.
 
     Attributes:
         name: The name of the hook.
         kind: The name without the layer, by which the charts group hooks. OTHER if the name
             contains no layer.
         layer: The layer. If the kind is OTHER, the number of the hook in stored order.
-        norms: The quantiles of the norms at LEVELS, float64 (LEVELS,).
-        by_position: The median norm in each of `sample.buckets`, float64 (buckets,).
+        norms: The quantiles of the norms, one for each of LEVELS, float64 (6,).
+        by_position: The median norm in each of `sample.position_ranges`, float64 (ranges,).
         outlier: Whether the norm of each token is an outlier, bool (tokens,).
-        largest: The tokens with the largest norms, grouped; see `largest_tokens`.
+        largest: The tokens with the largest norms, as tuples of the index of a token and the number
+            of similar tokens; see `largest_tokens`.
         dimensions: The dimensions that are outliers, the largest first. A tuple contains the number
             of the dimension, and its root mean square as a multiple of the median over all
             dimensions. First tokens of documents are not counted if there are other tokens.
@@ -194,16 +199,16 @@ class HookReport:
         else:
             self.kind, self.layer = OTHER, hook_number
         self.norms = np.quantile(hook_norms, LEVELS)
-        bucket_medians = [np.median(hook_norms[tokens]) for tokens in sample.buckets.values()]
-        self.by_position = np.array(bucket_medians)
+        median_norms = [np.median(hook_norms[tokens]) for tokens in sample.position_ranges.values()]
+        self.by_position = np.array(median_norms)
         self.outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
         self.largest = largest_tokens(sample, hook_norms)
-        sums_of_dimensions = statistics.without_first_token
-        if not sums_of_dimensions.tokens:
-            sums_of_dimensions = statistics.all_tokens
-        rms_ratios = np.sqrt(sums_of_dimensions.variance + sums_of_dimensions.mean**2)
-        # If most dimensions of a hook are always zero, the median is zero, and no dimension is an
-        # outlier.
+        dimension_statistics = statistics.without_first_token
+        if not dimension_statistics.tokens:
+            dimension_statistics = statistics.all_tokens
+        rms_ratios = np.sqrt(dimension_statistics.variance + dimension_statistics.mean**2)
+        # If most dimensions of a hook are always zero, their median is zero. Then all ratios are
+        # set to zero, so that no dimension is an outlier.
         rms_ratios /= np.median(rms_ratios) or np.inf
         dimensions_by_ratio = np.argsort(-rms_ratios).tolist()
         self.dimensions = [
@@ -228,12 +233,14 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     """
     tokens_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
     is_first = sample.position[tokens_by_norm] == 0
-    group_keys = np.stack([sample.token_ids[tokens_by_norm], is_first])
-    _, first_indices, counts = np.unique(group_keys, axis=1, return_index=True, return_counts=True)
-    groups = []
-    for first_index, count in sorted(zip(first_indices, counts, strict=True)):
-        groups.append((int(tokens_by_norm[first_index]), int(count)))
-    return groups
+    ids_and_flags = np.stack([sample.token_ids[tokens_by_norm], is_first])
+    _, first_indices, token_counts = np.unique(
+        ids_and_flags, axis=1, return_index=True, return_counts=True
+    )
+    token_groups = []
+    for first_index, token_count in sorted(zip(first_indices, token_counts, strict=True)):
+        token_groups.append((int(tokens_by_norm[first_index]), int(token_count)))
+    return token_groups
 
 
 def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -245,22 +252,26 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
         hosts: The commits of the shards of each host.
 
     Returns:
-        The edges of the bins of time in seconds, (bins + 1,). Then the tokens per second of all
-        hosts together in each bin, (bins,). None if the shards do not show how long they took.
+        A tuple of the edges of the bins of time in seconds, (bins + 1,), and the tokens per second
+        of all hosts together in each bin, (bins,). None if the times in the commits do not show how
+        long the shards took.
     """
-    # The seconds and the tokens of each host up to each of its shards, (2, shards + 1).
-    totals_of_hosts: list[np.ndarray] = []
+    # For each host, the seconds and the tokens until the end of each of its shards, (2, shards +
+    # 1). The first column is 0.
+    sums_of_hosts: list[np.ndarray] = []
     for commits in hosts:
-        shard_steps = [(seconds, commit.tokens) for commit, seconds in shard_seconds(commits)]
-        if shard_steps:
-            totals_of_hosts.append(np.cumsum([(0, 0), *shard_steps], axis=0).T)
-    if not totals_of_hosts:
+        seconds_and_tokens = [
+            (seconds, commit.tokens) for commit, seconds in shard_seconds(commits)
+        ]
+        if seconds_and_tokens:
+            sums_of_hosts.append(np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T)
+    if not sums_of_hosts:
         return None
-    most_shards = max(host_totals.shape[1] - 1 for host_totals in totals_of_hosts)
-    bin_count = int(np.clip(most_shards // SHARDS_PER_BIN, 1, BINS))
-    longest_seconds = max(seconds[-1] for seconds, _ in totals_of_hosts)
+    max_shards = max(host_sums.shape[1] - 1 for host_sums in sums_of_hosts)
+    bin_count = int(np.clip(max_shards // SHARDS_PER_BIN, 1, BINS))
+    longest_seconds = max(seconds[-1] for seconds, _ in sums_of_hosts)
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
-    tokens_done = np.zeros(bin_count + 1)
-    for seconds, tokens in totals_of_hosts:
-        tokens_done += np.interp(bin_edges, seconds, tokens)
-    return bin_edges, np.diff(tokens_done) / np.diff(bin_edges)
+    tokens_by_edge = np.zeros(bin_count + 1)
+    for seconds, tokens in sums_of_hosts:
+        tokens_by_edge += np.interp(bin_edges, seconds, tokens)
+    return bin_edges, np.diff(tokens_by_edge) / np.diff(bin_edges)

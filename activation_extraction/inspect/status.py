@@ -26,8 +26,8 @@ from activation_extraction.store.statistics_in_words import (
 )
 from activation_extraction.store.totals import COUNTED, Totals
 
-SILENT_SECONDS = 900.0  # least number of seconds without a sign after which a host is "silent"
-RECENT_SHARDS = 20  # number of the last shards from which the speed of a host is computed
+SILENT_SECONDS = 900.0  # smallest number of seconds without a write after which a host is "silent"
+RECENT_SHARDS = 20  # the speed of a host is computed from this number of its last shards
 # States of a host in which the user has to intervene.
 PROBLEM_STATES = {"damaged", "silent", "failed"}
 
@@ -206,7 +206,7 @@ class Pace(NamedTuple):
 
 
 def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
-    """Yields how long each shard of a host took, in the order in which they were committed.
+    """Yields the seconds that each shard of a host took, in the order of the commits.
 
     The time of a shard starts at the previous commit of the same process. The time of the first
     shard of a process starts when the process starts. So pauses between processes do not count, and
@@ -216,10 +216,10 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
         commits: The commits of the shards of a host, in any order.
 
     Yields:
-        The commit of a shard, and the seconds that it took. A shard is left out if the times in the
-        commits do not show how long it took.
+        A tuple of the commit of a shard and the seconds that the shard took. A shard is left out if
+        the times in the commits do not show how long it took.
     """
-    # Time of the last commit of each process, by the start of the process.
+    # Unix time of the last commit of each process, by the Unix time at which the process began.
     previous_commits: dict[float, float] = {}
     for commit in sorted(commits, key=lambda commit: commit.committed):
         shard_start = previous_commits.get(commit.began, commit.began)
@@ -320,11 +320,11 @@ def aggregate(
 
 def _print_table(hosts: list[HostState], aggregated: dict[str, Any]) -> None:
     started_hosts = [host for host in hosts if host.state != "not started"]
-    rows = [_cells_by_title(host) for host in started_hosts]
+    cells_of_rows = [_cells_by_title(host) for host in started_hosts]
     last_row = _cells_by_title(_sum_of_hosts(hosts, aggregated))
-    rows.append({**last_row, "machine": "all", "host": ""})
-    titles = tuple(rows[0])
-    table_rows = [titles, *(tuple(row.values()) for row in rows)]
+    cells_of_rows.append({**last_row, "machine": "all", "host": ""})
+    titles = tuple(cells_of_rows[0])
+    table_rows = [titles, *(tuple(row.values()) for row in cells_of_rows)]
     widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
     for cells in table_rows:
         say("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
@@ -368,9 +368,12 @@ def _sum_of_hosts(hosts: list[HostState], aggregated: dict[str, Any]) -> HostSta
 
 
 def _cells_by_title(host: HostState) -> dict[str, str]:
-    """Returns the cells of a host in the table, by the titles of the columns.
+    """Returns the texts in a row of the table, by the titles of the columns.
 
-    A cell is empty if the value is unknown.
+    A text is "" if the value is unknown.
+
+    Args:
+        host: The state of a host, or the sums over all hosts.
     """
     current_time = time.time()
     state_in_words = host.state
@@ -385,11 +388,11 @@ def _cells_by_title(host: HostState) -> dict[str, str]:
     def cell(number: float | None, in_words: Callable[[float], str]) -> str:
         return "" if number is None else in_words(number)
 
-    def time_since(moment: float) -> str:
-        return f"{_duration_in_words(current_time - moment)} ago"
+    def time_since(unix_time: float) -> str:
+        return f"{_duration_in_words(current_time - unix_time)} ago"
 
-    def time_until(moment: float) -> str:
-        return f"in {_duration_in_words(moment - current_time)}"
+    def time_until(unix_time: float) -> str:
+        return f"in {_duration_in_words(unix_time - current_time)}"
 
     return {
         "machine": str(host.machine),

@@ -52,8 +52,8 @@ def verify(
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: There is no run, or samples should be recomputed but the run records no model.
-            `load_model` may raise it, too.
+        InputError: If there is no run, or samples should be recomputed but the run records no
+            model. `load_model` may raise it, too.
     """
     folders = read_folders(root)
     metadata = next((run_log.metadata for run_log in folders.values() if run_log.metadata), None)
@@ -81,8 +81,8 @@ def verify(
         problems += _compare(chosen_samples, recompute, allowed_differences)
         recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
-        reason = "no model is recorded" if has_no_model else "give --model_path"
-        recomputed_in_words = f"nothing recomputed ({reason})"
+        omission_reason = "no model is recorded" if has_no_model else "give --model_path"
+        recomputed_in_words = f"nothing recomputed ({omission_reason})"
     stored_count = sum(shard.commit.count for shard in checked_shards)
     gigabytes = sum(shard.commit.bytes for shard in checked_shards) / 1e9
     say(
@@ -105,8 +105,8 @@ def check_shards(
         sample_count: The number of random samples to choose from all shards together.
 
     Yields:
-        The result of the check of a shard, and the chosen samples of the shard. If there is a
-        problem, the list of samples is empty.
+        A tuple of the result of checking a shard, and the chosen samples of the shard. If there is
+        a problem, the list of samples is empty.
     """
     folders_and_commits = []
     for folder_name, run_log in folders.items():
@@ -134,8 +134,8 @@ def check_and_choose(
         sample_indices: The indices of the samples to read, in the shard.
 
     Returns:
-        The result of the check, and the samples. If there is a problem, or the samples cannot be
-        read, the list of samples is empty.
+        A tuple of the result of the check, and the samples. If there is a problem, or the samples
+        cannot be read, the list of samples is empty.
     """
     checked_shard = check_shard(store, folder_name, run_log, commit)
     if checked_shard.problem or not sample_indices or run_log.identity is None:
@@ -144,7 +144,7 @@ def check_and_choose(
     try:
         return checked_shard, read_samples(store, run_log, commit, sample_indices, shard_file)
     except (RunError, OSError, ValueError) as error:
-        # The message may contain the file's name already, which the path replaces.
+        # The error's message may begin with the name of the file, which must not follow its path.
         message = f"{shard_file}: {error}"
         problem = message.replace(f"{shard_file}: {commit.file}: ", f"{shard_file}: ")
         return CheckedShard(folder_name, commit, problem), []
@@ -156,7 +156,7 @@ def _pick_samples(
     """Picks random samples with equal probability.
 
     Args:
-        folders_and_commits: The name of the folder and the commit of each shard.
+        folders_and_commits: A tuple for each shard, of the name of its folder and its commit.
         sample_count: The number of samples to pick. If there are fewer, all samples are picked.
 
     Returns:
@@ -166,12 +166,14 @@ def _pick_samples(
     stored_count = sum(commit.count for _, commit in folders_and_commits)
     picked_numbers = sorted(random.sample(range(stored_count), min(sample_count, stored_count)))
     indices_by_shard = []
-    first_number = 0  # number of the shard's first sample among the samples of all shards
+    samples_before = 0  # number of samples in the shards before the current one
     for _, commit in folders_and_commits:
-        numbers_of_shard = range(first_number, first_number + commit.count)
-        indices = [number - first_number for number in picked_numbers if number in numbers_of_shard]
-        indices_by_shard.append(indices)
-        first_number += commit.count
+        numbers_of_shard = range(samples_before, samples_before + commit.count)
+        picked_indices = [
+            number - samples_before for number in picked_numbers if number in numbers_of_shard
+        ]
+        indices_by_shard.append(picked_indices)
+        samples_before += commit.count
     return indices_by_shard
 
 
@@ -211,7 +213,7 @@ def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
         same_platform: Whether samples are recomputed on the platform of the run.
 
     Raises:
-        InputError: The dtype of the model is not in COMPUTING_ERRORS, or the dtype of the stored
+        InputError: If the dtype of the model is not in COMPUTING_ERRORS, or the dtype of the stored
             activations is not in ROUNDING_ERRORS.
     """
     model_dtype, stored_dtype = identity.dtype, identity.activation_dtype
@@ -240,17 +242,17 @@ def _compare(
         allowed_differences: The largest differences that rounding explains.
     """
     recomputed_samples = recompute.values(chosen_samples)
-    for sample, values_or_message in zip(chosen_samples, recomputed_samples, strict=True):
+    for chosen_sample, values_or_message in zip(chosen_samples, recomputed_samples, strict=True):
         if isinstance(values_or_message, str):
-            yield f"{sample.where}: cannot be recomputed: {values_or_message}"
+            yield f"{chosen_sample.where}: cannot be recomputed: {values_or_message}"
             continue
-        positions = sample.tokens.positions
-        for hook, stored_values in zip(sample.hooks, sample.values, strict=True):
+        positions = chosen_sample.tokens.positions
+        for hook, stored_values in zip(chosen_sample.hooks, chosen_sample.values, strict=True):
             recomputed_values = values_or_message[hook.name]
             for message in hook.differences(
                 stored_values, recomputed_values, positions, allowed_differences
             ):
-                yield f"{sample.where}, {hook.name}: recomputed, {message}"
+                yield f"{chosen_sample.where}, {hook.name}: recomputed, {message}"
 
 
 def check_numbers(
@@ -264,7 +266,8 @@ def check_numbers(
 
     Args:
         folders: The run log of each folder, by the folder's name.
-        checked_shards: The results for all shards. A shard with a problem has no numbers.
+        checked_shards: The results for all shards. The sample numbers of a shard with a problem are
+            unknown.
     """
     numbers_by_folder: dict[str, list[np.ndarray]] = {folder_name: [] for folder_name in folders}
     numbers_of_shards = [NO_NUMBERS]
@@ -272,15 +275,21 @@ def check_numbers(
         if shard.sample_idx is not None:
             numbers_by_folder[shard.folder].append(shard.sample_idx)
             numbers_of_shards.append(shard.sample_idx)
-    sample_numbers, occurrences = np.unique(np.concatenate(numbers_of_shards), return_counts=True)
-    repeated_numbers = sample_numbers[occurrences > 1]
+    sample_numbers, occurrence_counts = np.unique(
+        np.concatenate(numbers_of_shards), return_counts=True
+    )
+    repeated_numbers = sample_numbers[occurrence_counts > 1]
     if repeated_numbers.size:
         repeated_in_words = counted(len(repeated_numbers), "sample number")
         yield f"{repeated_in_words} stored more than once, such as {repeated_numbers[0]}"
     for folder_name, run_log in folders.items():
         identity = run_log.identity
-        last_shard = max(run_log.commits, default=0)
-        if identity is None or last_shard == 0 or last_shard != len(numbers_by_folder[folder_name]):
+        last_shard_number = max(run_log.commits, default=0)
+        if (
+            identity is None
+            or last_shard_number == 0
+            or last_shard_number != len(numbers_by_folder[folder_name])
+        ):
             continue
         sample_numbers = np.unique(np.concatenate(numbers_by_folder[folder_name]))
         if identity.from_dataset and (run_log.metadata or {})["status"] != "complete":
@@ -310,7 +319,7 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
         if folder_name not in folders:
             yield f"{folder_name}: is missing"
     yield from foreign_folders(folders)
-    # Fingerprints of the files of the data set, by name and size.
+    # Fingerprints of the files of the data set, by the name and the size in bytes of the file.
     fingerprints: dict[tuple[str, int], str] = {}
     for folder_name, run_log in folders.items():
         yield from run_log.damaged_files.values()

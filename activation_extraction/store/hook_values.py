@@ -47,9 +47,8 @@ from activation_extraction.store.statistics import (
     sums_of,
 )
 
-Key = (
-    int | str
-)  # name of a hook in pickles: the number of its layer, or the name that the user gave
+# Name of a hook in pickles: the number of its layer, or the name that the user gave.
+Key = int | str
 Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook

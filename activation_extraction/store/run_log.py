@@ -100,9 +100,8 @@ METADATA = "metadata.json"
 FORMAT_VERSION = 5
 OTHER_VERSION = "was written by another version of this program"
 REPAIRS = "--repair repairs it"
-MAX_JSON_BYTES = (
-    256 * 2**20
-)  # largest size of a JSON file in bytes; this program writes smaller files
+# Largest size of a JSON file in bytes; this program writes smaller files.
+MAX_JSON_BYTES = 256 * 2**20
 RESERVED = "reserved"  # name of a field that only reservations contain
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
 OWN_FILES = re.compile(
@@ -110,9 +109,8 @@ OWN_FILES = re.compile(
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
 JSONS_AT_ONCE = 64  # number of JSON files that are read at the same time
-MAX_UNLISTED = (
-    1000  # largest number of JSON files that are requested although the listing lacks them
-)
+# Largest number of JSON files that are requested although the listing lacks them.
+MAX_UNLISTED = 1000
 T = TypeVar("T")
 
 

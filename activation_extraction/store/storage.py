@@ -189,9 +189,8 @@ class ActivationStorage:
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
         self._incomplete: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
-        self._last_complete_number = (
-            -1
-        )  # number of the last sample that has all its activations; -1 if there is none
+        # Number of the last sample that has all its activations; -1 if there is none.
+        self._last_complete_number = -1
         self._lock: int | None = None
         # "planned": the stored shards are known, and this storage has not written anything yet.
         # "open": this process owns the folder.
