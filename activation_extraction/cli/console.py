@@ -71,7 +71,7 @@ class Clock:
             self.seconds[activity] += time.perf_counter() - start_time
 
     def restart(self) -> None:
-        """Sets `elapsed` to 0. `seconds` stays as it is."""
+        """Restarts `elapsed` at 0, without changing `seconds`."""
         self._start_time = time.perf_counter()
 
     @property

@@ -108,13 +108,13 @@ def flag(
         parse: Parser of the value (values.py). It is not used for a flag with `choices`.
         unit: Unit of the default, with a space in front, for the help text.
         default_is: Description of the default for the help text; "" to show the value of `default`.
-        group: See `Flag`.
-        needs: See `Flag`.
-        excludes: See `Flag`.
-        variables: See `Flag`.
-        collect: See `Flag`.
-        content: See `Flag`.
-        per_host: See `Flag`.
+        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
+        excludes: Names of flags that cannot be used together with this flag.
+        variables: Environment variables that replace the flag if it is missing; None for none.
+        collect: Function that turns a list of values into the value of the field (see `Flag`).
+        content: Whether the value of the flag determines the content of shards (see `Flag`).
+        per_host: Whether the value may differ between the hosts of a run.
         options: Further arguments of argparse's `add_argument`.
 
     Returns:
@@ -158,11 +158,11 @@ def switch(
 
     Args:
         help: Help text.
-        group: See `Flag`.
-        needs: See `Flag`.
-        excludes: See `Flag`.
-        content: See `Flag`.
-        per_host: See `Flag`.
+        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
+        excludes: Names of flags that cannot be used together with this flag.
+        content: Whether the value of the flag determines the content of shards (see `Flag`).
+        per_host: Whether the value may differ between the hosts of a run.
 
     Returns:
         The field of a dataclass.
@@ -186,8 +186,8 @@ def pair(
         help: Help text of the flag.
         opposite: Name of the second flag.
         opposite_help: Help text of the second flag.
-        group: See `Flag`.
-        content: See `Flag`.
+        group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
+        content: Whether the value of the flag determines the content of shards (see `Flag`).
 
     Returns:
         The field of a dataclass.

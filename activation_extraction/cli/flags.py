@@ -59,7 +59,13 @@ from activation_extraction.common.visible import plain_url
 
 
 class HubDataset(NamedTuple):
-    """A data set of the Hugging Face hub, with its configuration and its split."""
+    """A data set of the Hugging Face hub.
+
+    Attributes:
+        name: Name of the data set, such as HuggingFaceFW/fineweb-edu.
+        config: Name of a configuration of the data set.
+        split: Name of a split, such as train.
+    """
 
     name: str
     config: str
@@ -628,7 +634,7 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How activations are stored.
+    """The options for storing activations.
 
     Attributes:
         shard_size_gb: Size of the activations in a shard before compression, in units of 10^9
@@ -891,7 +897,7 @@ class Config:
         computing: The way in which steps are computed.
         hosts: The number of this process among the machines and hosts.
         output: The folders in which the shards are stored.
-        storage: How activations are stored.
+        storage: The options for storing activations.
         planning: The machine for which --plan estimates the run.
         looking: The actions for a stored run.
     """

@@ -38,7 +38,7 @@ def default_rows(
     DEFAULT_ROWS. This number is rounded up to a multiple of the host's devices.
 
     Args:
-        length: Tokens per row.
+        length: Number of tokens of a row.
         every_device: Whether all devices of the host compute. Otherwise only one device computes.
         auto: Whether --batch_size is "auto". The number is then rounded up on accelerators, too, so
             that every mesh accepts it until `fit_rows` finds a better number.

@@ -147,15 +147,15 @@ def planned_run(config: Config) -> PlannedRun:
 def read_config(config: Config) -> Mapping[str, Any]:
     """Returns the content of the model's config.json.
 
-    Some sizes of released models are part of this program. They are returned if the file of such a
-    model cannot be read.
+    This program contains the sizes of some released models. They are returned if config.json of
+    such a model cannot be read.
 
     Args:
         config: The configuration, which names the model.
 
     Raises:
-        InputError: If config.json cannot be read, and this program does not contain the model's
-            sizes.
+        InputError: If config.json cannot be read, and the program does not contain the sizes of the
+            model.
     """
     if config.demo:
         return MODEL_CONFIG

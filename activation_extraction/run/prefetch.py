@@ -85,7 +85,7 @@ class Prefetch(Generic[T, R]):
         return self._ready.qsize()
 
     def peek(self) -> T | None:
-        """Returns the next item, which stays the next item of the iteration.
+        """Returns the next item without taking it out of the iteration.
 
         Returns:
             The item. None if there are no more items, or if the item is not ready because samples

@@ -78,7 +78,7 @@ def load_for_rereading(
 
     Raises:
         InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
-            differs from the one of the run. The message names the input and its flag.
+            if it differs from the input of the run. The message names the input and its flag.
     """
     text, present_config = _text_of_run(metadata, model, adapter, dataset_path)
     check_text_inputs(text, present_config, identity_of(metadata, METADATA))
@@ -99,7 +99,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
 
     Raises:
         InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
-            differs from the one of the run. The message names the input and its flag.
+            if it differs from the input of the run. The message names the input and its flag.
     """
     identity = identity_of(metadata, METADATA)
     model, adapter = recorded_repositories(metadata)
@@ -203,7 +203,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
 
 
 def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
-    """Returns all token ids of a sample, or a message if they differ from the stored ones.
+    """Returns all token ids of a sample, or a message if they differ from the stored token ids.
 
     Args:
         sample: The sample as it was read again, which --max_tokens has not cut.

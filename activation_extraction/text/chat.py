@@ -249,7 +249,8 @@ class ChatTemplate:
         sources: Jinja sources by name. The names are "default", "tool_use" (for conversations with
             tools), or both.
         origin: Flag and path from which the templates were read, for messages.
-        arguments: Variables of the templates besides messages and tools, by name.
+        arguments: Values of further variables of the templates, besides messages and tools, by
+            name.
     """
 
     tokenizer: Any
@@ -302,10 +303,10 @@ class ChatTemplate:
         """Returns a ChatTemplate after checking that its templates use all arguments.
 
         Args:
-            tokenizer: See `of_model`.
-            sources: See `of_model`.
+            tokenizer: The tokenizer, an object of transformers.
+            sources: Jinja sources by name (see the class).
             origin: Flag and path of the templates, for messages.
-            arguments: See `of_model`.
+            arguments: Values of --chat_template_args by name.
 
         Raises:
             InputError: If an argument is reserved for transformers, or if no template mentions it.

@@ -241,7 +241,7 @@ class DocumentStream:
 
     @property
     def beginning(self) -> dict[str, Any]:
-        """The state before the first row."""
+        """The state of the documents before the first row."""
         return {"rows": 0, "dataset": None}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
@@ -364,7 +364,7 @@ class Mixture:
 
     @property
     def beginning(self) -> dict[str, Any]:
-        """The state before the first row."""
+        """The state of the documents before the first row."""
         streams = [stream.beginning for stream in self._streams]
         return {"given": [0] * len(streams), "streams": streams}
 

@@ -217,7 +217,7 @@ COMPRESSIONS = {
 
 
 class OtherFormat(NamedTuple):
-    """A file format that is not read.
+    """A file format that this program does not read.
 
     Attributes:
         description: Clause that says what the file is, for messages.

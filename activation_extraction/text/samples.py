@@ -122,7 +122,8 @@ def samples(
         stored: The samples that are stored already and left out, by `sample_idx`.
         until: The number of the sample before which the stream ends; None to read all samples.
         limits_from: The number of the first sample to which the limits apply. A repair sets it to
-            the number after the last stored sample, so that no limit cuts or drops a sample before.
+            the number after the last stored sample, so that no limit cuts or drops an earlier
+            sample.
         on_stored: A function that is called for each sample that is left out. These calls may be
             the only sign of progress for hours.
 

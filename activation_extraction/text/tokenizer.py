@@ -160,10 +160,14 @@ def _load_error(path: Path, error: Exception) -> InputError:
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
-    """Returns whether two tokenizers certainly give every text the same token ids.
+    """Returns whether two tokenizers are known to give every text the same token ids.
 
-    The settings of the tokenizers are compared. If they differ, the result is False, although the
-    tokenizers may still give the same token ids.
+    Only the settings of the tokenizers are compared. If they differ, the result is False, although
+    the tokenizers may still give the same token ids.
+
+    Args:
+        one: The first tokenizer.
+        other: The second tokenizer.
     """
     return _id_settings(one) == _id_settings(other)
 
