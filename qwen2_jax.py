@@ -413,8 +413,8 @@ class Qwen2(nn.Module):
         Returns:
             The logits, (B, T, V) float32. The logits of padding are meaningless.
         """
-        layers = decoder(self.config, self.dtype, self.kernels, self.layout)
-        params = self.param("layers", layers.init, self.num_layers)
+        model_decoder = decoder(self.config, self.dtype, self.kernels, self.layout)
+        params = self.param("layers", model_decoder.init, self.num_layers)
         rotary = rotary_table(positions, self.config)
 
         def block(layer: Callable, x: Array, _: None) -> Array:
@@ -422,7 +422,7 @@ class Qwen2(nn.Module):
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
         if not self.is_initializing():
-            x = layers.scan(layers.stacked(params), block, x)
+            x = model_decoder.scan(model_decoder.stacked(params), block, x)
         x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
@@ -498,9 +498,9 @@ def _weight_spec(
         # With several types of layers, the second name of the path is the type of the layers.
         layer_numbers = [layer for layer in layer_numbers if config.layer_types[layer] == path[1]]
     parameter_name = ".".join(path[2:] if has_several_types else path[1:])
-    tensor, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
-    checkpoint_names = [f"model.layers.{layer}.{tensor}" for layer in layer_numbers]
-    has_tensor_per_expert = "{}" in tensor
+    tensor_name, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
+    checkpoint_names = [f"model.layers.{layer}.{tensor_name}" for layer in layer_numbers]
+    has_tensor_per_expert = "{}" in tensor_name
     if has_tensor_per_expert:
         expert_numbers = range(config.experts.count)
         checkpoint_names = [
@@ -529,9 +529,9 @@ def _tensors_by_parameter(
         value_rows = config.sizes["O"]
         for letter, start in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
             tensor_slice = TensorSlice(0, start, 2 * key_rows + value_rows)
-            for parameter_name, tensor in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
+            for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
                 full_name = f"linear_attn.{parameter_name}_{letter}.weight"
-                tensor_of_parameter[full_name] = f"linear_attn.{tensor}.weight", tensor_slice
+                tensor_of_parameter[full_name] = f"linear_attn.{tensor_name}.weight", tensor_slice
     if config.experts is not None:
         width = config.experts.width
         for projection, fused_tensor in (
@@ -574,14 +574,17 @@ def _interleaved_tensors(
         ("in_proj_qkvz", {"q": key_rows, "k": key_rows, "v": value_rows, "z": value_rows}),
         ("in_proj_ba", {"b": value_heads, "a": value_heads}),
     ):
-        tensor = f"linear_attn.{tensor_name}.weight"
+        full_tensor_name = f"linear_attn.{tensor_name}.weight"
         rows_per_head = sum(rows_by_letter.values())
         first_row = 0
         # Quantised versions of such a model may contain a tensor for each projection, like Qwen3.5.
         # Then the parameters have their own tensors.
-        if not tensors or any(name.endswith(tensor) for name in tensors):
-            for letter, rows in rows_by_letter.items():
+        if not tensors or any(name.endswith(full_tensor_name) for name in tensors):
+            for letter, row_count in rows_by_letter.items():
                 tensor_slice = TensorSlice(0, first_row, rows_per_head, per_head=True)
-                tensor_of_parameter[f"linear_attn.in_proj_{letter}.weight"] = tensor, tensor_slice
-                first_row += rows
+                tensor_of_parameter[f"linear_attn.in_proj_{letter}.weight"] = (
+                    full_tensor_name,
+                    tensor_slice,
+                )
+                first_row += row_count
     return tensor_of_parameter

@@ -373,9 +373,9 @@ def _weights_per_token(config: ModelConfig, layer: int) -> int:
         config: The configuration of the model.
         layer: The number of the layer.
     """
-    layers = decoder(config, jnp.float32, Kernels(), Layout())
+    model_decoder = decoder(config, jnp.float32, Kernels(), Layout())
     weight_count = 0
-    for path, box in layers.parameters(config.layer_types[layer]).items():
+    for path, box in model_decoder.parameters(config.layer_types[layer]).items():
         if path[-1] == "weight" and len(box.names) > 1:
             parameter_weights = math.prod(box.value.shape)
             if config.experts is not None and "experts" in path:

@@ -127,7 +127,7 @@ class Autoencoder:
     @property
     def arrays(self) -> Tensors:
         """Name of a field -> its array, for the fields that are arrays."""
-        return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        return {field_name: x for field_name, x in vars(self).items() if isinstance(x, np.ndarray)}
 
     def __reduce__(self) -> Any:  # a process that unpickles an autoencoder reads its files again
         return read_autoencoder, (self.hook, self.name)
@@ -180,12 +180,12 @@ class AutoencoderFiles:
             Name of a tensor -> its values. The names in `FIELD_OF_TENSOR` are replaced by the names
             of fields.
         """
-        path = self.local_path(file_name)
+        local_path = self.local_path(file_name)
         if file_name.endswith(".pt"):
-            saved_object = read_torch_file(path, f"--encode {self.name}")
+            saved_object = read_torch_file(local_path, f"--encode {self.name}")
             tensors = saved_object.get("sae", saved_object)
         else:
-            file = LocalFile(path)
+            file = LocalFile(local_path)
             tensors = {name: file.read(name, ()) for name in file.tensors}
         return {FIELD_OF_TENSOR.get(name, name): tensor for name, tensor in tensors.items()}
 
@@ -514,18 +514,18 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         if name.startswith(AVERAGE_NORM_PREFIX):
             average_norms[name.removeprefix(AVERAGE_NORM_PREFIX)] = tensors.pop(name)
     dtype = tensors["W_enc"].dtype
-    width = tensors["W_dec"].shape[1]
+    output_width = tensors["W_dec"].shape[1]
     if activation_function == "jumprelu":
         tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
     if config.get("sparsity_include_decoder_norm", True):
         tensors["score_factor"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
     if not config.get("use_decoder_bias", True):
-        tensors["b_dec"] = np.zeros(width, np.float32)
+        tensors["b_dec"] = np.zeros(output_width, np.float32)
     if (
         norm_activation == "dataset-wise"
     ):  # the values at both hooks are scaled to an average norm of sqrt(O)
-        input_factor = np.float32(width**0.5 / average_norms[hook].item())
-        output_factor = np.float32(width**0.5 / average_norms[target].item())
+        input_factor = np.float32(output_width**0.5 / average_norms[hook].item())
+        output_factor = np.float32(output_width**0.5 / average_norms[target].item())
         tensors["W_enc"] = tensors["W_enc"] * input_factor
         tensors["W_dec"] = tensors["W_dec"] / output_factor
         tensors["b_dec"] = tensors["b_dec"] / output_factor
@@ -607,29 +607,31 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
         InputError: If a tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are
             inconsistent, or k is not between 1 and the number of features.
     """
-    for name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
-        raise files.error(f"has a tensor {name}, which autoencoders of its format do not have")
+    for field_name in sorted(fields.keys() - Autoencoder.__dataclass_fields__.keys()):
+        raise files.error(
+            f"has a tensor {field_name}, which autoencoders of its format do not have"
+        )
     feature_count = fields["b_enc"].size
-    for name in ("W_enc", "W_dec"):
-        if fields[name].shape == (feature_count, feature_count):
+    for field_name in ("W_enc", "W_dec"):
+        if fields[field_name].shape == (feature_count, feature_count):
             raise files.error("has square matrices, whose orientation cannot be known")
-        if fields[name].shape[1] == feature_count:
-            fields[name] = fields[name].T
-    width = fields["W_enc"].shape[1]
+        if fields[field_name].shape[1] == feature_count:
+            fields[field_name] = fields[field_name].T
+    input_width = fields["W_enc"].shape[1]
     target_width = fields["W_dec"].shape[1]
     expected_shapes = {
-        "W_enc": (feature_count, width),
+        "W_enc": (feature_count, input_width),
         "W_dec": (feature_count, target_width),
         "b_enc": (feature_count,),
         "threshold": (feature_count,),
         "score_factor": (feature_count,),
         "b_dec": (target_width,),
-        "W_skip": (target_width, width),
+        "W_skip": (target_width, input_width),
     }
-    for name, expected_shape in expected_shapes.items():
-        array = fields[name] if name in REQUIRED_TENSORS else fields.get(name)
+    for field_name, expected_shape in expected_shapes.items():
+        array = fields[field_name] if field_name in REQUIRED_TENSORS else fields.get(field_name)
         if array is not None and array.shape != expected_shape:
-            raise files.error(f"{name} has shape {array.shape}, expected {expected_shape}")
+            raise files.error(f"{field_name} has shape {array.shape}, expected {expected_shape}")
     k = fields.get("k")
     if k is not None and not 0 < k <= feature_count:
         raise files.error(f"k is {k!r}, expected 1 to {feature_count}")
@@ -648,7 +650,7 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
     Raises:
         InputError: If a weight is NaN, or is infinite in float32.
     """
-    for name, array in sorted(fields.items()):
+    for field_name, array in sorted(fields.items()):
         if not isinstance(array, np.ndarray):
             continue
         rows_at_once = max(VALUES_AT_ONCE // max(array[:1].size, 1), 1)
@@ -662,6 +664,6 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
                 weight_index[0] += start
                 shown_index = ", ".join(map(str, weight_index))
                 raise files.error(
-                    f"{name}[{shown_index}] is {weight}: weights must be finite numbers; the files "
-                    "are damaged, or the training has diverged"
+                    f"{field_name}[{shown_index}] is {weight}: weights must be finite numbers; the "
+                    "files are damaged, or the training has diverged"
                 )

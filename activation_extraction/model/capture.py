@@ -236,11 +236,11 @@ class Capture:
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, B, T, width).
         """
-        values = {}
+        values_by_type = {}
         for vector_type, hooks in self.hooks_by_type().items():
             bits = buffers[vector_type][: len(hooks)]
-            values[vector_type] = lax.bitcast_convert_type(bits, vector_type.dtype)
-        return values
+            values_by_type[vector_type] = lax.bitcast_convert_type(bits, vector_type.dtype)
+        return values_by_type
 
     def values_of_stages(
         self, buffers: Buffers, rows: int, length: int, at_end: Mapping[HookKind, Array]
@@ -256,7 +256,7 @@ class Capture:
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
-        values = {}
+        values_by_type = {}
         for vector_type, hooks in self.hooks_by_type().items():
             bit_stacks = []
             stage_numbers = [hook.layer // length for hook in hooks if not hook.kind.at_end]
@@ -274,10 +274,10 @@ class Capture:
                 if hook.kind.at_end:
                     bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
                     bit_stacks.append(bits[None])
-            values[vector_type] = lax.bitcast_convert_type(
+            values_by_type[vector_type] = lax.bitcast_convert_type(
                 jnp.concatenate(bit_stacks), vector_type.dtype
             )
-        return values
+        return values_by_type
 
 
 def _unsigned(x: Array) -> Array:

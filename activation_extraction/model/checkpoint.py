@@ -175,8 +175,8 @@ class Checkpoint(Repository):
         """
         scales = self.scales(tensor)
         file, _ = self.locate(tensor)
-        values = file.read(self.tensors[tensor], index)
-        return values if scales is None else scales.dequantize(values, index, dtype)
+        stored_values = file.read(self.tensors[tensor], index)
+        return stored_values if scales is None else scales.dequantize(stored_values, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:
         """Returns the scales of a float8 tensor.

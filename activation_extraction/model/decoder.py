@@ -99,8 +99,8 @@ class Decoder:
                 Whether the first layer has a window, () bool; None in a model without windows.
         """
         zero_ids = jnp.zeros((1, 1), jnp.int32)
-        dtype = self.modules[self.config.layer_types[0]].dtype
-        x = jnp.zeros((1, 1, self.config.hidden_size), dtype)
+        module_dtype = self.modules[self.config.layer_types[0]].dtype
+        x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
         windows_by_layer = self.config.sliding(range(1))
         has_window = None if windows_by_layer is None else windows_by_layer[0]
         return x, rotary_table(zero_ids, self.config), zero_ids, has_window
@@ -361,8 +361,8 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """
 
     def compute(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        x, arrays = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
-        return to_bits(x), arrays
+        x, other_arrays = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
+        return to_bits(x), other_arrays
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
         _, array_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
@@ -382,9 +382,9 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
             lambda array: array.reshape(-1, group_size, *array.shape[1:]), inputs
         )
         grouped_results = jax.lax.map(run_rows, grouped_inputs)
-        x_bits, arrays = jax.tree.map(
+        x_bits, other_arrays = jax.tree.map(
             lambda array: array.reshape(-1, *array.shape[2:]), grouped_results
         )
-        return from_bits(x_bits, module.dtype), arrays
+        return from_bits(x_bits, module.dtype), other_arrays
 
     return apply

@@ -69,7 +69,7 @@ def pallas_delta_rule(
     Returns:
         The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
     """
-    rows, length, key_heads, values_per_key, value_size = v.shape
+    row_count, length, key_heads, values_per_key, value_size = v.shape
     key_size = k.shape[-1]
     is_first = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
     log_decay = jnp.where(is_first[..., None, None], FORGETS, log_decay.astype(jnp.float32))
@@ -88,7 +88,7 @@ def pallas_delta_rule(
     )
     output = pl.pallas_call(
         _compute_block,
-        grid=(rows, key_heads, gates.shape[-1] // TWO_CHUNKS),
+        grid=(row_count, key_heads, gates.shape[-1] // TWO_CHUNKS),
         in_specs=[key_spec, key_spec, value_spec, gate_spec],
         out_specs=value_spec,
         out_shape=jax.ShapeDtypeStruct(heads_first[2].shape, v.dtype),

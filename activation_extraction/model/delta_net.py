@@ -109,12 +109,12 @@ class GatedDeltaNet(nn.Module):
         input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
             # The result is split over devices like the values, which have the index 2 in the tuple.
-            values = self.layout.per_device(self.rule, rule_inputs, input_axes, template=2)
-        intermediates["recurrence_out"] = values
+            rule_outputs = self.layout.per_device(self.rule, rule_inputs, input_axes, template=2)
+        intermediates["recurrence_out"] = rule_outputs
         epsilon = self.config.rms_norm_eps
-        gated_values = gated_norm(values, intermediates["gate_input"], self.norm(), epsilon).astype(
-            self.dtype
-        )
+        gated_values = gated_norm(
+            rule_outputs, intermediates["gate_input"], self.norm(), epsilon
+        ).astype(self.dtype)
         intermediates["gated"] = gated_values
         token_values = gated_values.reshape(*gated_values.shape[:2], -1)  # shape (B, T, O)
         intermediates["out"] = self.layout.constrain(
@@ -142,12 +142,16 @@ class GatedDeltaNet(nn.Module):
         ):
             y = constrain(projection(x), *axes).astype(self.dtype)
             intermediates[f"{letter}_pre_conv"] = y
-            weight = jnp.squeeze(convolution(), -2)
+            tap_weights = jnp.squeeze(convolution(), -2)
             if letter == "k":
                 # The barrier makes the convolution of the keys wait for the convolution of the
                 # queries. Both at once would need more fast memory than a TPU has for them.
-                weight, intermediates["q"] = lax.optimization_barrier((weight, intermediates["q"]))
-            intermediates[letter] = short_convolution(y, weight, segment_ids).astype(self.dtype)
+                tap_weights, intermediates["q"] = lax.optimization_barrier(
+                    (tap_weights, intermediates["q"])
+                )
+            intermediates[letter] = short_convolution(y, tap_weights, segment_ids).astype(
+                self.dtype
+            )
         intermediates["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
         intermediates["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
         intermediates["beta"] = jax.nn.sigmoid(intermediates["beta_logit"])
@@ -235,12 +239,12 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     *float_arrays, segment_ids = map(np.asarray, arrays)
     q, k, v, log_decay, beta = (x.astype(np.float64) for x in float_arrays)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
-    rows, length, key_heads, values_per_key, value_size = v.shape
+    row_count, length, key_heads, values_per_key, value_size = v.shape
     state = np.zeros(
-        (rows, key_heads, values_per_key, k.shape[-1], value_size)
+        (row_count, key_heads, values_per_key, k.shape[-1], value_size)
     )  # shape (B, K, G, D, U)
     outputs = []
-    previous_segment = np.zeros(rows)
+    previous_segment = np.zeros(row_count)
     for t in range(length):
         segment = segment_ids[:, t]
         continues_segment = (segment == previous_segment)[:, None, None]

@@ -140,12 +140,12 @@ class Encoder:
         Returns:
             Field of `Autoencoder` -> the shape, dtype and sharding of its array.
         """
-        shapes = {}
-        for name, array in self.autoencoder.arrays.items():
+        shape_of_field = {}
+        for field_name, array in self.autoencoder.arrays.items():
             dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
-            sharding = layout.sharding(AXES[name], array.shape)
-            shapes[name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
-        return shapes
+            sharding = layout.sharding(AXES[field_name], array.shape)
+            shape_of_field[field_name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+        return shape_of_field
 
     def weights(self, layout: Layout) -> Weights:
         """Copies the autoencoder's arrays to the devices. Each device gets only its own shard.

@@ -101,13 +101,13 @@ def pallas_experts(
         return ragged_experts(x, weights, chosen, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen = jnp.pad(chosen, padding_widths, constant_values=-1)
-    table = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
-    rows = _run_weighted(table, stacks, _run_gated(table, stacks, x))
-    parts = parts if len(table.fetches) % parts == 0 else 1
-    fetches_by_part = jnp.split(table.fetches, parts)
-    counts_by_part = jnp.split(table.fetch_counts, parts)
+    row_table = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
+    weighted_rows = _run_weighted(row_table, stacks, _run_gated(row_table, stacks, x))
+    parts = parts if len(row_table.fetches) % parts == 0 else 1
+    fetches_by_part = jnp.split(row_table.fetches, parts)
+    counts_by_part = jnp.split(row_table.fetch_counts, parts)
     sums = [
-        _run_added(rows, fetches, counts)
+        _run_added(weighted_rows, fetches, counts)
         for fetches, counts in zip(fetches_by_part, counts_by_part, strict=True)
     ]
     return jnp.concatenate(sums)[: len(x)]
@@ -150,14 +150,14 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     row_numbers = jnp.arange(expert_keys.size)
     weights = jnp.pad(weights.reshape(-1), (0, padding_experts.size))
     sort_operands = expert_keys, row_numbers, weights
-    expert_keys, rows, weights = lax.sort(sort_operands, num_keys=1, is_stable=False)
-    is_fetched = (rows < row_count) & (expert_keys < 2 * expert_count)
+    expert_keys, sorted_row_numbers, weights = lax.sort(sort_operands, num_keys=1, is_stable=False)
+    is_fetched = (sorted_row_numbers < row_count) & (expert_keys < 2 * expert_count)
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
-    group_places = rows % rows_per_group
+    group_places = sorted_row_numbers % rows_per_group
     tile_experts = expert_keys[::ROWS] // 2
-    group_keys = 2 * rows - group_places + jnp.where(is_fetched, 0, rows_per_group)
-    group_keys = jnp.where(rows < row_count, group_keys, 2 * row_count)
+    group_keys = 2 * sorted_row_numbers - group_places + jnp.where(is_fetched, 0, rows_per_group)
+    group_keys = jnp.where(sorted_row_numbers < row_count, group_keys, 2 * row_count)
     group_keys, row_places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
     # In a group's buffer, the first row of every token comes before the second row of any token.
     group_places = group_keys[:row_count] % rows_per_group
@@ -168,7 +168,9 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
         used_tiles=(tile_experts < expert_count).sum(),
         experts=jnp.minimum(tile_experts, expert_count - 1),
         row_counts=is_fetched.reshape(-1, ROWS).sum(axis=1),
-        tokens=jnp.where(is_fetched, rows // experts_per_token, 0).reshape(-1, 1, ROWS),
+        tokens=jnp.where(is_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
+            -1, 1, ROWS
+        ),
         weights=weights.reshape(-1, 1, ROWS),
         fetches=jnp.concatenate([fetched_rows, buffer_places], axis=1),
         fetch_counts=(row_experts < expert_count).reshape(-1, rows_per_group).sum(axis=1),

@@ -151,12 +151,12 @@ class Experts(nn.Module):
         gate, layer = self.gate_proj()
         up, _ = self.up_proj()
         down, _ = self.down_proj()
-        arrays = x, weights, chosen, layer, gate, up, down
+        expert_inputs = x, weights, chosen, layer, gate, up, down
         input_axes = "layer", "experts", "hidden", "mlp"
         output_axes = "layer", "experts", "mlp", "hidden"
         axes = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
         sum_on_device = partial(_sum_on_device, self.layout, self.expert_sum)
-        return self.layout.per_device(sum_on_device, arrays, axes, template=0)
+        return self.layout.per_device(sum_on_device, expert_inputs, axes, template=0)
 
 
 def _sum_on_device(
@@ -239,7 +239,8 @@ def _sum_in_ring(
 
     def hop(arrays: Any, shift: int) -> Any:
         ring_pairs = [
-            (device, ring[(place + shift) % device_count]) for place, device in enumerate(ring)
+            (device, ring[(ring_index + shift) % device_count])
+            for ring_index, device in enumerate(ring)
         ]
         return lax.ppermute(arrays, "expert", ring_pairs)
 

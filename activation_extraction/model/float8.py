@@ -285,31 +285,33 @@ class Scales:
         """
         # For each axis, an array with the number of the scale at every index of the part.
         scale_numbers = []
-        for axis_slice, size, axis_values_per_scale in zip(
+        for axis_slice, size, values_per_scale in zip(
             index, self.shape, self.values_per_scale, strict=True
         ):
             start, stop, _ = axis_slice.indices(size)
-            scale_numbers.append(np.arange(start, stop) // axis_values_per_scale)
-        *expert_scale_numbers, rows, columns = scale_numbers
+            scale_numbers.append(np.arange(start, stop) // values_per_scale)
+        *expert_scale_numbers, row_scale_numbers, column_scale_numbers = scale_numbers
         code_count = len(FLOAT32_OF_CODE)
-        scales = self._read()[..., columns[0] : columns[-1] + 1]
+        scales = self._read()[..., column_scale_numbers[0] : column_scale_numbers[-1] + 1]
         scales_per_row = scales.shape[-1]
-        column_offsets = (columns - columns[0]) * code_count
-        values = np.empty(codes.shape, dtype)
+        column_offsets = (column_scale_numbers - column_scale_numbers[0]) * code_count
+        part_values = np.empty(codes.shape, dtype)
         # The rows are computed in pieces, so that neither the values of a piece nor its tables
         # leave a core's caches.
         table_values_per_row = code_count * scales_per_row // self.values_per_scale[-2]
-        rows_per_piece = max(VALUES_AT_ONCE // max(len(columns), table_values_per_row), 1)
+        rows_per_piece = max(
+            VALUES_AT_ONCE // max(len(column_scale_numbers), table_values_per_row), 1
+        )
         for matrix_index in np.ndindex(codes.shape[:-2]):
             scale_matrix = tuple(
                 axis_numbers[expert]
                 for axis_numbers, expert in zip(expert_scale_numbers, matrix_index, strict=True)
             )
             matrix_scales = scales[scale_matrix]
-            for start in range(0, len(rows), rows_per_piece):
+            for start in range(0, len(row_scale_numbers), rows_per_piece):
                 piece_slice = slice(start, start + rows_per_piece)
                 piece_codes = codes[matrix_index][piece_slice].view(np.uint8)
-                piece_rows = rows[piece_slice]
+                piece_rows = row_scale_numbers[piece_slice]
                 if (piece_codes & NAN_CODE).max() == NAN_CODE:
                     raise InputError(f"{self.file.location}: tensor {self.tensor} has NaN codes")
                 piece_scales = matrix_scales[piece_rows[0] : piece_rows[-1] + 1, :, None]
@@ -323,9 +325,12 @@ class Scales:
                 table_indices += row_offsets.astype(index_dtype)[:, None]
                 # The mode "raise" would copy the values once more.
                 np.take(
-                    value_table, table_indices, out=values[matrix_index][piece_slice], mode="wrap"
+                    value_table,
+                    table_indices,
+                    out=part_values[matrix_index][piece_slice],
+                    mode="wrap",
                 )
-        return values
+        return part_values
 
     def _read(self) -> np.ndarray:
         """Reads all scales of the tensor.
@@ -368,19 +373,24 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     """
     if len(shape) not in (2, 3):
         return {}
-    *expert_axis, rows, columns = shape
+    *expert_axis, row_count, column_count = shape
     one_expert = (1,) * len(expert_axis)  # empty without experts
     # The last block of rows and the last block of columns may be smaller than the others.
-    block_counts = -(-rows // block_size[0]), -(-columns // block_size[1])
-    values_per_scale_of_shape = {(1,): shape, (*expert_axis, rows, 1): (*one_expert, 1, columns)}
+    block_counts = -(-row_count // block_size[0]), -(-column_count // block_size[1])
+    values_per_scale_of_shape = {
+        (1,): shape,
+        (*expert_axis, row_count, 1): (*one_expert, 1, column_count),
+    }
     if expert_axis:
         shapes_per_expert = (*expert_axis,), (*expert_axis, 1), (*expert_axis, 1, 1)
-        values_per_scale_of_shape |= dict.fromkeys(shapes_per_expert, (*one_expert, rows, columns))
+        values_per_scale_of_shape |= dict.fromkeys(
+            shapes_per_expert, (*one_expert, row_count, column_count)
+        )
     values_per_scale_of_shape |= {(*expert_axis, *block_counts): (*one_expert, *block_size)}
     if not expert_axis:
         # modelopt writes scales of rows and of blocks in these shapes.
         values_per_scale_of_shape |= {
-            (rows,): (1, columns),
+            (row_count,): (1, column_count),
             (block_counts[0], 1, block_counts[1], 1): block_size,
         }
     return values_per_scale_of_shape

@@ -215,7 +215,7 @@ def compile_step(forward: Forward) -> Step:
     Returns:
         The function that computes a step. See `Step` for its arguments and results.
     """
-    rows = forward.rows
+    host_rows = forward.rows
     model_weights = read_weights(forward)
     encoder_weights = [encoder.weights(forward.layout) for encoder in forward.encoders]
     params = model_weights, encoder_weights
@@ -231,7 +231,7 @@ def compile_step(forward: Forward) -> Step:
         if batch is not None:
             host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         host_arrays.append(np.array([flags], np.int32))
-        activations, votes = compiled_program(params, *map(rows.feed, host_arrays))
+        activations, votes = compiled_program(params, *map(host_rows.feed, host_arrays))
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, before the next step is sent to the devices.
             activations = take_kept(activations, batch.kept_mask)
@@ -254,19 +254,21 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         returns the activations by vector type, and the number of hosts that set each flag.
     """
     model = program.model
-    rows = program.rows
+    host_rows = program.rows
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         model_params, encoder_weights = params
         activations: Any = model.apply({"params": model_params}, tokens, segments, positions)
         return program.with_codes(activations, encoder_weights), flags.sum(axis=0)
 
-    out_shardings = rows.outgoing(program.shape[1], model.layout), rows.everywhere()
+    out_shardings = host_rows.outgoing(program.shape[1], model.layout), host_rows.everywhere()
     flags_shape = 1, 3
     input_shapes = []
-    for host_rows, row_length in [program.shape] * 3 + [flags_shape]:
-        global_shape = host_rows * rows.hosts, row_length
-        input_shapes.append(jax.ShapeDtypeStruct(global_shape, jnp.int32, sharding=rows.incoming()))
+    for row_count, row_length in [program.shape] * 3 + [flags_shape]:
+        global_shape = row_count * host_rows.hosts, row_length
+        input_shapes.append(
+            jax.ShapeDtypeStruct(global_shape, jnp.int32, sharding=host_rows.incoming())
+        )
     lowered_program = jax.jit(apply, out_shardings=out_shardings).lower(params, *input_shapes)
     return compile_with_options(lowered_program, program.platform, **options)
 

@@ -217,7 +217,7 @@ class LoraAdapter:
         if tensor not in self._changes:
             return read_tensor(index)
         magnitude_key = self._magnitudes.get(tensor)
-        columns = index[-1]
+        column_range = index[-1]
         if magnitude_key is not None:  # because norms of rows need whole rows
             index = index[0], slice(0, self._shape(tensor)[1])
         merged_values = read_tensor(index).astype(np.float32)
@@ -227,7 +227,7 @@ class LoraAdapter:
             row_scales = self._factor(magnitude_key)[index[0]] / np.linalg.norm(
                 merged_values, axis=1
             )
-            merged_values = (merged_values * row_scales[:, None])[:, columns]
+            merged_values = (merged_values * row_scales[:, None])[:, column_range]
         return merged_values
 
     def _add(self, change: Change, target_values: np.ndarray, index: Index) -> None:
@@ -242,9 +242,9 @@ class LoraAdapter:
             if not index[0].start <= change.expert_number < index[0].stop:
                 return
             target_values = target_values[change.expert_number - index[0].start]
-        rows, columns = index[-2:]
+        row_range, column_range = index[-2:]
         if change.is_transposed:
-            rows, columns = columns, rows
+            row_range, column_range = column_range, row_range
             target_values = target_values.T
         a = self._factor(change.a)
         b = self._factor(change.b)
@@ -252,8 +252,8 @@ class LoraAdapter:
         b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
         if change.is_exchanged:
             a, b = b.T, a.T
-        b = b[change.first_row + rows.start : change.first_row + rows.stop]
-        target_values += np.float32(change.scale) * (b @ a[:, columns])
+        b = b[change.first_row + row_range.start : change.first_row + row_range.stop]
+        target_values += np.float32(change.scale) * (b @ a[:, column_range])
 
     def _read_whole(self, key: str) -> np.ndarray:
         """Reads a whole tensor of the adapter.
@@ -264,8 +264,8 @@ class LoraAdapter:
         Returns:
             The values, float32.
         """
-        index = tuple(slice(0, size) for size in self._shapes[key])
-        return self._file.read(key, index).astype(np.float32)
+        whole_tensor = tuple(slice(0, size) for size in self._shapes[key])
+        return self._file.read(key, whole_tensor).astype(np.float32)
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Groups the keys of the adapter's tensors by module.
@@ -343,10 +343,10 @@ class LoraAdapter:
                 self._magnitudes[weight_name] = keys[MAGNITUDE]
         elif sorted(keys) == LINEAR_SUFFIXES:
             changes = self._expert_changes(path, name, a, b)
-        for tensor in dict(changes):
-            self._check_new(a, tensor, self._changes)
-        for tensor, change in changes:
-            self._changes[tensor].append(change)
+        for tensor_name in dict(changes):
+            self._check_new(a, tensor_name, self._changes)
+        for tensor_name, change in changes:
+            self._changes[tensor_name].append(change)
         return [] if changes else [*keys.values()]
 
     def _expert_changes(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:

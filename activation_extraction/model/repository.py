@@ -153,18 +153,18 @@ class Repository:
             InputError: If the repository lacks the file.
         """
         if name not in self._weight_files:
-            files = self._files
+            repository_files = self._files
             if (
                 name == self.kind.weights_file
-                and name not in files.file_names
-                and not files.offline
+                and name not in repository_files.file_names
+                and not repository_files.offline
             ):
                 raise not_read.no_weights(
-                    self.flag_and_path, name, self.kind.description, files.file_names
+                    self.flag_and_path, name, self.kind.description, repository_files.file_names
                 )
-            file = files.open_weights(name)
+            file = repository_files.open_weights(name)
             if file is None:
-                raise not_read.lacks_file(self.flag_and_path, name, files.offline)
+                raise not_read.lacks_file(self.flag_and_path, name, repository_files.offline)
             self._weight_files[name] = file
         return self._weight_files[name]
 

@@ -177,10 +177,10 @@ def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
     Raises:
         InputError: If the field is missing, or is no positive number within the range of float32.
     """
-    number: Any = fields.get(field)
-    if type(number) not in (int, float) or not 0 < number <= LARGEST:
-        raise InputError(f"{source}: {field} must be a positive number, found {number!r}")
-    return float(number)
+    field_value: Any = fields.get(field)
+    if type(field_value) not in (int, float) or not 0 < field_value <= LARGEST:
+        raise InputError(f"{source}: {field} must be a positive number, found {field_value!r}")
+    return float(field_value)
 
 
 def _rope_type(rope: Mapping[str, Any], source: str) -> str:

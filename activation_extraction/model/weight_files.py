@@ -263,9 +263,9 @@ def read_index(path: Path) -> dict[str, str]:
     """
     try:
         file_names = dict(json.loads(path.read_bytes())["weight_map"])
-        for tensor, file_name in file_names.items():
+        for tensor_name, file_name in file_names.items():
             if type(file_name) is not str or not SHARD_NAME.fullmatch(file_name):
-                shown_names = f"{ascii(file_name):.80} for {ascii(tensor):.80}"
+                shown_names = f"{ascii(file_name):.80} for {ascii(tensor_name):.80}"
                 raise ValueError(f"weight_map: {shown_names}, expected a file beside it")
         return file_names
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -114,12 +114,12 @@ class WeightSpec:
         bounds: list[tuple[int, int]] = []
         axes = self.axes[self.stacked_axes :]
         sizes = self.shape[self.stacked_axes :]
-        for axis_name, size, axis_range in zip(axes, sizes, ranges, strict=True):
+        for axis_name, axis_length, axis_range in zip(axes, sizes, ranges, strict=True):
             if axis_name != "head_dim" or not bounds:
                 bounds.append((axis_range.start, axis_range.stop))
             else:  # head_dim and the axis of heads before it are a single axis of the tensor
                 start_head, stop_head = bounds[-1]
-                bounds[-1] = start_head * size, stop_head * size
+                bounds[-1] = start_head * axis_length, stop_head * axis_length
         if self.reverses_axes:
             bounds[-2], bounds[-1] = bounds[-1], bounds[-2]
         if self.tensor_slice is not None:
@@ -194,27 +194,29 @@ class WeightSpec:
         tensor_ranges = [*ranges[self.stacked_axes :]]
         head_range = tensor_ranges[0]  # the range of heads, which is only used with `per_head`
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
-        # `target[index]` is filled from one tensor; with `per_head`, from one head of a tensor.
-        for index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
+        # `target[stack_index]` is filled from one tensor; with `per_head`, from one head of a tensor.
+        for stack_index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
-            for size, axis_range, position in zip(self.shape, stack_ranges, index, strict=False):
-                tensor_number = tensor_number * size + axis_range[position]
+            for axis_length, axis_range, position in zip(
+                self.shape, stack_ranges, stack_index, strict=False
+            ):
+                tensor_number = tensor_number * axis_length + axis_range[position]
             if tensor_number >= len(self.hf_names):
-                target[index] = 0
+                target[stack_index] = 0
                 continue
             if per_head:
-                head = index[-1]
+                head = stack_index[-1]
                 tensor_ranges[0] = head_range[head : head + 1]
             tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
             tensor_values = read(self.hf_names[tensor_number], tensor_index)
             if self.reverses_axes:
                 for start in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
                     row_slice = slice(start, start + TRANSPOSED_ROWS)
-                    target[index][..., row_slice] = tensor_values[..., row_slice, :].swapaxes(
+                    target[stack_index][..., row_slice] = tensor_values[..., row_slice, :].swapaxes(
                         -1, -2
                     )
             else:
-                target[index] = tensor_values.reshape(target[index].shape)
+                target[stack_index] = tensor_values.reshape(target[stack_index].shape)
 
 
 WeightTable = dict[ParamPath, WeightSpec]  # path of a parameter -> its spec, for a whole model
@@ -229,8 +231,8 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """
     byte_count = math.prod(shape) * np.dtype(dtype).itemsize
     buffer_bytes = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
-    start = -buffer_bytes.ctypes.data % BUFFER_ALIGNMENT
-    return buffer_bytes[start : start + byte_count].view(dtype).reshape(shape)
+    first_byte = -buffer_bytes.ctypes.data % BUFFER_ALIGNMENT
+    return buffer_bytes[first_byte : first_byte + byte_count].view(dtype).reshape(shape)
 
 
 def orient_experts(
@@ -296,8 +298,8 @@ def check_tensors(
     """
     for spec in specs:
         for name in spec.hf_names:
-            file, tensor = checkpoint.locate(name)
-            spec.check(name, tensor.shape, file.location)
+            file, header_entry = checkpoint.locate(name)
+            spec.check(name, header_entry.shape, file.location)
             checkpoint.scales(name)
     tensor_names = set(checkpoint.tensors)
     for file in checkpoint.weight_files:  # files may contain tensors that the index does not list
@@ -376,8 +378,8 @@ def load_params(
         tensor_names = spec.hf_names[(layer or 0) * tensors_per_layer :]
         if not tensor_names:
             return True, "", 0
-        file, tensor = checkpoint.locate(tensor_names[0])
-        return False, file.name, tensor.offset
+        file, header_entry = checkpoint.locate(tensor_names[0])
+        return False, file.name, header_entry.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
         """Loads a job as an array on the devices.
@@ -401,8 +403,8 @@ def load_params(
         shards: dict[str, np.ndarray] = {}
 
         def shard_at(index: Index | None) -> np.ndarray:
-            key = str(index)
-            if key not in shards:
+            index_text = str(index)
+            if index_text not in shards:
                 shard_ranges = ranges
                 if index:
                     shard_ranges = [
@@ -410,26 +412,26 @@ def load_params(
                         for axis_range, axis_slice in zip(ranges, index, strict=True)
                     ]
                 shard = spec.read_slice(read_tensor, dtype, shard_ranges, first_file.values_at_once)
-                shards[key] = shard.view(loaded_dtype)
-            return shards[key]
+                shards[index_text] = shard.view(loaded_dtype)
+            return shards[index_text]
 
         loaded_shape = tuple(map(len, ranges))
-        array = jax.make_array_from_callback(
+        loaded_array = jax.make_array_from_callback(
             loaded_shape, layout.sharding(axes, loaded_shape), shard_at
         )
-        return jax.block_until_ready(array)  # so that the host's copy can be freed
+        return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 
     jobs.sort(key=position)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as pool:
-        arrays = _loaded_ahead(pool, load, jobs)
+        loaded_arrays = _loaded_ahead(pool, load, jobs)
         for path, layer in jobs:
-            array = next(arrays)
-            progress(array.nbytes)
+            loaded_array = next(loaded_arrays)
+            progress(loaded_array.nbytes)
             if layer is not None:
-                array = _put_layer(params[path], array, np.int32(layer))
+                loaded_array = _put_layer(params[path], loaded_array, np.int32(layer))
             # Without waiting here, arrays of many jobs would wait in the devices' memory.
-            params[path] = jax.block_until_ready(array)
-            del array  # because it would stay in memory while the next array is loaded
+            params[path] = jax.block_until_ready(loaded_array)
+            del loaded_array  # because it would stay in memory while the next array is loaded
     return unflatten_dict(params)
 
 
