@@ -19,8 +19,9 @@ width, V vocabulary, L layers, Q the heads of the query projection, which are 2 
 gates. In layers with experts: E experts, X experts of a token, M width of an expert, P width of the
 shared expert, R outputs of the router (as many as E, but never split over devices), U one.
 
-References: `transformers.models.qwen2.modeling_qwen2`, and the same of qwen3, qwen2_moe, qwen3_moe,
-qwen3_next, qwen3_5, qwen3_5_moe and llama, and the reports (arXiv:2407.10671, arXiv:2505.09388).
+References: `transformers.models.qwen2.modeling_qwen2`, the modules with such names for qwen3,
+qwen2_moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe and llama, and the technical reports of Qwen2
+(arXiv:2407.10671) and Qwen3 (arXiv:2505.09388).
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -77,8 +77,8 @@ class Autoencoder:
             ORG/REPO/FOLDER on the hub.
         hook: The hook that is read, by a name of TransformerLens or Hugging Face.
         target: The hook that is reconstructed. It equals `hook` for all but transcoders.
-        hook_in_files: The hook that the files name as the one that is read; None or "" if they
-            name none.
+        hook_in_files: The name of the hook that is read, according to the files; None or "" if the
+            files do not name it.
         W_enc: Encoder weights, (F, D).
         b_enc: Encoder bias, (F,).
         W_dec: Decoder weights, (F, O).
@@ -521,9 +521,8 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         tensors["score_factor"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(output_width, np.float32)
-    if (
-        norm_activation == "dataset-wise"
-    ):  # the values at both hooks are scaled to an average norm of sqrt(O)
+    # With this setting, the values at both hooks are scaled to an average norm of sqrt(O).
+    if norm_activation == "dataset-wise":
         input_factor = np.float32(output_width**0.5 / average_norms[hook].item())
         output_factor = np.float32(output_width**0.5 / average_norms[target].item())
         tensors["W_enc"] = tensors["W_enc"] * input_factor

@@ -5,7 +5,7 @@ Each hook has a slot in the buffer of its type: an index of the buffer's first a
 the slots to which layers write.
 
 `Capture` makes the plans and the buffers, writes to the buffers, and turns full buffers into the
-values. It does so for one loop over all layers and for the stages of a pipeline. The layers belong
+values. It works for one loop over all layers and for the stages of a pipeline. The layers belong
 to qwen2_jax.py, and the loops to qwen2_jax_with_hooks.py.
 
 Letters: B rows, T tokens per row.

@@ -235,7 +235,7 @@ class Decoder:
 
         Args:
             layer_type: The type of the layer.
-            params: The parameters of the layer, except the ones that are read in place.
+            params: The parameters of the layer, except parameters that are read in place.
             has_window: Whether the layer has a window, () bool; None in a model without windows.
             keep: A function that maps the intermediates of the layer to the arrays to return.
             in_place: Path of a parameter that is read in place -> (its stack for all layers of the

@@ -1,6 +1,6 @@
 """Computes the gated delta rule with one Pallas kernel for TPUs, which writes only outputs to HBM.
 
-The kernel computes the same as `gated_delta_rule` of delta_net.py, in the same chunks of tokens.
+The kernel computes the function `gated_delta_rule` of delta_net.py, in the same chunks of tokens.
 The triangular system of equations between the tokens of a chunk, its inverse and the state S stay
 in the chip's fast memory. A program of the grid computes a block of two chunks, for one key head
 and its value heads. The blocks of a row are the last axis of the grid, and scratch memory keeps the
@@ -121,7 +121,8 @@ def _compute_block(
     decay of S since the beginning of the chunk, `inverse` the inverse of the matrix of the chunk's
     system of equations, and `within` the factor of each token's vector in the output of another
     token.
-    `_prepare` and `_step` of delta_net.py compute the same, but solve the system before S is known.
+    `_prepare` and `_step` of delta_net.py compute the same values, but solve the system before S is
+    known.
 
     Letters: C tokens of a chunk, G value heads, D key size, U value size.
 
@@ -258,8 +259,8 @@ def _side_by_side(x: Array) -> Array:
         x: A value for each pair of the block's tokens, (2C, 2C), or for each token, (2C, 1).
 
     Returns:
-        The values side by side, (C, 2C). Of the pairs of tokens, only those of the same chunk are
-        in the result. The value of a single token is repeated in all columns of its chunk.
+        The values side by side, (C, 2C). Values of pairs of tokens in different chunks are dropped.
+        The value of a single token is repeated in all columns of its chunk.
     """
     _, _, chunk = _indices()
     return jnp.where(chunk == 0, x[:CHUNK], x[CHUNK:])
@@ -268,7 +269,7 @@ def _side_by_side(x: Array) -> Array:
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     """Returns the decay of the state S between tokens, and since the beginning of their chunk.
 
-    `_decays` of delta_net.py computes the same for any number of chunks.
+    `_decays` of delta_net.py computes the same decays for any number of chunks.
 
     Letters: C tokens of a chunk.
 

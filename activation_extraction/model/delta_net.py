@@ -240,9 +240,8 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     q, k, v, log_decay, beta = (x.astype(np.float64) for x in float_arrays)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
     row_count, length, key_heads, values_per_key, value_size = v.shape
-    state = np.zeros(
-        (row_count, key_heads, values_per_key, k.shape[-1], value_size)
-    )  # shape (B, K, G, D, U)
+    # The state S of every value head, (B, K, G, D, U).
+    state = np.zeros((row_count, key_heads, values_per_key, k.shape[-1], value_size))
     outputs = []
     previous_segment = np.zeros(row_count)
     for t in range(length):

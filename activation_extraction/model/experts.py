@@ -55,14 +55,14 @@ class Stacks(NamedTuple):
 #            and cost nothing
 #   stacks   the `Stacks` with the weights of the experts
 #   parts    the number of equal parts into which the tokens are divided; the parts' sums are
-#            computed one after the other, so that the first ones can be sent early
+#            computed one after the other, so that the first sums can be sent early
 ExpertSum = Callable[..., Array]
 
 # A function that runs experts on sorted rows. It maps (rows, sizes, stacks) to the result of each
 # row's expert, (n, D) in the dtype of the rows:
 #   rows    the rows, (n, D): the first sizes[0] belong to expert 0, the next sizes[1] to expert 1,
-#           and so on; rows after those of the last expert have no expert, and the results for them
-#           are meaningless
+#           and so on; rows after the rows of the last expert have no expert, and their results are
+#           meaningless
 #   sizes   the number of rows of each expert, (E,) int32
 #   stacks  the `Stacks` with the weights of the experts
 SortedRows = Callable[[Array, Array, Stacks], Array]
@@ -203,9 +203,10 @@ def _sum_in_ring(
 
     Every device runs its experts on the tokens of all devices. First, the tokens go around the
     ring. Half of each device's tokens go forwards and half backwards, so that both directions of
-    the links are used. The tokens that a device collects are divided into parts. Part 0 is its own
-    tokens. Part k is the first half of the tokens of the device k places before it in the ring, and
-    the second half of the tokens of the device k places after it.
+    the links are used. The tokens that a device collects are divided into parts. Part 0 contains
+    the device's own tokens. Part k contains the first half of the tokens of the device k places
+    before this device in the ring, and the second half of the tokens of the device k places after
+    this device.
 
     Then the sums go around the ring. A part's sum starts at the first device that its tokens have
     reached, and goes on in the same direction until it is back at the device of its tokens. Every

@@ -23,9 +23,9 @@ Layers with experts have these hooks after `ln2.hook_out`:
     mlp.shared_expert.hook_out       the result of the shared expert, before it is multiplied by the
                                      sigmoid of mlp.shared_expert_gate.hook_out
 
-`mlp.gate` is the router in these layers. So if a model has both such layers and dense ones, the
-hooks `mlp.gate.hook_out`, `mlp.in.hook_out` and `mlp.out.hook_in` of dense layers are called
-`mlp.dense_gate.hook_out` and so on.
+`mlp.gate` is the router in these layers. So in a model with both dense layers and layers with
+experts, the hooks `mlp.gate.hook_out`, `mlp.in.hook_out` and `mlp.out.hook_in` of dense layers are
+called `mlp.dense_gate.hook_out` and so on.
 
 A model has a few more hooks after its last layer (predictions.py). `loss` is the cross-entropy of a
 token given the tokens before it, in nats, and NaN for the first token of a sample. `entropy`,

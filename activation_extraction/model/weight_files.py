@@ -143,9 +143,8 @@ class RemoteFile(WeightFile):
     it was opened.
     """
 
-    values_at_once = (
-        4 * REQUEST_BYTES
-    )  # because few requests would run in parallel for fewer values
+    # With fewer values at a time, fewer requests than CONNECTIONS would run in parallel.
+    values_at_once = 4 * REQUEST_BYTES
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name

@@ -194,7 +194,7 @@ class WeightSpec:
         tensor_ranges = [*ranges[self.stacked_axes :]]
         head_range = tensor_ranges[0]  # the range of heads, which is only used with `per_head`
         per_head = self.tensor_slice is not None and self.tensor_slice.per_head
-        # `target[stack_index]` is filled from one tensor; with `per_head`, from one head of a tensor.
+        # `target[stack_index]` is filled from one tensor, or with `per_head` from one head of it.
         for stack_index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
             for axis_length, axis_range, position in zip(
