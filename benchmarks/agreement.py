@@ -1,7 +1,7 @@
 """Checks that all contenders of a benchmark stored the same tokens and similar activations.
 
 A contender is a program that end_to_end.py measures: this tool, or a way of competitors.py. The
-first contender of a dtype is the reference for the others.
+first contender of a dtype is the reference for the other contenders.
 
 If two experts are nearly tied, rounding may decide to which of them a token is routed, and the
 token's activations differ from there on. So activations are compared only for tokens that are
@@ -25,7 +25,8 @@ MAX_SHARD_BYTES = 4 * 10**9
 # hook. bfloat16 has only 8 significant bits, and every layer rounds several times.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
 # The largest allowed ratio of two numbers of tokens with changed experts: a contender's number to
-# the reference's number. Both round to the same dtype, so the numbers should be similar.
+# the reference's number. The contender and the reference round to the same dtype, so the numbers
+# should be similar.
 MAX_CHANGED_RATIO = 2
 # Longer documents are not compared, because the activations of all compared documents of the
 # reference stay in memory.
@@ -47,14 +48,15 @@ class Comparison:
     """The differences between the documents of one contender and of the reference, in one dtype.
 
     Attributes:
-        deviations: Deviation of each hook of each compared document from the reference; see
-            `deviation`. Empty if the contender is the reference.
+        deviations: Deviation of each hook of each compared document from the reference (see
+            `deviation`). Empty if the contender is the reference.
         compared_tokens: Number of compared tokens.
-        rerouted_tokens: Number of compared tokens whose experts differ from those of the reference.
-        changed_tokens: Number of this contender's tokens whose experts differ from those of the
-            reference in float32. None if there is no float32 run to compare with.
+        rerouted_tokens: Number of compared tokens whose experts differ from the reference's
+            experts.
+        changed_tokens: Number of this contender's tokens whose experts differ from the reference's
+            experts in float32. None if there is no float32 run to compare with.
         changed_reference_tokens: Number of the reference's tokens in this dtype whose experts
-            differ from those of the reference in float32. 0 without a float32 run.
+            differ from the reference's experts in float32. 0 without a float32 run.
     """
 
     deviations: list[float] = field(default_factory=list)
@@ -126,7 +128,7 @@ class Comparison:
 class Agreement:
     """Compares the shards of contenders with each other and with the documents.
 
-    The first contender of each dtype is the reference for the others.
+    The first contender of each dtype is the reference for the other contenders.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
@@ -180,7 +182,7 @@ def same_experts(values: Values, expected: Values) -> np.ndarray:
 
     Args:
         values: Hook name -> array (..., width). The expert numbers of a token may be in any order.
-        expected: The values to compare with, with the same hooks and shapes.
+        expected: The expected values, with the hooks and shapes of `values`.
 
     Returns:
         A mask of bool in the shape (...). It is True for all tokens of a model without experts.
@@ -201,8 +203,8 @@ def _is_expert_hook(hook: str) -> bool:
 def few_more(count: int, reference_count: int) -> bool:
     """Returns whether `count` is at most 25 % and 10 tokens larger than `reference_count`.
 
-    Both are numbers of tokens whose experts changed by rounding. Two programs that round equally
-    often have similar numbers, up to chance.
+    The arguments are numbers of tokens whose experts changed by rounding. Two programs that round
+    equally often have similar numbers, up to chance.
     """
     return count <= 1.25 * reference_count + 10
 

@@ -5,7 +5,7 @@ environment (benchmarks/requirements.txt). The script does not import JAX. The w
 
 padded  the usual loop: batches padded to their longest document, an attention mask,
         output_hidden_states, values widened to float32, pickle, and gzip at its default level
-sorted  the same with documents sorted by length, and with the faster gzip of isal
+sorted  as padded, but with documents sorted by length, and with the faster gzip of isal
 alone   one document at a time, without padding and mask, with values in the model's dtype, and
         with the gzip of isal
 

@@ -63,7 +63,7 @@ def main() -> None:
     full_batches = list(pack(samples_of(full_documents), rows, length))
     start_time = time.perf_counter()
     step = compile_step(forward)
-    # The first call of the step does additional work, so it is not measured with the others.
+    # The first call of the step does additional work, so it is not measured with the other calls.
     mean_seconds(step, packed_batches[:1])
     figures = {
         "load_and_compile_seconds": time.perf_counter() - start_time,

@@ -18,9 +18,9 @@ routed. These columns of the table need an explanation:
 
 compute    the speed of computing without storing
 of peak    the speed as a fraction of the fastest matrix product
-deviation  the largest deviation from the first contender, over tokens with the same experts; see
-           agreement.py
-experts    the fraction of tokens whose experts differ from those in float32 in any layer, in
+deviation  the largest deviation from the first contender, over tokens with the same experts
+           (see agreement.py)
+experts    the fraction of tokens whose experts differ from the experts in float32 in any layer, in
            documents of at most 640 tokens
 disturbed  the fraction of the machine's processor time that other processes used meanwhile
 
@@ -219,7 +219,7 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
         output: The folder of the shards.
 
     Returns:
-        The figures of this tool; see `Figures`.
+        Name of a figure of this tool -> figure.
     """
     flags = [*bench.flags(), "--dtype", dtype]
     extraction = extract(output, flags)
@@ -255,7 +255,7 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         output: The folder of the shards.
 
     Returns:
-        The figures of this way; see `Figures`.
+        Name of a figure of this way -> figure.
     """
     sampling = bench.sampling(name)
     command = [str(bench.options.competitors), str(ROOT / "benchmarks/competitors.py"), name]
@@ -334,8 +334,8 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
         A dict with these figures.
         deviation: See `Comparison.largest_deviation`.
         compared_tokens: The number of compared tokens.
-        changed_experts: The fraction of these tokens whose experts differ from those in float32.
-            None in a model without experts or without a float32 run.
+        changed_experts: The fraction of these tokens whose experts differ from the experts in
+            float32. None in a model without experts or without a float32 run.
     """
     changed_fraction = None
     if has_experts and comparison.changed_tokens is not None and comparison.compared_tokens:

@@ -6,9 +6,9 @@ as conversations, a mixture of two files, shuffled documents, documents split in
 column of token ids. Every round measures each kind once.
 
 The last line is JSON with the medians over the rounds and their ratios to plain text. It also
-contains the fraction of padding in batches of documents whose lengths are distributed like those of
-FineWeb-Edu. FOLDER contains a tokenizer, such as the one of Qwen2. Without it, a small tokenizer is
-used.
+contains the fraction of padding in batches of documents whose lengths are distributed like the
+lengths of documents in FineWeb-Edu. FOLDER contains a tokenizer, such as the one of Qwen2. Without
+it, a small tokenizer is used.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Makes the inputs of the benchmarks, which are the same in every run.
 
 They are the configurations of released models and of small ones (`SHAPES`), checkpoints of random
-weights, documents whose lengths are distributed like those of FineWeb-Edu, and the token ids of
-these documents for programs that do not tokenise.
+weights, documents whose lengths are distributed like the lengths of documents in FineWeb-Edu, and
+the token ids of these documents for programs that do not tokenise.
 """
 
 import json
@@ -150,7 +150,7 @@ def make_documents(path: Path, count: int) -> None:
     """Writes documents of random letters as JSON Lines.
 
     With the tokenizer of `make_model`, every letter is one token, so the lengths in tokens are
-    distributed like those of FineWeb-Edu.
+    distributed like the lengths of documents in FineWeb-Edu.
 
     Args:
         path: The path of the file to write.

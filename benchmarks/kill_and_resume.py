@@ -7,7 +7,7 @@ start. Second, in each of the rounds, two or three processes write to one bucket
 and are stopped for seconds (SIGSTOP) or killed.
 
 Every run is started again with the same command until it is complete. Then every sample must be
-stored exactly once, and --verify must find no problem. The values must differ from those of an
+stored exactly once, and --verify must find no problem. The values must differ from the values of an
 undisturbed run by at most 1e-5 of the root mean square (RMS) of their hook. The last line printed
 is one JSON object.
 """
@@ -122,7 +122,7 @@ class Extraction:
     Attributes:
         folder: Folder of the script and the logs.
         flags: Flags of extract_activations.py.
-        environment: Environment variables in addition to those of this process.
+        environment: Environment variables that are added to the variables of this process.
         varied: Whether the batch size, the mesh and the number of devices are chosen at random at
             every start.
         rng: Generator of all random choices.
@@ -140,7 +140,7 @@ class Extraction:
         """Starts the extraction with a pause before every batch is stored.
 
         Args:
-            more_flags: Flags in addition to those of the extraction.
+            more_flags: Flags that are added to the flags of the extraction.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self.starts += 1

@@ -68,7 +68,7 @@ def quantise(source: Path, target: Path) -> None:
             continue
         rows, columns = weight.shape
         block_counts = -(-rows // BLOCK), -(-columns // BLOCK)
-        # The standard deviation of the weights is 1 / sqrt(columns); see `write_weights`.
+        # The standard deviation of the weights is 1 / sqrt(columns) (see `write_weights`).
         smallest_scale = SMALLEST_SCALE / columns**0.5
         scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
         scale_of_weight = scales.repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]

@@ -2,7 +2,7 @@
 
 Other benchmarks call the fastest product the peak of the machine. `python benchmarks/peak.py jax`
 (or `torch`) prints one JSON object: dtype -> sizes of the product -> FLOP/s. Products of bfloat16
-values are summed in float32, as in the models of both libraries.
+values are summed in float32, as in the models of JAX and of PyTorch.
 """
 
 import argparse

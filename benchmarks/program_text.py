@@ -53,7 +53,7 @@ class Instruction(NamedTuple):
 
     @property
     def calls(self) -> str:
-        """The name of the computation that a fusion or call runs; "" for other opcodes."""
+        """The name of the computation that a fusion or call runs. "" for other instructions."""
         if self.opcode == "call":
             return self.named("calls") or self.named("to_apply")
         return self.named("calls")
@@ -72,7 +72,9 @@ class Instruction(NamedTuple):
 
     @property
     def branches(self) -> list[str]:
-        """The names of a conditional's branches, in the order of its index; [] otherwise.
+        """The names of the computations that are the branches of a conditional.
+
+        They are in the order of the conditional's index. [] for other instructions.
 
         A conditional with a boolean index has its false branch first.
         """
@@ -84,7 +86,7 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The last three components of the operation's name in JAX; "" if it has no name there."""
+        """The last three components of the name that JAX gave to the operation. "" if unnamed."""
         match = re.search(r'op_name="([^"]*)"', self.line)
         return "/".join(match[1].split("/")[-3:]) if match else ""
 
@@ -168,7 +170,7 @@ class ProgramText:
             layer_shares: The fraction of the model's layers that have each type of layer. Empty for
                 a model with one type of layer.
             kernel_passes: The function that returns how often a Pallas kernel reads and writes its
-                arrays; see `KernelPasses`.
+                arrays (see `KernelPasses`).
         """
         self.text = text
         self.mesh = dict(mesh or {})

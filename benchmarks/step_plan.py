@@ -108,7 +108,7 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         step: The cost of the step.
         layout: The layout of the weights and tokens on the mesh.
         chip: The peak rates of a chip.
-        linked: The number of consecutive devices that fast links connect; see `link_speed`.
+        linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
     hidden_seconds = exposed_seconds = 0.0
     for sent in step.sent:

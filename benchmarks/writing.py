@@ -156,7 +156,7 @@ def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Calla
             pickle.dump(records_of(shard), file)
 
     def way(save: Callable[[], object], num_bytes: int) -> Callable[[], Figures]:
-        """Returns a function that saves and uploads a file, and returns the speed of both together.
+        """Returns a function that saves and uploads a file, and returns the speed of doing both.
 
         Args:
             save: The function that saves the file.

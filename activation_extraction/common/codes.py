@@ -25,7 +25,8 @@ import numpy as np
 CODES = ".codes"
 # The index of the first feature's id in a record, after the three numbers that describe the token.
 RECORD_IDS = 3
-# The last part of an array's name in a file, such as HOOK.codes.ids -> the field of `Codes`.
+# Last part of an array's name in a file -> field of `Codes`. For example, the array HOOK.codes.ids
+# contains `indices`.
 ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "error", "norm": "norm"}
 
 

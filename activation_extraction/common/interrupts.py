@@ -43,7 +43,8 @@ class raise_on_ctrl_c:
 
 def _end_process(*_: object) -> None:
     try:
-        # This does not use sys.stderr, because the handler may have interrupted a write to it.
+        # The message is not written to sys.stderr, because Ctrl-C may have interrupted a write to
+        # sys.stderr.
         os.write(2, b"interrupted\n")
     finally:
         os._exit(INTERRUPTED)

@@ -16,7 +16,7 @@ def set_library_defaults() -> None:
 
     Must be called before either library is imported. Without these variables, `datasets` would load
     PyTorch if it is installed, and transformers would warn if PyTorch is not installed. If the user
-    has no home folder, both would create a folder called ~.
+    has no home folder, both libraries would create a folder called ~.
     """
     os.environ.setdefault("USE_TORCH", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

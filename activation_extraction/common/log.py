@@ -37,7 +37,8 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
     handler.setFormatter(VisibleFormatter(line_format, "%Y-%m-%d %H:%M:%S"))
     log.handlers = [handler]
     log.propagate = False
-    # Python's handler of last resort prints the warnings of libraries without a handler.
+    # Python's handler of last resort prints the warnings of libraries that have no handler, so it
+    # gets the same formatter as the handlers of libraries.
     library_handlers = [logging.lastResort]
     for library in LIBRARIES:
         library_handlers += logging.getLogger(library).handlers
@@ -81,7 +82,10 @@ def activity(description: str) -> Iterator[None]:
 
 
 class VisibleFormatter(logging.Formatter):
-    """A formatter of log records, each as one line, with its traceback on the lines below."""
+    """A formatter that makes one filtered line of each log record.
+
+    If the record has a traceback, the traceback follows on further lines.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return visible(super().formatMessage(record))

@@ -130,8 +130,8 @@ def parse_positions(typed: str) -> Positions:
         if named_rule[1] == "last":
             return Positions(start=-argument)
         return Positions(step=argument)
-    # In the following rules, a start of 0 becomes None, which means the same. Therefore, equal
-    # rules are equal objects.
+    # In the following rules, a start of 0 becomes None. Both mean the first position of the sample,
+    # and rules with equal meanings are equal objects.
     if count_rule := RANDOM_COUNT.fullmatch(typed):
         count, seed, start = (int(digits or 0) for digits in count_rule.groups())
         if count < 1:

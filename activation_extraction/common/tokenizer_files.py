@@ -7,7 +7,7 @@ decode stored tokens.
 from collections.abc import Iterable
 from pathlib import Path
 
-# A tokenizer is in tokenizer.json alone, or its vocabulary is in the other two files.
+# The vocabulary of a tokenizer is in tokenizer.json, or in the two files vocab.json and merges.txt.
 TOKENIZER_JSON = "tokenizer.json"
 VOCAB_JSON = "vocab.json"
 MERGES_TXT = "merges.txt"

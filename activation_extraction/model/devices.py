@@ -20,7 +20,7 @@ from activation_extraction.common.log import log
 
 
 class Chip(NamedTuple):
-    """The figures of a kind of device in its vendor's data sheet.
+    """The figures that a vendor's data sheet states for a kind of device.
 
     Attributes:
         flops_per_second: Dense bfloat16 operations per second.

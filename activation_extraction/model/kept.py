@@ -2,8 +2,9 @@
 
 A host knows the kept tokens of its rows before the step. After the step, each device of the host
 gathers the activations of its kept tokens in blocks of a fixed number of tokens. All batches use
-the same compiled program, which gathers one block on each device. It runs until the device with the
-most kept tokens has gathered all of them. Devices of other hosts do not take part.
+the same compiled program, which gathers one block on each device. The host runs this program until
+the device with the most kept tokens has gathered all of them. Devices of other hosts do not take
+part.
 
 If all tokens are kept, host_rows.py copies the activations instead.
 

@@ -645,7 +645,7 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
     """
     expert_sizes = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
-        # In other families the field is ignored, as by transformers.
+        # Families whose configuration class lacks this field ignore its value, as in transformers.
         expert_sizes |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
     if expert_sizes["per_token"] > expert_sizes["count"]:
         raise InputError(

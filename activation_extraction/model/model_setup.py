@@ -63,7 +63,7 @@ class StepRequest:
         device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
             number. None to use the number on this host.
         devices: Devices of a machine that --plan describes. None for the devices of this machine.
-        autoencoders: Autoencoders that --encode names, in the same order.
+        autoencoders: Autoencoders that --encode names, in the order of the flag.
     """
 
     model: ModelOptions
@@ -124,7 +124,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     )
     check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
     if adapter is not None:
-        # Layers after the last hook are not computed, but the adapter may change them as well.
+        # The adapter may also change the head and the layers after the last hook, which are not
+        # computed.
         tensors_of_model = {HEAD}
         for spec in weight_table(Qwen2(config), checkpoint.tensors).values():
             tensors_of_model.update(spec.hf_names)
@@ -224,7 +225,8 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         cost_model = CostModel(model, weight_table(model), rows_of_step, length, encoders)
         return cheapest_mesh(cost_model, devices, device_memory)
 
-    # Without data parallelism, each host uses one device, and the flags of the shape are ignored.
+    # Without data parallelism, each host uses one device, and the flags for the shape and the axes
+    # of the mesh are ignored.
     uses_mesh_flags = computing.use_data_parallel
     mesh_choice = choose_mesh(
         computing.mesh_type,

@@ -225,8 +225,7 @@ class CostModel:
             if experts is not None and "experts" in path:
                 token_rows *= experts.per_token
                 weight_sizes = weight_sizes[1:]
-            # One side of the weight matrix is the hidden size. This is the length of the other
-            # side.
+            # The length of the side of the weight matrix that is not the hidden size.
             row_values = math.prod(weight_sizes) / hidden_size
             if "up_proj" not in path:
                 row_values += hidden_size

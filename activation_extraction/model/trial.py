@@ -42,7 +42,7 @@ LENGTH_MODULUS = 128
 MAX_EXPERTS = 4
 # The largest number of key heads in a trial of the delta rule.
 MAX_KEY_HEADS = 2
-# The tokens per row in a trial of the delta rule, which are several chunks and a part of one.
+# The tokens per row in a trial of the delta rule, which are several chunks and a part of a chunk.
 DELTA_TOKENS = 300
 
 
