@@ -365,7 +365,7 @@ def test_a_shard_that_fails_stops_those_after_it_only(tmp_path):
     until(
         lambda: (
             "shard_0006.npz" in store.arrived
-            and storage._shard_writer.queue._shards[2].stored.done()
+            and storage._shard_writer.queue._shards[2].files_future.done()
         )
     )
     for sample in (7, 8):

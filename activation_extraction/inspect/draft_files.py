@@ -44,7 +44,7 @@ FINAL_NORM_HOOK = "ln_final.hook_out"
 SAMPLES_PER_FOLDER = 2000  # number of samples that SpecForge stores in a folder
 # Name of the tensor with the scales of float8 hidden states in speculators' files.
 SCALES = "hidden_states_scales"
-LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # 448
+LARGEST_FLOAT8 = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)  # largest float8 value, 448
 # Smallest scale, so that a token whose values are all zero causes no division by 0.
 SMALLEST_SCALE = 1e-12
 EAGLE3_LAYERS = 3  # number of layers whose residual streams SpecForge's EAGLE-3 draft models read

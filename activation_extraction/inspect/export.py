@@ -41,7 +41,7 @@ LoadText = Callable[[dict[str, Any]], RunText]
 
 
 def format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
-    """Returns an export format.
+    """Returns the format that --export names.
 
     Args:
         name: The value of --export.

@@ -23,7 +23,7 @@ class SaeLensFormat(ExportFormat):
     name = "sae_lens"
     library = "datasets"
     accepted_hooks = "activations, no codes"
-    row_tokens = 128  # SAELens's default context_size
+    row_tokens = 128  # the default of SAELens's setting context_size
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook has activations and no codes."""

@@ -93,14 +93,14 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     folders = read_folders(root)
     hosts = host_states(folders)
     totals = totals_of_hosts(folders)
-    aggregated = aggregate(folders, totals, hosts)
+    aggregated_metadata = aggregate(folders, totals, hosts)
     problems = [problem for run_log in folders.values() for problem in run_log.problems]
     if as_json:
-        say(json.dumps({**aggregated, "problems": problems}))
+        say(json.dumps({**aggregated_metadata, "problems": problems}))
     else:
-        _print_table(hosts, aggregated)
-        if not_started := [host.name for host in hosts if host.state == "not started"]:
-            say(f"not started: {', '.join(not_started)}")
+        _print_table(hosts, aggregated_metadata)
+        if unstarted_names := [host.name for host in hosts if host.state == "not started"]:
+            say(f"not started: {', '.join(unstarted_names)}")
         if totals.skipped_rows:
             say(f"skipped: {counted(totals.skipped_rows, 'row')} that could not be used")
         if totals.empty_rows:
@@ -114,7 +114,7 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
         for problem in problems:
             say(f"damaged: {problem}")
     if writes_totals:
-        root.write(AGGREGATE, seal(aggregated), ANY)
+        root.write(AGGREGATE, seal(aggregated_metadata), ANY)
         if not as_json:
             say(f"written: {root.url}/{AGGREGATE}")
     return 1 if any(host.state in PROBLEM_STATES for host in hosts) else 0
@@ -126,8 +126,10 @@ def host_states(folders: dict[str, RunLog]) -> list[HostState]:
     Args:
         folders: The run log of each folder, by the folder's name.
     """
-    names = sorted({*expected_names(folders), *folders})
-    return [_host_state(name, folders.get(name, RunLog())) for name in names]
+    folder_names = sorted({*expected_names(folders), *folders})
+    return [
+        _host_state(folder_name, folders.get(folder_name, RunLog())) for folder_name in folder_names
+    ]
 
 
 def _host_state(folder_name: str, run_log: RunLog) -> HostState:
@@ -175,10 +177,10 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     if state_name == "running" and recent_pace is not None:
         seconds_to_limits = []
         for count_name, limit in limits_by_count.items():
-            rate = getattr(recent_pace, count_name)
-            if rate:
+            count_per_second = getattr(recent_pace, count_name)
+            if count_per_second:
                 remaining_count = limit - getattr(totals, count_name)
-                seconds_to_limits.append(remaining_count / rate)
+                seconds_to_limits.append(remaining_count / count_per_second)
         if seconds_to_limits:
             expected_end = last_sign + min(seconds_to_limits)
     return replace(
@@ -318,10 +320,10 @@ def aggregate(
     }
 
 
-def _print_table(hosts: list[HostState], aggregated: dict[str, Any]) -> None:
+def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> None:
     started_hosts = [host for host in hosts if host.state != "not started"]
     cells_of_rows = [_cells_by_title(host) for host in started_hosts]
-    last_row = _cells_by_title(_sum_of_hosts(hosts, aggregated))
+    last_row = _cells_by_title(_sum_of_hosts(hosts, aggregated_metadata))
     cells_of_rows.append({**last_row, "machine": "all", "host": ""})
     titles = tuple(cells_of_rows[0])
     table_rows = [titles, *(tuple(row.values()) for row in cells_of_rows)]
@@ -330,7 +332,7 @@ def _print_table(hosts: list[HostState], aggregated: dict[str, Any]) -> None:
         say("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
 
 
-def _sum_of_hosts(hosts: list[HostState], aggregated: dict[str, Any]) -> HostState:
+def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> HostState:
     """Returns the sums over all hosts, for the last row of the table.
 
     A run ends when its last host ends, so the expected end is known only if it is known for all
@@ -339,7 +341,7 @@ def _sum_of_hosts(hosts: list[HostState], aggregated: dict[str, Any]) -> HostSta
 
     Args:
         hosts: The states of all hosts.
-        aggregated: The content of aggregated_metadata.json.
+        aggregated_metadata: The content of aggregated_metadata.json.
     """
     running_hosts = [host for host in hosts if host.state == "running"]
     speeds = [host.tokens_per_second for host in running_hosts]
@@ -358,8 +360,8 @@ def _sum_of_hosts(hosts: list[HostState], aggregated: dict[str, Any]) -> HostSta
         name="",
         machine=0,
         host=0,
-        state=aggregated["status"],
-        **{count_name: aggregated[count_name] for count_name in COUNTED},
+        state=aggregated_metadata["status"],
+        **{count_name: aggregated_metadata[count_name] for count_name in COUNTED},
         last_commit=max(last_commits, default=None),
         tokens_per_second=sum(known_speeds) if known_speeds else None,
         expected_end=expected_end,

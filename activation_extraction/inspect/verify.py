@@ -114,10 +114,12 @@ def check_shards(
             folders_and_commits.append((folder_name, commit))
     indices_by_shard = _pick_samples(folders_and_commits, sample_count)
     commits_and_arguments = []
-    for (folder_name, commit), indices in zip(folders_and_commits, indices_by_shard, strict=True):
+    for (folder_name, commit), picked_indices in zip(
+        folders_and_commits, indices_by_shard, strict=True
+    ):
         folder = root.child(folder_name)
-        arguments = (folder, folder_name, folders[folder_name], commit, indices)
-        commits_and_arguments.append((commit, arguments))
+        check_arguments = (folder, folder_name, folders[folder_name], commit, picked_indices)
+        commits_and_arguments.append((commit, check_arguments))
     return for_each_shard(check_and_choose, commits_and_arguments)
 
 
@@ -145,9 +147,9 @@ def check_and_choose(
         return checked_shard, read_samples(store, run_log, commit, sample_indices, shard_file)
     except (RunError, OSError, ValueError) as error:
         # The error's message may begin with the name of the file, which must not follow its path.
-        message = f"{shard_file}: {error}"
-        problem = message.replace(f"{shard_file}: {commit.file}: ", f"{shard_file}: ")
-        return CheckedShard(folder_name, commit, problem), []
+        error_message = f"{shard_file}: {error}"
+        problem_message = error_message.replace(f"{shard_file}: {commit.file}: ", f"{shard_file}: ")
+        return CheckedShard(folder_name, commit, problem_message), []
 
 
 def _pick_samples(

@@ -73,8 +73,8 @@ class Bucket:
 
     Args:
         url: URL of the folder, such as "gs://bucket/folder".
-        patience: Seconds for which obstore repeats failing reads, and which a request may take in
-            addition to the time for its bytes.
+        patience: Seconds for which obstore repeats failing reads. A request may take this number of
+            seconds, too, plus the time in which a slow line transfers its bytes.
 
     Attributes:
         max_file_bytes: Largest size of a file that can be written, in bytes.
@@ -309,9 +309,9 @@ def _connect(
 
 
 def _quoted_tag(e_tag: str | None) -> str | None:
-    """Returns an ETag in quotes, as headers of answers contain it.
+    """Returns an ETag in quotes, as headers of answers contain it; None if there is no ETag.
 
-    The listings of Azure leave out the quotes.
+    Quotes are added if they are missing, because the listings of Azure leave them out.
     """
     return f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
 

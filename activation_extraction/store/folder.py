@@ -342,11 +342,11 @@ class Folder:
                 unknown whether the file was written.
             FolderError: If the write failed for another reason.
         """
-        views = _views(file_content)
+        byte_views = _views(file_content)
         time_left = patience or self.patience_for(file_content)
 
         def send() -> str | None:
-            return self._files.write(name, views, expected)
+            return self._files.write(name, byte_views, expected)
 
         def send_watched() -> str | None:
             return watched(send, time_left, f"{self.url}: writing {name}")
@@ -455,11 +455,11 @@ class Folder:
                 raise
             except Exception as error:  # a file system or the network may raise any exception
                 failure = error if isinstance(error, FolderError) else failure_of(error)
-                message = f"{self.url}: {request}: {failure}"
+                error_message = f"{self.url}: {request}: {failure}"
                 if isinstance(failure, ChangedError):
-                    raise ChangedError(message) from error
+                    raise ChangedError(error_message) from error
                 if failure.final or self.local:  # a local disk would fail in the same way again
-                    raise FolderError(message) from error
+                    raise FolderError(error_message) from error
                 self.retries += 1
                 next_action = f"trying again for up to {self.patience:g} s{self.by_flag}"
                 if once:
@@ -469,7 +469,7 @@ class Folder:
                 log_failure("%s: %s failed (%s); %s", self.url, request, shown_failure, next_action)
                 self._is_failing = True
                 if once:
-                    raise ChangedError(message) from error
+                    raise ChangedError(error_message) from error
                 attempts.failed(failure)
             else:
                 self._is_failing = False
@@ -535,8 +535,8 @@ def _views(file_content: bytes | Sequence[Any]) -> list[memoryview]:
         file_content: Content of the file, as bytes or as consecutive buffers.
     """
     buffers: Sequence[Any] = [file_content] if isinstance(file_content, bytes) else file_content
-    views = [memoryview(buffer) for buffer in buffers]
-    return [view.cast("B") for view in views if view.nbytes]
+    byte_views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in byte_views if view.nbytes]
 
 
 def local_path(url: str) -> str:
@@ -549,14 +549,14 @@ def failure_of(error: Exception) -> FolderError:
 
     The FolderError is final if a second attempt would fail in the same way.
     """
-    code = str(getattr(error, "code", ""))
-    status = int(code) if code.isdigit() else 0
-    reason = one_line(error) if status else reason_of(error)
+    error_code = str(getattr(error, "code", ""))
+    http_status = int(error_code) if error_code.isdigit() else 0
+    reason = one_line(error) if http_status else reason_of(error)
     reason = f"{reason:.200}"
-    if status == 401:
+    if http_status == 401:
         reason = f"the credentials are missing, invalid or have expired ({reason})"
     final_types = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
     is_forbidden = reason.startswith("Forbidden")  # gcsfs reports HTTP status 403 in this way
-    is_refused = status != 0 and meaning_of(status) is not Meaning.MAY_PASS
+    is_refused = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
     is_final = isinstance(error, final_types) or is_forbidden or is_refused
     return FolderError(reason, is_final)

@@ -512,31 +512,31 @@ class Float8Values(HookValues):
             slice_offsets = offsets[sample_slice.start : sample_slice.stop + 1]
             start_token, stop_token = slice_offsets[[0, -1]]
             activations = np.concatenate(samples[sample_slice])
-            encoded = Float8Array.of(activations)
+            encoded_values = Float8Array.of(activations)
             slice_mask = are_measured[start_token:stop_token]
-            decoded = encoded[slice_mask].decode()
-            token_errors = relative_errors(activations[slice_mask], decoded)
-            return encoded.split(slice_offsets[1:-1] - start_token), token_errors
+            decoded_values = encoded_values[slice_mask].decode()
+            token_errors = relative_errors(activations[slice_mask], decoded_values)
+            return encoded_values.split(slice_offsets[1:-1] - start_token), token_errors
 
         encoded_samples: list[Float8Array] = []
         errors_by_slice: list[np.ndarray] = []
         for slice_samples, slice_errors in threads.map(encode_group, slices_of(samples)):
             encoded_samples += slice_samples
             errors_by_slice.append(slice_errors)
-        errors = np.concatenate(errors_by_slice)
+        measured_errors = np.concatenate(errors_by_slice)
         measured_sinks = are_sinks[are_measured]
         return encoded_samples, {
-            "sinks": EncodingError.of(errors[measured_sinks]),
-            "others": EncodingError.of(errors[~measured_sinks]),
+            "sinks": EncodingError.of(measured_errors[measured_sinks]),
+            "others": EncodingError.of(measured_errors[~measured_sinks]),
         }
 
     def sums(self, samples: Sequence[Float8Array], positions: Sequence[np.ndarray]) -> Sums:
-        encoded = Float8Array.concatenate(samples)
+        encoded_values = Float8Array.concatenate(samples)
 
         def decode(tokens: slice) -> np.ndarray:
-            return encoded[tokens].decode()
+            return encoded_values[tokens].decode()
 
-        return sums_of(decode, encoded.shape[1], np.concatenate(positions))
+        return sums_of(decode, encoded_values.shape[1], np.concatenate(positions))
 
     def to_json(self, values: Float8Array) -> dict[str, Any]:
         return super().to_json(values) | {"scale": values.shape[1]}
@@ -761,10 +761,10 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
     Args:
         mask: Mask to choose tokens from, bool (tokens,).
     """
-    indices = np.flatnonzero(mask)
-    interval = max(math.ceil(len(indices) / MAX_MEASURED_TOKENS), 1)
+    masked_indices = np.flatnonzero(mask)
+    interval = max(math.ceil(len(masked_indices) / MAX_MEASURED_TOKENS), 1)
     chosen_mask = np.zeros(len(mask), bool)
-    chosen_mask[indices[::interval]] = True
+    chosen_mask[masked_indices[::interval]] = True
     return chosen_mask
 
 

@@ -129,8 +129,10 @@ class Identity:
     def __post_init__(self) -> None:
         """Sets flags that do not decide the content of shards to their defaults."""
         for options_name in ("text", "storage"):
-            options = getattr(self, options_name)
-            object.__setattr__(self, options_name, type(options)(**content_flags(options)))
+            flag_options = getattr(self, options_name)
+            object.__setattr__(
+                self, options_name, type(flag_options)(**content_flags(flag_options))
+            )
 
     @property
     def from_dataset(self) -> bool:
@@ -263,12 +265,12 @@ class Identity:
         field_values: dict[str, Any] = {}
         for attribute in fields(cls):
             if attribute.name in ("text", "storage"):
-                options = getattr(default_identity, attribute.name)
+                default_flags = getattr(default_identity, attribute.name)
                 flag_values = {
                     flag_name: _flag_from_json(flag_name, recorded_fields.pop(flag_name))
-                    for flag_name in content_flags(options)
+                    for flag_name in content_flags(default_flags)
                 }
-                field_values[attribute.name] = type(options)(**flag_values)
+                field_values[attribute.name] = type(default_flags)(**flag_values)
             elif attribute.name == "worker":
                 field_values["worker"] = Worker(
                     machine=recorded_fields.pop("machine"),
@@ -347,8 +349,8 @@ class Identity:
             # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
             # another place may have another fingerprint.
             if fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
-                compared_thing = f"the content of data file {file_name}"
-                comparisons.append(Difference(compared_thing, fingerprint, other_fingerprint))
+                compared_quantity = f"the content of data file {file_name}"
+                comparisons.append(Difference(compared_quantity, fingerprint, other_fingerprint))
         return [
             comparison
             for comparison in comparisons

@@ -105,27 +105,27 @@ def write_file(
         FolderError: If the path is a symbolic link, a folder, a pipe or a device.
         OSError: If the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a killed process may have left a temporary file
-    with os.fdopen(os.open(temporary, NEW, 0o666), "wb") as file:
+    temporary_path = path.with_name(f".{path.name}.tmp")
+    temporary_path.unlink(missing_ok=True)  # a killed process may have left a temporary file
+    with os.fdopen(os.open(temporary_path, NEW, 0o666), "wb") as file:
         try:
             write_synced(file, buffers)
             current_version = None
             with suppress(FileNotFoundError):
-                status = os.lstat(path)
-                _check_regular(status)
-                current_version = version_of(status)
+                file_status = os.lstat(path)
+                _check_regular(file_status)
+                current_version = version_of(file_status)
             if expected not in (ANY, current_version):
                 raise ChangedError
-            if not _is_at(temporary, file):
+            if not _is_at(temporary_path, file):
                 raise OSError(errno.ESTALE, "another process has replaced what was being written")
-            _give_name(temporary, path, create=expected is None)
+            _give_name(temporary_path, path, create=expected is None)
             return version_of(os.fstat(file.fileno()))
         except FileExistsError as error:
             raise ChangedError from error
         finally:
-            if _is_at(temporary, file):
-                temporary.unlink()
+            if _is_at(temporary_path, file):
+                temporary_path.unlink()
 
 
 def write_synced(file: IO[bytes], buffers: Sequence[bytes | memoryview]) -> None:
@@ -146,11 +146,11 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
         return False
 
 
-def _give_name(temporary: Path, path: Path, create: bool) -> None:
+def _give_name(temporary_path: Path, path: Path, create: bool) -> None:
     """Gives a file its final name, and syncs the folder to the disk.
 
     Args:
-        temporary: Current path of the file, in the same folder.
+        temporary_path: Current path of the file, in the same folder.
         path: Final path of the file.
         create: Whether the final path must not exist. Otherwise, a file at this path is replaced.
 
@@ -159,9 +159,9 @@ def _give_name(temporary: Path, path: Path, create: bool) -> None:
     """
     try:
         if create:
-            os.link(temporary, path)
+            os.link(temporary_path, path)
         else:
-            os.replace(temporary, path)
+            os.replace(temporary_path, path)
     except OSError as error:
         if not create or error.errno not in NO_LINKS:
             raise
@@ -169,12 +169,12 @@ def _give_name(temporary: Path, path: Path, create: bool) -> None:
             raise FileExistsError from error
         # Between the check and this rename, another process could create the file. The lock of the
         # folder prevents that.
-        os.rename(temporary, path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+        os.rename(temporary_path, path)
+    folder_descriptor = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(folder_descriptor)
     finally:
-        os.close(descriptor)
+        os.close(folder_descriptor)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -238,17 +238,17 @@ def lock_folder(folder: Path) -> int | None:
         RunError: If another process holds the lock. It may be an earlier process of this run that
             is about to end, so a restart may succeed.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    lock_descriptor = os.open(folder, os.O_RDONLY)
     try:
         for _ in range(LOCK_ATTEMPTS):
             with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
+                fcntl.flock(lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock_descriptor
             time.sleep(LOCK_PAUSE)
     except OSError:
-        os.close(descriptor)
+        os.close(lock_descriptor)
         return None
-    os.close(descriptor)
+    os.close(lock_descriptor)
     raise RunError(f"--output_dir {folder}: another process is writing to it")
 
 
@@ -285,18 +285,20 @@ class LocalFolder:
             for dir_entry in listing:
                 # The file may have been renamed or deleted since the folder was listed.
                 with suppress(FileNotFoundError):
-                    status = dir_entry.stat()
-                    if stat.S_ISREG(status.st_mode):
-                        entries[dir_entry.name] = FileEntry(status.st_size, version_of(status))
-                    elif stat.S_ISDIR(status.st_mode):
+                    file_status = dir_entry.stat()
+                    if stat.S_ISREG(file_status.st_mode):
+                        entries[dir_entry.name] = FileEntry(
+                            file_status.st_size, version_of(file_status)
+                        )
+                    elif stat.S_ISDIR(file_status.st_mode):
                         entries[dir_entry.name] = None
         return entries
 
     def head(self, name: str) -> FileEntry | None:
         """Returns the size and version of a file; None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            status = os.stat(self._path / name)
-            return FileEntry(status.st_size, version_of(status))
+            file_status = os.stat(self._path / name)
+            return FileEntry(file_status.st_size, version_of(file_status))
         return None
 
     def read(
@@ -326,14 +328,14 @@ class LocalFolder:
         with suppress(FileNotFoundError, NotADirectoryError):
             _check_regular(os.stat(self._path / name))  # opening a pipe would wait
             with open(self._path / name, "rb") as file:
-                status = os.fstat(file.fileno())
-                if version not in (None, version_of(status)):
+                file_status = os.fstat(file.fileno())
+                if version not in (None, version_of(file_status)):
                     raise ChangedError
-                start, stop = byte_range or (0, status.st_size)
+                start, stop = byte_range or (0, file_status.st_size)
                 if byte_range is None:
-                    check_size(status.st_size, max_bytes)
+                    check_size(file_status.st_size, max_bytes)
                 file.seek(start)
-                return file.read(stop - start), version_of(status)
+                return file.read(stop - start), version_of(file_status)
         return None
 
     def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
@@ -360,17 +362,21 @@ class LocalFolder:
         (self._path / name).unlink(missing_ok=True)
 
 
-def version_of(status: os.stat_result) -> str:
+def version_of(file_status: os.stat_result) -> str:
     """Returns the version of a local file: its modification time in ns, inode and size in bytes.
 
     Every write results in another version, because it makes a new file at another time.
     """
-    return f"{status.st_mtime_ns}-{status.st_ino}-{status.st_size}"
+    return f"{file_status.st_mtime_ns}-{file_status.st_ino}-{file_status.st_size}"
 
 
-def _check_regular(status: os.stat_result) -> None:
-    """Raises FolderError if `status` describes a folder, a pipe or a device, not a regular file."""
-    if stat.S_ISLNK(status.st_mode):
+def _check_regular(file_status: os.stat_result) -> None:
+    """Raises FolderError if a status belongs to a folder, a pipe or a device.
+
+    Args:
+        file_status: Status of a file.
+    """
+    if stat.S_ISLNK(file_status.st_mode):
         raise FolderError(IS_A_LINK)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(file_status.st_mode):
         raise FolderError("is a pipe, a folder or a device, expected a regular file")

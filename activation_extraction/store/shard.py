@@ -90,12 +90,12 @@ class Shard:
             values are not encoded.
         """
         encoded_values: dict[Key, list[Any]] = {}
-        errors: dict[Key, Errors] = {}
+        errors_by_key: dict[Key, Errors] = {}
         for key, hook in self.hooks.items():
-            encoded_values[key], errors[key] = hook.encode(
+            encoded_values[key], errors_by_key[key] = hook.encode(
                 self.values[key], self.positions, threads
             )
-        return replace(self, values=encoded_values), errors
+        return replace(self, values=encoded_values), errors_by_key
 
     def measure(
         self, errors: Mapping[Key, Errors], threads: Executor
@@ -138,15 +138,15 @@ class Shard:
         }
         return descriptions, sums_by_name
 
-    def _sums(self, key: Key, samples: slice) -> Sums | SumsOfCodes:
+    def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
         """Returns the sums over some samples at one hook.
 
         Args:
             key: Key of the hook.
-            samples: Slice of the samples of the shard.
+            sample_slice: Slice of the samples of the shard.
         """
-        positions = [sample.positions for sample in self.samples[samples]]
-        return self.hooks[key].sums(self.values[key][samples], positions)
+        positions = [sample.positions for sample in self.samples[sample_slice]]
+        return self.hooks[key].sums(self.values[key][sample_slice], positions)
 
     def _refuse_not_finite(self, key: Key) -> None:
         """Raises StorageError for the first sample with a value that is NaN or infinite.

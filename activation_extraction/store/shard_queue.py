@@ -33,13 +33,13 @@ class QueuedShard(Generic[T]):
     Attributes:
         bytes_held: Number of bytes of memory that become free when the shard is committed.
         phase: Current phase of the shard, one of PHASES.
-        stored: Future of storing the shard's files. The function that commits the shard gets its
-            result.
+        files_future: Future of storing the shard's files. The function that commits the shard gets
+            its result.
     """
 
     bytes_held: int
     phase: str = PHASES[0]
-    stored: Future[T] = field(default_factory=Future)
+    files_future: Future[T] = field(default_factory=Future)
 
 
 class ShardQueue(Generic[T]):
@@ -117,7 +117,7 @@ class ShardQueue(Generic[T]):
         self.check()
         queued_shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
         del self._batch_bytes[:-1]
-        queued_shard.stored = self._storing.submit(store, queued_shard)
+        queued_shard.files_future = self._storing.submit(store, queued_shard)
         with self._changed:
             # `_finish` may run at once in another thread. It cannot remove the shard from `_shards`
             # before the shard is added, because it needs the lock that is held here.
@@ -135,7 +135,10 @@ class ShardQueue(Generic[T]):
         if self._failure is not None:
             raise self._failure
         for shard in list(self._shards):
-            if shard.stored.done() and (storing_error := shard.stored.exception()) is not None:
+            if (
+                shard.files_future.done()
+                and (storing_error := shard.files_future.exception()) is not None
+            ):
                 raise self._error_of(storing_error)
 
     def wait(self) -> None:
@@ -180,7 +183,7 @@ class ShardQueue(Generic[T]):
         """
         try:
             if self._failure is None:
-                self._commit(shard.stored.result())
+                self._commit(shard.files_future.result())
         except BaseException as error:  # after any failure, no later shard may be committed
             self._failure = self._error_of(error)
         finally:

@@ -106,13 +106,13 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
     totals = Sums.zeros(width)
     squared_norms = np.empty(token_count)
     block_tokens = max(1, SUMMED_BYTES // (8 * width))
-    buffer = np.empty((min(block_tokens, token_count), width))
+    block_buffer = np.empty((min(block_tokens, token_count), width))
     # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
     with np.errstate(invalid="ignore"):
         for start in range(0, token_count, block_tokens):
             block_slice = slice(start, start + block_tokens)
             block_values = decode(block_slice)
-            block = buffer[: len(block_values)]
+            block = block_buffer[: len(block_values)]
             np.copyto(block, block_values)
             sink_indices = np.flatnonzero(positions[block_slice] == 0)
             _add_rows(totals.sums, block, sink_indices)

@@ -10,7 +10,7 @@ from activation_extraction.common.visible import counted
 from activation_extraction.store.statistics import Statistics
 
 MOST_HOOKS = 8  # the largest number of hooks whose encoding errors are listed
-# Names for people of the kinds of tokens, by their keys in Statistics.codes.
+# Phrases for the kinds of tokens, by the keys of these kinds in Statistics.codes.
 KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 
 
@@ -68,7 +68,9 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
 
 
 def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
-    """Yields a warning for each hook and kind of tokens with a reconstruction worse than zeros.
+    """Yields a warning for each hook whose codes reconstruct activations worse than zeros would.
+
+    The first tokens of samples and all other tokens are examined separately.
 
     Args:
         statistics: Statistics by the full names of the hooks.

@@ -156,12 +156,12 @@ class ActivationStorage:
                 f"{remote.max_file_bytes:,} bytes in one request"
             )
         local_folder = Folder(str(self.folder))
-        description = RunDescription(self._identity, dict(hooks), options.limits, facts)
+        run_description = RunDescription(self._identity, dict(hooks), options.limits, facts)
         if remote is None:
-            self._log_writer = LogWriter(local_folder, description)
+            self._log_writer = LogWriter(local_folder, run_description)
         else:
             keeps_shards = not options.delete_local_after_upload
-            self._log_writer = LogWriter(remote, description, local_folder, keeps_shards)
+            self._log_writer = LogWriter(remote, run_description, local_folder, keeps_shards)
         self._metrics = MetricsFile(self.folder, remote)
         self._shard_writer = ShardWriter(
             self._log_writer,
