@@ -1,9 +1,9 @@
 """Contains the command line: the flags, the configuration, progress, and signals.
 
-    flags.py    the table of flags, and the configuration that consists of their values
-    declare.py  functions that declare the flags of the table
-    values.py   parsers of the text after a flag
-    config.py   the command line and --help: environment variables, defaults, and checks
+    flags.py    declares the flags, and the configuration that consists of their values
+    declare.py  contains the functions with which flags.py declares its flags
+    values.py   parses the text after a flag
+    config.py   parses the command line, adds defaults, checks flags, and writes --help
     console.py  shows the progress of a run, and stops the run on signals
 
 This package imports no JAX, and only the package `common`. Other packages import the parts of the

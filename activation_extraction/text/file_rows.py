@@ -82,7 +82,7 @@ class DataFile:
 
     @property
     def kind(self) -> "FileKind":
-        """The kind of the file, by its name."""
+        """The kind of the file, which its name determines."""
         kind = kind_of(self.url)
         assert kind is not None  # list_files lists no file without a kind
         return kind
