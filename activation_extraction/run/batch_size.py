@@ -163,7 +163,14 @@ def _largest_fitting(
 
 
 def _shortage_on_host(forward: Forward) -> str:
-    """Returns a message if the activations of a step do not fit in this host's memory; else ""."""
+    """Returns a message if the activations of STEPS_ON_HOST steps exceed this host's memory.
+
+    Args:
+        forward: The model for the tried number of rows.
+
+    Returns:
+        The message. "" if the activations fit.
+    """
     rows, row_tokens = forward.shape
     token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
     needed_bytes = STEPS_ON_HOST * rows * row_tokens * token_bytes
@@ -171,7 +178,15 @@ def _shortage_on_host(forward: Forward) -> str:
 
 
 def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
-    """Returns a message if a step needs more than `usable_bytes` of a device's memory; else ""."""
+    """Returns a message if a step needs too much memory on a device.
+
+    Args:
+        forward: The model for the tried number of rows.
+        usable_bytes: Bytes of memory of the device that may be used.
+
+    Returns:
+        The message. "" if the step fits.
+    """
     rows, _ = forward.shape
     try:
         return _shortage(f"{rows}", bytes_of_step(forward), "device", usable_bytes)

@@ -198,8 +198,8 @@ class Compression(NamedTuple):
     """A compression of text files.
 
     Attributes:
-        codec: Name of the codec in fsspec, and in messages. fsspec decompresses all files but zstd
-            files, for which it would need another package; pyarrow decompresses these.
+        codec: Name of the codec in fsspec, and in messages. pyarrow decompresses zstd files, for
+            which fsspec would need another package. fsspec decompresses all other files.
         magic: First bytes of a compressed file, by which the compression is recognised.
     """
 
