@@ -1,9 +1,10 @@
-"""Causal grouped-query attention over packed rows, in which tokens see only their own sample.
+"""Computes causal grouped-query attention over packed rows.
 
-A row holds several samples, one segment each. All implementations of attention have the signature
-`Attention`, so the model can use any of them. `dense_attention` is the reference implementation,
-which materialises all scores, and `blocked_attention` is for CPUs. kernels.py and flash_kernel.py
-contain the kernels for TPUs and GPUs.
+A row contains several samples, one segment each, and tokens see only tokens of their own sample.
+All implementations of attention have the signature `Attention`, so the model can use any of them.
+`dense_attention` is the reference implementation, which materialises all scores, and
+`blocked_attention` is for CPUs. kernels.py and flash_kernel.py contain the kernels for TPUs and
+GPUs.
 
 Letters: B rows, T queries, S keys, N query heads, K key/value heads, G = N / K, H head size.
 """
@@ -42,8 +43,8 @@ class Segments(NamedTuple):
 #                head n // G
 #   segments     the `Segments` of queries and keys
 #   first_query  the index in the row of the first of the T queries, an int or a traced scalar
-#   window       the number of tokens that a token sees, up to and including itself, an int; None
-#                for all of its segment up to itself
+#   window       the largest number of tokens that a token sees, itself included, an int; None for
+#                no limit: a token then sees its segment up to itself
 # The outputs of padding are meaningless.
 Attention = Callable[..., Array]
 

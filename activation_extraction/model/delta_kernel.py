@@ -121,6 +121,7 @@ def _compute_block(
     decay of S since the beginning of the chunk, `inverse` the inverse of the matrix of the chunk's
     system of equations, and `within` the factor of each token's vector in the output of another
     token.
+
     `_prepare` and `_step` of delta_net.py compute the same values, but solve the system before S is
     known.
 
@@ -286,7 +287,8 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     log_decay = _side_by_side(log_decay)
     log_decay_between = jnp.where(row > column, log_decay, 0)
     distance = 1
-    # This loop adds to each row all rows above it. It adds 1, 2, 4 and so on rows at a time.
+    # Each row becomes the sum of itself and all rows above it. After a pass of this loop, a row
+    # contains the sum of twice as many rows as before.
     while distance < CHUNK:
         log_decay_between += jnp.where(
             row >= distance, pltpu.roll(log_decay_between, distance, 0), 0

@@ -53,7 +53,8 @@ VALUE_AXES = *KEY_AXES, "head_dim"  # logical axes of values
 #   log_decay    the log decays, (B, T, K, G) float32, at most 0
 #   beta         the rates, (B, T, K, G) float32
 #   segment_ids  the segment of each token, (B, T) int32. The tokens of a segment are consecutive,
-#                and the segments of a row have different numbers. Padding comes last, with 0.
+#                and the segments of a row have different numbers. Padding comes last, with the
+#                number 0.
 # The outputs of padding are meaningless.
 DeltaRule = Callable[[Array, Array, Array, Array, Array, Array], Array]
 

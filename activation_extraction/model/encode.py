@@ -55,7 +55,7 @@ class Encoder:
     """An autoencoder at a hook of a model.
 
     Attributes:
-        autoencoder: The autoencoder.
+        autoencoder: The autoencoder with its weights on the host.
         source: The hook whose values are encoded.
         target: The hook whose values are reconstructed. It equals `source` for all but transcoders.
         max_codes: The largest number of features that are kept of a token.

@@ -231,8 +231,8 @@ def _sum_in_ring(
     device_count = len(ring)
     token_count, hidden = x.shape
     half_count = token_count // 2
-    # A kernel fetches rows from this shape. It is cheaper to reshape the tokens of this device
-    # before they are sent than the tokens of all devices afterwards.
+    # Kernels fetch rows from arrays of this shape. It is cheaper to reshape the tokens of this
+    # device before they are sent than the tokens of all devices afterwards.
     x = x.reshape(token_count, -1, math.gcd(hidden, LANES))
     # For each direction, the half of the tokens that goes this way, and the number of places in the
     # ring by which a hop moves it.

@@ -34,8 +34,8 @@ OTHER_SCALES = re.compile(
 )
 # The dtypes of scales that are read, by their names in safetensors.
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
-# For each supported quant_method in config.json, the field that tells the number format of the
-# weights, and the values of this field that mean float8.
+# Supported quant_method in config.json -> the field with the number format of the weights, and the
+# values of this field that mean float8.
 METHODS = {
     "fp8": ("fmt", ("e4m3", None)),
     "compressed-tensors": ("format", ("float-quantized", "naive-quantized")),

@@ -180,7 +180,7 @@ class Hook(NamedTuple):
         layer: The number of the layer.
         order: The index of the kind in the hook table. Kinds that a layer computes earlier have
             smaller indices.
-        kind: The kind.
+        kind: The kind of the hook.
     """
 
     layer: int
@@ -189,7 +189,7 @@ class Hook(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The canonical name."""
+        """The canonical name of the hook, such as "blocks.3.hook_resid_post"."""
         return self.kind.name.format(self.layer)
 
     @property
@@ -198,7 +198,7 @@ class Hook(NamedTuple):
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def names(self) -> list[str]:
-        """Returns all names of the hook, with the canonical one first."""
+        """Returns all names of the hook: the canonical name, the aliases, then the modules."""
         patterns = self.kind.name, *self.kind.aliases, *self.kind.modules
         return [pattern.format(self.layer) for pattern in patterns]
 
@@ -249,7 +249,7 @@ class HookTable:
     """The kinds of hooks of a model, or of a model family.
 
     Attributes:
-        kinds: The kinds, in the order in which they are computed.
+        kinds: The kinds of hooks, in the order in which they are computed.
         layer_types: The type of each layer of the model. () for a family, in which every layer has
             the hooks of all kinds.
         vocabulary: The number of tokens in the model's vocabulary; 0 if it is unknown.
@@ -500,7 +500,8 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     for layers_word, name, letters, intermediate, module_names, alias_names in HOOK_KINDS:
         if layers_word not in type_words:
             continue
-        # In a model with both dense layers and layers with experts, `mlp.gate` is the router.
+        # In a model with both dense layers and layers with experts, `mlp.gate` is the router, so
+        # these aliases of dense layers change.
         if type_words[layers_word] == (DENSE,):
             alias_names = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", alias_names)
         kinds.append(

@@ -1,4 +1,4 @@
-"""The norm, the projection and the rotary embedding that the layers of all models use.
+"""Declares the norm, the projection and the rotary embedding that the layers of all models use.
 
 qwen2_jax.py builds layers of these modules and functions. attention.py, experts.py and delta_net.py
 compute attention, experts and delta nets, numerics.py computes matrix products, and parameters.py

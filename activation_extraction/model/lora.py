@@ -56,7 +56,9 @@ BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
 # PEFT exchanged the inputs and outputs of fused experts in the versions from EXCHANGED_SINCE
 # (inclusive) to EXCHANGED_UNTIL (exclusive).
 EXCHANGED_SINCE, EXCHANGED_UNTIL = (0, 18, 1), (0, 19, 1)
-CACHED_FACTORS = 8  # the number of tensors A and B that stay in memory for other parts of tensors
+# The number of the adapter's tensors that stay in memory, because several parts of a tensor of the
+# base model need them.
+CACHED_FACTORS = 8
 
 
 class Change(NamedTuple):
@@ -397,7 +399,8 @@ class LoraAdapter:
             matrix_name = "down"
             matrix_shape = (hidden_size, width)
         is_exchanged = (out_size, in_size) == matrix_shape[::-1]
-        # If A and B are square, only the version of PEFT tells whether they are exchanged.
+        # If A and B are square, only the version of PEFT tells whether inputs and outputs are
+        # exchanged.
         if out_size == in_size:
             peft_version = str(self._config.get("peft_version"))
             version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
@@ -415,7 +418,8 @@ class LoraAdapter:
         changes = []
         for expert_number in range(expert_count):
             tensor_names = [f"{name}.{matrix_name}_proj"]
-            if not fused_shape:  # because gate and up are two tensors then
+            # Without fused experts, gate and up are two tensors.
+            if not fused_shape:
                 tensor_names = [
                     separate_name.format(expert=expert_number, projection=projection)
                     for projection in matrix_name.split("_")

@@ -1,4 +1,4 @@
-"""Matrix products that accumulate in float32, rounding, and arrays of two-byte dtypes as bits.
+"""Computes matrix products in float32, rounds them, and moves arrays of two-byte dtypes as bits.
 
 Every matrix product of the model, outside of kernels, is computed by `einsum` or
 `einsum_of_parts`. The products accumulate in float32, and the caller rounds the result once. Arrays

@@ -143,7 +143,7 @@ class RemoteFile(WeightFile):
     it was opened.
     """
 
-    # With fewer values at a time, fewer requests than CONNECTIONS would run in parallel.
+    # With fewer values at a time, too few requests would run in parallel.
     values_at_once = 4 * REQUEST_BYTES
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
@@ -199,7 +199,7 @@ class RemoteFile(WeightFile):
 
         for _ in _connections().map(fill, requests):
             pass
-        # The axes after `axis` were downloaded whole, so the index applies to them now.
+        # The axes after `axis` were downloaded whole, so the index is applied to them here.
         lengths = [stop - start for start, stop in bounds[: axis + 1]]
         downloaded_part = downloaded_bytes.view(header_entry.dtype).reshape(
             *lengths, *shape[axis + 1 :]

@@ -173,7 +173,7 @@ class WeightSpec:
         parameter_part = _aligned([*map(len, ranges)], dtype)
         axis = self.stacked_axes
         rows_at_once = max(values_at_once // math.prod(parameter_part.shape[axis + 1 :]), 1)
-        # Tensors of single experts may have reversed axes, so the first axis does not give rows.
+        # Tensors of single experts may have their axes in reverse order, so they are read whole.
         if "experts" in self.axes[:axis]:
             rows_at_once = len(ranges[axis])
         for start in range(0, len(ranges[axis]), rows_at_once):
@@ -429,7 +429,7 @@ def load_params(
             progress(loaded_array.nbytes)
             if layer is not None:
                 loaded_array = _put_layer(params[path], loaded_array, np.int32(layer))
-            # Without waiting here, arrays of many jobs would wait in the devices' memory.
+            # Without waiting here, arrays of many jobs would accumulate in the devices' memory.
             params[path] = jax.block_until_ready(loaded_array)
             del loaded_array  # because it would stay in memory while the next array is loaded
     return unflatten_dict(params)
