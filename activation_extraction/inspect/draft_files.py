@@ -199,7 +199,9 @@ class SpeculatorsFormat(DraftFormat):
         self._export_dtype = export_dtype
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
+        """Returns the names of the hooks to export.
+
+        The arguments and the result are those of `ExportFormat.choose_hooks`.
 
         Raises:
             InputError: If the output of the last block is not chosen, or no hook of another layer
@@ -222,7 +224,9 @@ class SpeculatorsFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes the data set and a file of hidden states for each sample; see ExportFormat.write.
+        """Writes the data set and a file of hidden states for each sample.
+
+        The arguments and the result are those of `ExportFormat.write`.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -257,7 +261,10 @@ class SpeculatorsFormat(DraftFormat):
         return Exported(written_tokens, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell command that trains a draft model."""
+        """Returns the shell command with which speculators trains a draft model on the files.
+
+        The arguments are those of `ExportFormat.read_with`.
+        """
         layer_numbers = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
         backend = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
         return [
@@ -301,7 +308,9 @@ class SpecForgeFormat(DraftFormat):
     accepted_hooks = " and ".join(hook_globs)
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
+        """Returns the names of the hooks to export.
+
+        The arguments and the result are those of `ExportFormat.choose_hooks`.
 
         Raises:
             InputError: If the chosen hooks are not the final norm's and the residual streams of
@@ -324,7 +333,9 @@ class SpecForgeFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a file for each sample; see ExportFormat.write.
+        """Writes a file for each sample.
+
+        The arguments and the result are those of `ExportFormat.write`.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -354,7 +365,10 @@ class SpecForgeFormat(DraftFormat):
         return Exported(written_tokens, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell commands that write a configuration and train a draft model."""
+        """Returns the shell commands that write a configuration for SpecForge and train a draft model.
+
+        The arguments are those of `ExportFormat.read_with`.
+        """
         config = specforge_config(folder, dataset, hooks)
         return [
             f"echo {shlex.quote(config)} > specforge.json",

@@ -51,7 +51,9 @@ class DelphiFormat(ExportFormat):
         return not dataset.shards.hooks[hook].is_array
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export; see ExportFormat.choose_hooks.
+        """Returns the names of the hooks to export.
+
+        The arguments and the result are those of `ExportFormat.choose_hooks`.
 
         Raises:
             InputError: If the format accepts none of the hooks, or no sample fills a row.
@@ -76,7 +78,10 @@ class DelphiFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a folder for each hook; see ExportFormat.write."""
+        """Writes a folder for each hook.
+
+        The arguments and the result are those of `ExportFormat.write`.
+        """
         from safetensors.numpy import save
 
         lengths = dataset.samples["tokens"].to_numpy()
@@ -165,7 +170,10 @@ class DelphiFormat(ExportFormat):
         return Exported(token_table.size, tuple(omissions_in_words))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the Python expression that opens the cache."""
+        """Returns the Python expression with which delphi opens the cache of latents.
+
+        The arguments are those of `ExportFormat.read_with`.
+        """
         return [f"LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())"]
 
 

@@ -151,7 +151,10 @@ class NlaFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes both files. Each chunk becomes a row group; see ExportFormat.write."""
+        """Writes both files. Each chunk becomes a row group.
+
+        The arguments and the result are those of `ExportFormat.write`.
+        """
         import yaml
         from pyarrow.parquet import ParquetWriter
 
@@ -185,7 +188,10 @@ class NlaFormat(ExportFormat):
         return Exported(written_rows)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell command of the stage that reads the files."""
+        """Returns the shell command of the stage of the pipeline that reads the files.
+
+        The arguments are those of `ExportFormat.read_with`.
+        """
         path = f"{shlex.quote(folder)}/{FILE_NAME}"
         return [f"python -m nla.datagen.stage1_split --base {path} --output-dir FOLDER"]
 

@@ -40,7 +40,10 @@ class SaeLensFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a folder for each hook; see ExportFormat.write."""
+        """Writes a folder for each hook.
+
+        The arguments and the result are those of `ExportFormat.write`.
+        """
         import datasets
 
         written_tokens = 0
@@ -70,7 +73,10 @@ class SaeLensFormat(ExportFormat):
         return Exported(written_tokens)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the call that makes SAELens train on the first hook."""
+        """Returns the Python call that makes SAELens train on the first hook.
+
+        The arguments are those of `ExportFormat.read_with`.
+        """
         hook_folder = os.path.join(folder, hooks[0])
         return [
             f"LanguageModelSAERunnerConfig(..., hook_name={hooks[0]!r}, "

@@ -100,7 +100,7 @@ class Tolerance:
 
     @property
     def activations(self) -> float:
-        """The largest relative error of activations, from both computing and rounding."""
+        """The largest allowed relative error of activations, from both computing and rounding."""
         return self.computing_error + self.rounding_error
 
     def different_numbers(self, compared_count: int) -> int:

@@ -18,7 +18,7 @@ from activation_extraction.store.answers import Meaning, meaning_of
 from activation_extraction.store.local_files import FileEntry, FolderError, check_size
 
 # hf://datasets/ORG/NAME@REVISION/PATH. Models have no prefix. Buckets of the hub have another
-# protocol, and are left to fsspec.
+# protocol, so fsspec reads them.
 REPOSITORY_URL = re.compile(
     r"hf://(?:(?P<kind>datasets|spaces|models)/)?"
     r"(?P<name>(?!(?:datasets|spaces|models|buckets|kernels)/)[^/@]+/[^/@]+)"
@@ -28,13 +28,14 @@ REPOSITORY_URL = re.compile(
 COMMIT = re.compile("[0-9a-f]{40}")
 KINDS = {"datasets": "dataset", "spaces": "space", "models": "model", None: "model"}
 NOUNS = {"dataset": "data set", "space": "space", "model": "model"}
-TIMEOUT = 60.0  # seconds for which the hub may send nothing
-# Largest file of which a range is cut out here if the server sends the whole file instead.
-MOST_WITHOUT_RANGES = 64 * 2**20
+TIMEOUT = 60.0  # largest number of seconds for which the hub may send nothing
+# Largest size in bytes of a file from which this module cuts out a range if the server ignores the
+# header Range and sends the whole file.
+MAX_BYTES_WITHOUT_RANGES = 64 * 2**20
 
 
 def is_repository(url: str) -> bool:
-    """Returns whether a URL is that of a repository on the hub, or of a folder in one."""
+    """Returns whether a URL names a repository on the hub, or a folder in a repository."""
     return REPOSITORY_URL.fullmatch(url) is not None
 
 
@@ -43,7 +44,7 @@ class HubFolder:
 
     The methods do the same as the methods of `LocalFolder` (local_files.py), whose docstrings
     describe them. They raise FolderError, or another exception if there was no answer. Files have
-    no versions, because those of a commit never change.
+    no versions, because the files of a commit never change.
 
     Args:
         url: URL of the folder, for which `is_repository` is True.
@@ -56,27 +57,29 @@ class HubFolder:
 
     def __init__(self, url: str) -> None:
         try:
-            import huggingface_hub  # noqa: F401 (reading runs elsewhere does not need it)
+            import huggingface_hub  # noqa: F401 (runs in other places can be read without this package)
         except ImportError as error:
             message = f"{url}: needs huggingface_hub; {install('huggingface_hub')}"
             raise InputError(message) from error
-        match = REPOSITORY_URL.fullmatch(url)
-        if match is None:
+        url_match = REPOSITORY_URL.fullmatch(url)
+        if url_match is None:
             raise ValueError(f"{url}: is not the URL of a repository on the hub")
-        self._kind = KINDS[match["kind"]]
-        self._prefix = f"{match['kind']}/" if match["kind"] else ""
-        self._name = match["name"]
-        self._revision = unquote(match["revision"] or "main")
-        self._path = (match["path"] or "").strip("/")
+        self._kind = KINDS[url_match["kind"]]
+        self._prefix = f"{url_match['kind']}/" if url_match["kind"] else ""
+        self._name = url_match["name"]
+        self._revision = unquote(url_match["revision"] or "main")
+        self._path = (url_match["path"] or "").strip("/")
 
     @property
     def url(self) -> str:
         """The URL of the folder, with the revision from which it is read."""
-        repository = f"hf://{self._prefix}{self._name}@{quote(self._revision, safe='')}"
-        return f"{repository}/{self._path}" if self._path else repository
+        repository_url = f"hf://{self._prefix}{self._name}@{quote(self._revision, safe='')}"
+        return f"{repository_url}/{self._path}" if self._path else repository_url
 
     def pin(self) -> None:
-        """Replaces the revision by its commit, by one request. A commit stays as it is.
+        """Replaces the revision by its current commit, which one request determines.
+
+        If the revision is a commit already, nothing is done.
 
         Raises:
             FolderError: If the request failed. It is final if there is no such repository or
@@ -86,26 +89,30 @@ class HubFolder:
 
         if COMMIT.fullmatch(self._revision):
             return
-        options: dict[str, Any] = {"repo_type": self._kind, "revision": self._revision}
+        repository_options: dict[str, Any] = {"repo_type": self._kind, "revision": self._revision}
         try:
             with self._as_folder_errors():
-                information = HfApi().repo_info(self._name, timeout=TIMEOUT, **options)
+                repository_info = HfApi().repo_info(
+                    self._name, timeout=TIMEOUT, **repository_options
+                )
         except FolderError:
             raise
-        except Exception as error:  # those of the HTTP client, which depend on its version
+        except Exception as error:  # the exceptions of the HTTP client depend on its version
             if reason := hub_unreachable(constants.ENDPOINT):
                 message = f"the hub cannot be reached ({one_line(reason)})"
                 raise FolderError(message) from error
             raise
-        self._revision = str(information.sha)
+        self._revision = str(repository_info.sha)
 
     def entries(self) -> dict[str, FileEntry | None]:
         from huggingface_hub import constants, get_session
         from huggingface_hub.errors import EntryNotFoundError
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        path = "/".join(["tree", quote(self._revision, safe=""), quote(self._path)]).rstrip("/")
-        page_url = f"{constants.ENDPOINT}/api/{self._kind}s/{self._name}/{path}"
+        tree_path = "/".join(["tree", quote(self._revision, safe=""), quote(self._path)]).rstrip(
+            "/"
+        )
+        page_url = f"{constants.ENDPOINT}/api/{self._kind}s/{self._name}/{tree_path}"
         headers = build_hf_headers()
         entries: dict[str, FileEntry | None] = {}
         with self._as_folder_errors():
@@ -115,9 +122,11 @@ class HubFolder:
                     hf_raise_for_status(response)
                 except EntryNotFoundError:  # the commit has no such folder
                     return {}
-                for item in response.json():
-                    name = item["path"].rpartition("/")[2]
-                    entries[name] = FileEntry(item["size"]) if item["type"] == "file" else None
+                for entry_fields in response.json():
+                    entry_name = entry_fields["path"].rpartition("/")[2]
+                    entries[entry_name] = (
+                        FileEntry(entry_fields["size"]) if entry_fields["type"] == "file" else None
+                    )
                 page_url = response.links.get("next", {}).get("url", "")
         return entries
 
@@ -125,34 +134,43 @@ class HubFolder:
         return self.entries().get(name)
 
     def read(
-        self, name: str, version: str | None, most: int | None, span: tuple[int, int] | None
+        self,
+        name: str,
+        version: str | None,
+        max_bytes: int | None,
+        byte_range: tuple[int, int] | None,
     ) -> tuple[bytes, str | None] | None:
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        path = f"{self._path}/{name}" if self._path else name
-        url = hf_hub_url(self._name, path, repo_type=self._kind, revision=self._revision)
-        # Sizes and ranges are those of the file itself, and not of a compressed answer.
+        path_in_repository = f"{self._path}/{name}" if self._path else name
+        file_url = hf_hub_url(
+            self._name, path_in_repository, repo_type=self._kind, revision=self._revision
+        )
+        # Without this header, the answer may be compressed, and sizes and ranges would refer to the
+        # compressed bytes.
         headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-        if span is not None:
-            headers["Range"] = f"bytes={span[0]}-{span[1] - 1}"
-        request = get_session().stream("GET", url, headers=headers, timeout=TIMEOUT)
-        with self._as_folder_errors(), request as response:
+        if byte_range is not None:
+            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+        response_context = get_session().stream("GET", file_url, headers=headers, timeout=TIMEOUT)
+        with self._as_folder_errors(), response_context as response:
             if response.status_code == 416:  # the range begins behind the end of the file
                 return b"", None
             try:
                 hf_raise_for_status(response)
             except EntryNotFoundError:
                 return None
-            size = int(response.headers.get("Content-Length", 0))
-            if span is None:
-                check_size(size, most)
+            response_bytes = int(response.headers.get("Content-Length", 0))
+            if byte_range is None:
+                check_size(response_bytes, max_bytes)
                 return response.read(), None
             if response.status_code == 206:
                 return response.read(), None
-            check_size(size, MOST_WITHOUT_RANGES)  # this server sends the whole file instead
-            return response.read()[span[0] : span[1]], None
+            check_size(
+                response_bytes, MAX_BYTES_WITHOUT_RANGES
+            )  # the server sends the whole file, not the range
+            return response.read()[byte_range[0] : byte_range[1]], None
 
     def write(self, name: str, *_: Any) -> NoReturn:
         raise InputError(
@@ -164,7 +182,7 @@ class HubFolder:
 
     @contextmanager
     def _as_folder_errors(self) -> Iterator[None]:
-        """Raises FolderError in place of the exceptions of huggingface_hub.
+        """Raises FolderError if the `with` block raises an exception of huggingface_hub.
 
         Raises:
             FolderError: If the hub refused a request. It is final if the hub would refuse the same
@@ -180,31 +198,34 @@ class HubFolder:
             RevisionNotFoundError,
         )
 
-        noun = NOUNS[self._kind]
+        repo_noun = NOUNS[self._kind]
         try:
             yield
         except OfflineModeIsEnabled as error:
-            message = f"HF_HUB_OFFLINE is set, and the {noun} is read from the hub alone; unset it"
+            message = (
+                f"HF_HUB_OFFLINE is set, and the {repo_noun} is read from the hub alone; unset it"
+            )
             raise FolderError(message) from error
         except HFValidationError as error:
             raise FolderError(one_line(error)) from error
         except GatedRepoError as error:
             raise FolderError(
-                f"the {noun} is gated: ask for access on its page, and set HF_TOKEN to your token"
+                f"the {repo_noun} is gated: ask for access on its page, and set HF_TOKEN to your "
+                "token"
             ) from error
         except RepositoryNotFoundError as error:
-            remedy = "HF_TOKEN is not set"
+            access_problem = "HF_TOKEN is not set"
             if get_token():
-                remedy = "your token (HF_TOKEN) may not read it"
+                access_problem = "your token (HF_TOKEN) may not read it"
             raise FolderError(
-                f"the hub has no such {noun}, or it is private and {remedy}"
+                f"the hub has no such {repo_noun}, or it is private and {access_problem}"
             ) from error
         except RevisionNotFoundError as error:
-            raise FolderError(f"the {noun} has no revision {self._revision}") from error
+            raise FolderError(f"the {repo_noun} has no revision {self._revision}") from error
         except HfHubHTTPError as error:
-            status = error.response.status_code
+            http_status = error.response.status_code
             reason = f"{one_line(error):.200}"
-            if status == 401:
+            if http_status == 401:
                 reason = "the hub does not accept your token (HF_TOKEN)"
-            is_final = meaning_of(status) is not Meaning.MAY_PASS
+            is_final = meaning_of(http_status) is not Meaning.MAY_PASS
             raise FolderError(reason, final=is_final) from error

@@ -319,7 +319,7 @@ class Identity:
     def other_samples(
         self, other: "Identity", files: DataFiles, other_files: DataFiles
     ) -> list[Difference]:
-        """Returns the differences because of which two runs have different samples.
+        """Returns the differences in settings and data files that change the samples of a run.
 
         If there is no difference, a row of the data set is converted to the same samples in both
         runs.
