@@ -365,7 +365,7 @@ class SpecForgeFormat(DraftFormat):
         return Exported(written_tokens, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell commands that write a configuration for SpecForge and train a draft model.
+        """Returns the shell commands that configure SpecForge and train a draft model.
 
         The arguments are those of `ExportFormat.read_with`.
         """
