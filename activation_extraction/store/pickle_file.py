@@ -1,20 +1,24 @@
-"""The pickle format of a shard: a dict from key (layer, or hook name) to a list of records.
+"""The pickle format of a shard: a dict from the key of each hook to a list of records.
 
-`pickle.loads(gzip.open(path).read())` reads it. There is one record per sample, in order, a dict of
-plain values and NumPy arrays:
-  sample_idx, hook        the sample's number, and the hook's full name
-  activation, shape       (tokens, width), and that shape
-  ids, values, offsets,   of codes, in the place of `activation`: int32 and float32 (or bfloat16),
-  error, norm             the active features of all tokens, one token after the other; int64
-                          (tokens + 1,), where those of each token begin; float32 (tokens,) each,
-                          see common/codes.py
-  text_preview, doc_id    see SampleFacts, whose other fields are in the table of samples alone
-  token_ids               int32 (tokens,), or None
-  positions               int32 (tokens,), of the tokens in the sample
-  role, turn              int32 (tokens,), where a run has labels
+A key is a layer number or the name of a hook. `pickle.loads(gzip.open(path).read())` reads a
+compressed file. The list contains one record for each sample, in order. A record is a dict of plain
+values and NumPy arrays:
+
+  sample_idx, hook        number of the sample; full name of the hook
+  activation, shape       values at the hook, (tokens, width); this shape as a tuple
+  ids, values, offsets,   instead of `activation` at a hook with codes: the active features of all
+  error, norm             tokens, one token after the other, int32; their values, float32 or
+                          bfloat16; index of the first feature of each token, int64 (tokens + 1,);
+                          error and norm of each token, float32 (tokens,) each (common/codes.py)
+  text_preview, doc_id    fields of SampleFacts; only the table of samples contains its other fields
+  token_ids               ids of the stored tokens, int32 (tokens,), or None
+  positions               positions of these tokens in the sample, int32 (tokens,)
+  role, turn              labels of these tokens, int32 (tokens,), if the run stores conversations
+
 The bytes depend only on the content and, in an uncompressed file, on the id of the process that
-wrote it: a string before the dict, which unpickling pushes on its stack and drops. Always read a
-compressed file to its end, where its checksum is; `pickle.load` stops before it.
+wrote the file. The id is a string before the dict, which unpickling pushes on its stack and drops.
+A compressed file must always be read to its end, because its checksum is there; `pickle.load` stops
+before the checksum.
 """
 
 import pickle
@@ -35,7 +39,7 @@ from activation_extraction.store.shard import LABELS, Shard, ShardSample
 from activation_extraction.text.sample_facts import SampleFacts
 
 Records = dict[Key, list[dict[str, Any]]]
-PROTOCOL = 2  # bytes at the beginning of a pickle, which name the protocol
+PROTOCOL = 2  # number of bytes at the beginning of a pickle that name its protocol
 
 
 class _Pickler(pickle.Pickler):
@@ -49,47 +53,57 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return NotImplemented
-        reduced: Any = np.empty(0, value.dtype).__reduce__()
-        rebuild, arguments, (version, _shape, dtype, fortran, _data) = reduced
-        content = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
-        data = PickleBuffer(content.toreadonly())  # a writable buffer would become a bytearray
-        return rebuild, arguments, (version, value.shape, dtype, fortran, data)
+        reduced_array: Any = np.empty(0, value.dtype).__reduce__()
+        rebuild, arguments, (version, _shape, dtype, is_fortran_order, _data) = reduced_array
+        array_bytes = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
+        # A writable buffer would be pickled as a bytearray.
+        array_buffer = PickleBuffer(array_bytes.toreadonly())
+        return rebuild, arguments, (version, value.shape, dtype, is_fortran_order, array_buffer)
 
 
-class _Pieces(list[memoryview]):
-    """A file for a pickler: a list of the buffers that were written, without copies."""
+class _BufferList(list[memoryview]):
+    """The output file of a pickler: a list of the written buffers, which are not copied."""
 
-    def write(self, data: bytes | PickleBuffer) -> int:
-        self.append(memoryview(data).cast("B"))
+    def write(self, written_bytes: bytes | PickleBuffer) -> int:
+        self.append(memoryview(written_bytes).cast("B"))
         return self[-1].nbytes
 
 
 def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
-    """Returns the bytes of a shard's pickle. Activations are not copied.
+    """Pickles a shard without copying its activations.
 
     Args:
-        shard: The shard, whose values are in the stored form.
-        writer: The id of the process that writes the file; "" to leave it out.
+        shard: Shard, whose values are in the stored form (hook_values.py).
+        writer: Id of the process that writes the file; "" to leave it out.
+
+    Returns:
+        Consecutive buffers with the bytes of the file.
     """
-    pieces = _Pieces()
-    _Pickler(pieces, protocol=5).dump(records_of(shard))
+    buffers = _BufferList()
+    _Pickler(buffers, protocol=5).dump(records_of(shard))
     if writer:
-        text = writer.encode()
-        dropped = pickle.BINUNICODE + struct.pack("<I", len(text)) + text + pickle.POP
-        first = pieces[0]
-        pieces[:1] = [first[:PROTOCOL], memoryview(dropped), first[PROTOCOL:]]
-    return pieces
+        writer_bytes = writer.encode()
+        writer_instructions = (
+            pickle.BINUNICODE + struct.pack("<I", len(writer_bytes)) + writer_bytes + pickle.POP
+        )
+        first_buffer = buffers[0]
+        buffers[:1] = [
+            first_buffer[:PROTOCOL],
+            memoryview(writer_instructions),
+            first_buffer[PROTOCOL:],
+        ]
+    return buffers
 
 
 def records_of(shard: Shard) -> Records:
     """Returns the records of a shard, by the key of the hook.
 
     Args:
-        shard: The shard, whose values are in the stored form.
+        shard: Shard, whose values are in the stored form (hook_values.py).
     """
 
-    def record_of(key: Key, hook: HookValues, number: int) -> dict[str, Any]:
-        sample, values = shard.samples[number], shard.values[key][number]
+    def record_of(key: Key, hook: HookValues, sample_index: int) -> dict[str, Any]:
+        sample, values = shard.samples[sample_index], shard.values[key][sample_index]
         return {
             "sample_idx": sample.facts.sample_idx,
             "hook": hook.name,
@@ -102,9 +116,9 @@ def records_of(shard: Shard) -> Records:
             **sample.labels,
         }
 
-    numbers = range(len(shard.samples))
+    sample_indices = range(len(shard.samples))
     return {
-        key: [record_of(key, hook, number) for number in numbers]
+        key: [record_of(key, hook, sample_index) for sample_index in sample_indices]
         for key, hook in shard.hooks.items()
     }
 
@@ -113,26 +127,28 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
     """Reads the records of a pickled shard without running pickled code.
 
     Args:
-        file: The file, open for reading.
-        where: The name of the file, for messages. A name that ends in .gz means that the file is
-            compressed by gzip.
-        limit: The largest size in bytes to which the file may be decompressed.
+        file: File that is open for reading.
+        where: Path of the file, for messages. If it ends in .gz, the file is decompressed.
+        limit: Largest size in bytes to which the file may be decompressed.
 
     Raises:
-        UnsafeError: The file contains anything but plain containers and NumPy arrays of numbers,
+        UnsafeError: If the file contains anything but plain containers and NumPy arrays of numbers,
             or decompresses to more than `limit` bytes.
-        RunError: The file is damaged.
+        RunError: If the file is damaged.
     """
     stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
     try:
-        by_key = _Unpickler(_LimitedReader(stream, limit)).load()
+        records_by_key = _Unpickler(_LimitedReader(stream, limit)).load()
         return {
-            key: [{name: _plain(value) for name, value in record.items()} for record in records]
-            for key, records in by_key.items()
+            key: [
+                {field_name: _plain(value) for field_name, value in record.items()}
+                for record in records
+            ]
+            for key, records in records_by_key.items()
         }
     except RunError as error:
         raise type(error)(f"{where}: {error}") from error
-    except Exception as error:  # broken bytes may raise anything in gzip, pickle or NumPy
+    except Exception as error:  # damaged bytes may raise any exception in gzip, pickle or NumPy
         raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
 
 
@@ -141,56 +157,62 @@ def _plain(value: Any) -> Any:
 
 
 def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, HookValues]) -> Shard:
-    """Reads a pickled shard. Its samples are taken from the records of its first hook.
+    """Reads a pickled shard.
+
+    The facts, tokens and labels of the samples are read from the records of the first hook.
 
     Args:
-        file: The file, open for reading.
-        where: The name of the file, for messages. A name that ends in .gz means that the file is
-            compressed by gzip.
-        limit: The largest size in bytes to which the file may be decompressed.
-        hooks: The hooks to read, by key. Hooks that the file lacks are left out of the result.
+        file: File that is open for reading.
+        where: Path of the file, for messages. If it ends in .gz, the file is decompressed.
+        limit: Largest size in bytes to which the file may be decompressed.
+        hooks: Hooks to read, by key. Hooks that the file lacks are left out of the result.
 
     Raises:
-        UnsafeError: The file contains anything but plain containers and NumPy arrays of numbers,
+        UnsafeError: If the file contains anything but plain containers and NumPy arrays of numbers,
             or decompresses to more than `limit` bytes.
-        RunError: The file is damaged, or its records lack fields.
+        RunError: If the file is damaged, or its records lack fields.
     """
-    records = read_records(file, where, limit)
-    stored = {key: hook for key, hook in hooks.items() if key in records}
+    records_by_key = read_records(file, where, limit)
+    stored_hooks = {key: hook for key, hook in hooks.items() if key in records_by_key}
     try:
-        values = {
-            key: [hook.from_record(record) for record in records[key]]
-            for key, hook in stored.items()
+        values_by_key = {
+            key: [hook.from_record(record) for record in records_by_key[key]]
+            for key, hook in stored_hooks.items()
         }
         samples = [
             ShardSample(
                 SampleFacts(record["sample_idx"]),
                 token_ids=record["token_ids"],
                 positions=record["positions"],
-                labels={name: record[name] for name in LABELS if name in record},
+                labels={label: record[label] for label in LABELS if label in record},
             )
-            for record in next(iter(records.values()), [])
+            for record in next(iter(records_by_key.values()), [])
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(samples, stored, values)
+    return Shard(samples, stored_hooks, values_by_key)
 
 
 class UnsafeError(RunError):
-    """A shard contains something that this program does not write, and that was not run."""
+    """A shard contains an object that this program does not write. Its code was not run."""
 
 
 class _LimitedReader:
-    """The input of the unpickler, which refuses to decompress more than `limit` bytes."""
+    """The input of an unpickler, which refuses to decompress more than a number of bytes.
+
+    Args:
+        stream: Decompressed content of the file.
+        limit: Largest number of bytes to read.
+    """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._stream = stream
-        self._limit = self._left = limit
+        self._limit = self._bytes_left = limit
 
     def read(self, size: int) -> bytes:
-        if not 0 <= size <= self._left:
+        if not 0 <= size <= self._bytes_left:
             raise UnsafeError(f"unpacks to more than {self._limit} bytes")
-        self._left -= size
+        self._bytes_left -= size
         return self._stream.read(size)
 
     def readline(self) -> bytes:
@@ -198,16 +220,16 @@ class _LimitedReader:
 
 
 class _DType:
-    """Stands for a dtype in a pickle.
+    """The replacement of NumPy's dtype when a pickle is read.
 
-    NumPy's own class accepts states with which it reads memory outside of an array. This class uses
-    only the byte order of the state.
+    NumPy's own class accepts pickled states that make NumPy read memory outside of an array. This
+    class uses only the byte order in a state.
     """
 
-    def __init__(self, code: Any, *_: Any) -> None:
-        if not isinstance(code, str) or code not in NUMBER_TYPES:
-            raise UnsafeError(f"refused: an array of type {code!r:.80}")
-        self.dtype = np.dtype(code)
+    def __init__(self, type_code: Any, *_: Any) -> None:
+        if not isinstance(type_code, str) or type_code not in NUMBER_TYPES:
+            raise UnsafeError(f"refused: an array of type {type_code!r:.80}")
+        self.dtype = np.dtype(type_code)
 
     def __setstate__(self, state: Any) -> None:
         if state[1] not in ("<" if sys.byteorder == "little" else ">", "|", "="):
@@ -215,14 +237,17 @@ class _DType:
 
 
 class _Array(np.ndarray):
-    """An array of numbers in a pickle, which begins empty."""
+    """The replacement of NumPy's array when a pickle is read.
+
+    It is an empty array until `__setstate__` sets its content, which can only be numbers.
+    """
 
     def __new__(cls, *_: Any) -> "_Array":
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
-        version, shape, kind, fortran, data = state
-        super().__setstate__((version, shape, kind.dtype, fortran, data))
+        version, shape, dtype_stand_in, is_fortran_order, array_bytes = state
+        super().__setstate__((version, shape, dtype_stand_in.dtype, is_fortran_order, array_bytes))
 
 
 NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "bfloat16")
@@ -236,7 +261,7 @@ ALLOWED: dict[str, Any] = {
 
 
 class _Unpickler(AllowListUnpickler):
-    """Unpickles plain containers and NumPy arrays of numbers, and nothing else."""
+    """An unpickler that makes only plain containers and NumPy arrays of numbers."""
 
     allowed_objects = ALLOWED
     error_type = UnsafeError

@@ -1,15 +1,18 @@
 """The table of a shard's samples, `shard_0001.samples.parquet`, which is read without the shard.
 
-It has a row for every sample, in the order of the shard: how many of its tokens are stored, and the
-fields of its SampleFacts, each in a column of the same name:
-  sample_idx, tokens      the number of the sample in the whole run; how many tokens are stored
-  doc_id, text_preview    the `id` of its row in the data set; its first 200 characters
-  row                     the row that it comes from, such as {"file": "a.jsonl", "line": 7}
-  cut                     how many tokens were left out at the end of its document
-and every column of the data set that is kept, under its own name. A column has the type that
-pyarrow finds for its values, where that gives all of them back; fields of a struct that are null
-are no fields of the value. Any other column has texts of JSON, with null where a sample lacks the
-column; the metadata of its field in the Arrow schema then says `encoding`: `JSON`.
+The table contains a row for every sample, in the order of the shard. Its columns are the number of
+stored tokens, and the fields of SampleFacts:
+
+  sample_idx, tokens      number of the sample, which is unique in the run; number of stored tokens
+  doc_id, text_preview    `id` of the sample's row in the data set; first 200 characters of the text
+  row                     row of the data set, such as {"file": "a.jsonl", "line": 7}
+  cut                     number of tokens that were left out at the end of the document
+
+It also contains every column of the data set that is kept, under its own name. If pyarrow finds a
+type for the values of a column from which all of them can be read back, the column has this type.
+Fields of a struct that are null do not belong to the value. Otherwise, the column contains JSON
+texts, and null if a sample lacks the column. The metadata of its field in the Arrow schema then
+contain `encoding`: `JSON`.
 
 Values are read back as they were before they were stored. The bytes depend on the content, on the
 version of pyarrow, and on the id of the process that wrote the file, which is `writer` in the
@@ -32,46 +35,49 @@ from activation_extraction.store.shard import ShardSample
 from activation_extraction.store.shard_reader import expect, read_beside
 from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 
-TOKENS = "tokens"  # the only column of every table that is no field of SampleFacts
-TO_CONTINUE = ["sample_idx", TOKENS, "row"]  # the columns that a start needs to continue a run
+TOKENS = "tokens"  # name of the column with the numbers of stored tokens
+TO_CONTINUE = ["sample_idx", TOKENS, "row"]  # columns that are read when a run is continued
 FIXED = {"sample_idx": pyarrow.int64(), "tokens": pyarrow.int32(), "cut": pyarrow.int64()}
-JSON = {b"encoding": b"JSON"}  # the metadata of a column that has texts of JSON
-ABSENT = object()  # the value of a kept column that a sample lacks: null among texts of JSON
-# Exceptions of pyarrow for large integers, lone surrogates, and names that are not text.
+JSON = {b"encoding": b"JSON"}  # metadata of a column that contains JSON texts
+ABSENT = object()  # stands for the value of a column that a sample lacks, which is stored as null
+# Exceptions that pyarrow raises for large integers, lone surrogates, and names that are not text.
 DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, ValueError, TypeError)
-PROMOTED = "permissive"  # columns of several tables get a type that has room for all values
-MAX_FIELDS = 32  # lists and fields of structs in a column: each row has room for all; few are deep
+# Option of pyarrow with which concatenated columns get a type that can contain all values.
+PROMOTED = "permissive"
+# Largest number of lists and of fields of structs in the type of a column. Every row needs memory
+# for all of them, and deeply nested types have many of them.
+MAX_FIELDS = 32
 
 
 def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
-    """Returns the content of the table's file.
+    """Returns the content of the file with the table of a shard's samples.
 
     Args:
-        samples: The samples of the shard, in order.
-        writer: The id of the process that writes the file; "" to leave it out.
+        samples: Samples of the shard, in order.
+        writer: Id of the process that writes the file; "" to leave it out.
 
     Raises:
-        StorageError: A value does not fit into the table.
+        StorageError: If a value does not fit into the table.
     """
-    table, sink = _table(samples), pyarrow.BufferOutputStream()
+    table, output_stream = _table(samples), pyarrow.BufferOutputStream()
     if writer:
         table = table.replace_schema_metadata({"writer": writer})
-    pyarrow.parquet.write_table(table, sink, compression="zstd")
-    return sink.getvalue().to_pybytes()
+    pyarrow.parquet.write_table(table, output_stream, compression="zstd")
+    return output_stream.getvalue().to_pybytes()
 
 
 def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
     """Reads the table of a shard's samples as it is stored.
 
-    Values that Parquet cannot hold are still texts of JSON; `stored_samples` and `values_of` decode
-    them.
+    Columns with JSON texts are not decoded. `stored_samples` and `values_of` decode them.
 
     Args:
         folder: Folder of the shard.
         commit: Commit of the shard.
 
     Raises:
-        RunError: The table is missing, damaged or replaced, or lists other samples than its commit.
+        RunError: If the table is missing, damaged or replaced, or lists other samples than its
+            commit.
     """
     if not commit.count:
         return _table([])
@@ -85,40 +91,49 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
 
 
 def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
-    """Returns the samples that a table lists, in its order, with their original values.
+    """Returns the samples in a table, in its order, with decoded values.
 
     Args:
-        table: The table, or some of its columns, among them `sample_idx` and `tokens`. A fact whose
-            column is left out has its default.
+        table: Table of samples, or some of its columns, which include `sample_idx` and `tokens`. A
+            fact without a column gets its default.
     """
-    kept: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
-    for name in table.column_names:
-        if name not in SAMPLE_COLUMNS:
-            for columns, value in zip(kept, _decoded(table, name), strict=True):
-                if value is not ABSENT:
-                    columns[name] = value
-    names = [name for name in SAMPLE_COLUMNS if name in table.column_names]
-    values = zip(*(_decoded(table, name) for name in names), strict=True)
+    columns_of_samples: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    for column_name in table.column_names:
+        if column_name not in SAMPLE_COLUMNS:
+            for sample_columns, column_value in zip(
+                columns_of_samples, _decoded(table, column_name), strict=True
+            ):
+                if column_value is not ABSENT:
+                    sample_columns[column_name] = column_value
+    fact_names = [
+        column_name for column_name in SAMPLE_COLUMNS if column_name in table.column_names
+    ]
+    facts_of_samples = zip(
+        *(_decoded(table, column_name) for column_name in fact_names), strict=True
+    )
     samples = []
-    for of_sample, columns in zip(values, kept, strict=True):
-        facts = dict(zip(names, of_sample, strict=True))
-        tokens = facts.pop(TOKENS)
-        samples.append(StoredSample(SampleFacts(**facts, columns=columns), tokens))
+    for fact_values, sample_columns in zip(facts_of_samples, columns_of_samples, strict=True):
+        facts = dict(zip(fact_names, fact_values, strict=True))
+        token_count = facts.pop(TOKENS)
+        samples.append(StoredSample(SampleFacts(**facts, columns=sample_columns), token_count))
     return samples
 
 
 def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
-    """Returns the samples that a table lists, by `sample_idx`, with the columns of TO_CONTINUE.
+    """Returns the samples in a table by `sample_idx`, with the facts that continuing a run needs.
 
-    Previews and kept columns are left out, because they are large and a start does not compare
-    them.
+    The facts are those in the columns TO_CONTINUE. Previews and kept columns are left out, because
+    they are large.
+
+    Args:
+        table: Table of samples.
     """
     samples = stored_samples(table.select(TO_CONTINUE))
     return {sample.facts.sample_idx: sample for sample in samples}
 
 
 def values_of(table: pyarrow.Table, name: str) -> list[Any]:
-    """Returns the values of a column as they were before they were stored.
+    """Returns the decoded values of a column, as they were before they were stored.
 
     Args:
         table: Table of samples.
@@ -135,65 +150,81 @@ def values_of(table: pyarrow.Table, name: str) -> list[Any]:
 def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
     """Returns one table with the samples of several tables.
 
-    A column keeps its texts of JSON only if pyarrow has no other type for all of its values.
+    Columns with JSON texts are decoded if pyarrow has a type for all of their values.
 
     Args:
-        tables: The tables, in the order of the samples; without any, the result has no rows.
+        tables: Tables, in the order of the samples. If there is none, the result has no rows.
     """
-    parts = list(tables) or [_table([])]
-    names = dict.fromkeys(name for table in parts for name in table.column_names)
-    return pyarrow.table({name: _concatenate_column(parts, name) for name in names})
+    all_tables = list(tables) or [_table([])]
+    column_names = dict.fromkeys(
+        column_name for table in all_tables for column_name in table.column_names
+    )
+    return pyarrow.table(
+        {column_name: _concatenate_column(all_tables, column_name) for column_name in column_names}
+    )
 
 
 def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
     all_facts = [sample.facts for sample in samples]
     for facts in all_facts:
-        _check(facts)
-    columns: dict[str, list[Any]] = {}
-    for name in SAMPLE_COLUMNS:
-        if name == TOKENS:
-            columns[name] = [len(sample.positions) for sample in samples]
+        _check_facts(facts)
+    values_by_column: dict[str, list[Any]] = {}
+    for column_name in SAMPLE_COLUMNS:
+        if column_name == TOKENS:
+            values_by_column[column_name] = [len(sample.positions) for sample in samples]
         else:
-            columns[name] = [getattr(facts, name) for facts in all_facts]
-    for name in dict.fromkeys(name for facts in all_facts for name in facts.columns):
-        columns[name] = [facts.columns.get(name, ABSENT) for facts in all_facts]
-    packed = [_packed(name, values) for name, values in columns.items()]
-    schema = pyarrow.schema([field for field, _ in packed])
-    return pyarrow.table([array for _, array in packed], schema=schema)
+            values_by_column[column_name] = [getattr(facts, column_name) for facts in all_facts]
+    kept_names = dict.fromkeys(name for facts in all_facts for name in facts.columns)
+    for column_name in kept_names:
+        values_by_column[column_name] = [
+            facts.columns.get(column_name, ABSENT) for facts in all_facts
+        ]
+    fields_and_arrays = [
+        _column_of(column_name, values) for column_name, values in values_by_column.items()
+    ]
+    schema = pyarrow.schema([field for field, _ in fields_and_arrays])
+    return pyarrow.table([array for _, array in fields_and_arrays], schema=schema)
 
 
-def _packed(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Array]:
-    """Returns a column for the table: its field in the Arrow schema, and its values.
+def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Array]:
+    """Makes a column of a table from its values.
 
     Args:
         name: Name of the column.
-        values: Values of the column; ABSENT for a sample that lacks it.
+        values: Value of each sample; ABSENT for a sample that lacks the column.
 
     Returns:
-        A column of the type that pyarrow infers, if that gives all values back; otherwise a column
-        of texts of JSON.
+        A tuple of the column's field in the Arrow schema, and its values. The column has the type
+        that pyarrow infers if all values can be read back. Otherwise it contains JSON texts.
     """
     if name in FIXED:
         return pyarrow.field(name, FIXED[name]), pyarrow.array(values, FIXED[name])
-    if ABSENT not in values and (array := _inferred(values)) is not None:
+    if ABSENT not in values and (array := _array_or_none(values)) is not None:
         if json.dumps(_plain(array), sort_keys=True) == json.dumps(values, sort_keys=True):
             return pyarrow.field(name, array.type), array
-    texts = [None if value is ABSENT else json.dumps(value) for value in values]
-    array = pyarrow.array(texts, pyarrow.string())
+    json_texts = [None if value is ABSENT else json.dumps(value) for value in values]
+    array = pyarrow.array(json_texts, pyarrow.string())
     return pyarrow.field(name, array.type, metadata=JSON), array
 
 
-def _inferred(values: Sequence[Any]) -> pyarrow.Array | None:
-    """Returns an array of the type that pyarrow finds for these values, if that has few fields."""
+def _array_or_none(values: Sequence[Any]) -> pyarrow.Array | None:
+    """Returns an array of the type that pyarrow infers from values.
+
+    None is returned if pyarrow cannot infer a type, or the type has too many fields.
+
+    Args:
+        values: Values of a column.
+    """
     with suppress(*DOES_NOT_FIT):
-        kind = pyarrow.infer_type(values)
-        return pyarrow.array(values, kind) if _has_few_fields(kind) else None
+        arrow_type = pyarrow.infer_type(values)
+        return pyarrow.array(values, arrow_type) if _has_few_fields(arrow_type) else None
     return None
 
 
-def _has_few_fields(kind: pyarrow.DataType) -> bool:
-    text = str(kind)
-    return text.count(": ") <= MAX_FIELDS and "struct<>" not in text  # which Parquet lacks
+def _has_few_fields(arrow_type: pyarrow.DataType) -> bool:
+    type_text = str(arrow_type)
+    # Parquet has no empty structs.
+    return type_text.count(": ") <= MAX_FIELDS and "struct<>" not in type_text
 
 
 def _is_json(table: pyarrow.Table, name: str) -> bool:
@@ -204,7 +235,11 @@ def _is_json(table: pyarrow.Table, name: str) -> bool:
 def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
     """Returns the values of a column as they were before they were stored.
 
-    The value of a sample that lacks the column is ABSENT if the column has texts of JSON.
+    If the column contains JSON texts, the value of a sample that lacks the column is ABSENT.
+
+    Args:
+        table: Table of samples.
+        name: Name of the column, which the table must contain.
     """
     column = table[name].combine_chunks()
     if _is_json(table, name):
@@ -213,9 +248,10 @@ def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
 
 
 def _plain(array: pyarrow.Array) -> list[Any]:
-    """Returns the values of an array, structs without their null fields.
+    """Returns the values of an array as Python objects, leaving out null fields of structs.
 
-    pyarrow adds such a field to every struct that lacks a field which another struct has.
+    If a struct of a column has a field, pyarrow adds it, with the value null, to all structs of the
+    column that lack it.
     """
     if not pyarrow.types.is_struct(array.type):
         return array.to_pylist()
@@ -227,55 +263,80 @@ def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
 
 
 def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
-    """Returns a column of several tables as one.
+    """Returns one column with the values of a column in several tables.
 
-    If its values have no type in common, they become texts.
+    If Arrow has no type for all values, the values are converted to texts.
+
+    Args:
+        tables: Tables, of which some may lack the column. Their rows get null.
+        name: Name of the column.
     """
     with_column = [table for table in tables if name in table.column_names]
     if not any(_is_json(table, name) for table in with_column):
-        parts = [
-            pyarrow.table({name: t[name] if name in t.column_names else pyarrow.nulls(len(t))})
-            for t in tables
+        single_column_tables = [
+            pyarrow.table(
+                {name: table[name] if name in table.column_names else pyarrow.nulls(len(table))}
+            )
+            for table in tables
         ]
         with suppress(pyarrow.ArrowException):
-            together = pyarrow.unify_schemas([p.schema for p in parts], promote_options=PROMOTED)
-            if _has_few_fields(together.field(name).type):
-                return pyarrow.concat_tables(parts, promote_options=PROMOTED)[name]
+            common_schema = pyarrow.unify_schemas(
+                [column_table.schema for column_table in single_column_tables],
+                promote_options=PROMOTED,
+            )
+            if _has_few_fields(common_schema.field(name).type):
+                return pyarrow.concat_tables(single_column_tables, promote_options=PROMOTED)[name]
     values = [value for table in tables for value in values_of(table, name)]
-    if (array := _inferred(values)) is None:
-        array = pyarrow.array([None if value is None else _text(value) for value in values])
+    if (array := _array_or_none(values)) is None:
+        array = pyarrow.array([None if value is None else _as_text(value) for value in values])
     return pyarrow.chunked_array([array])
 
 
-def _text(value: Any) -> str:
-    """Returns a value as text, with question marks for what UTF-8 cannot encode."""
-    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-    return text.encode(errors="replace").decode()
+def _as_text(value: Any) -> str:
+    """Returns a value as text. Question marks replace characters that UTF-8 cannot encode."""
+    value_text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    return value_text.encode(errors="replace").decode()
 
 
-def _check(facts: SampleFacts) -> None:
-    """Checks that the table can hold the facts of a sample, which another program may have made.
+def _check_facts(facts: SampleFacts) -> None:
+    """Checks that a table can contain the facts of a sample, which another program may have made.
+
+    Args:
+        facts: Facts of the sample.
 
     Raises:
-        StorageError: A fact is no JSON value, or a kept column has the name of a fixed one.
+        StorageError: If a fact is not a JSON value, or a kept column has the name of a fact.
     """
-    where, columns = f"sample {facts.sample_idx}", facts.columns
+    sample_in_words, kept_columns = f"sample {facts.sample_idx}", facts.columns
     try:
-        " ".join(columns).encode()  # names may not have lone surrogates; values may
+        # This raises UnicodeEncodeError for lone surrogates, which only values may contain.
+        " ".join(kept_columns).encode()
         json.dumps(vars(facts))
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"{where}: its id, row, text preview or columns are no JSON values: {one_line(error)}"
+            f"{sample_in_words}: its id, row, text preview or columns are no JSON values: "
+            f"{one_line(error)}"
         ) from error
-    for name in SAMPLE_COLUMNS:
-        if name in columns:
-            raise StorageError(f"{where}: a column that is kept cannot be called {name}")
+    for column_name in SAMPLE_COLUMNS:
+        if column_name in kept_columns:
+            raise StorageError(
+                f"{sample_in_words}: a column that is kept cannot be called {column_name}"
+            )
 
 
 def _check_against(commit: Commit, table: pyarrow.Table, where: str) -> None:
-    """Raises RunError unless the table lists the samples that the shard's JSON describes."""
-    numbers = table["sample_idx"].to_pylist() or [None]
+    """Compares the samples in a table with the commit of the shard.
+
+    Args:
+        commit: Commit of the shard.
+        table: Table of samples.
+        where: URL of the table's file, for messages.
+
+    Raises:
+        RunError: If the numbers of samples or tokens, or the first or the last sample, differ.
+    """
+    sample_numbers = table["sample_idx"].to_pylist() or [None]
     expect(where, "number of samples", table.num_rows, commit.count)
     expect(where, "tokens", sum(table["tokens"].to_pylist()), commit.tokens)
-    expect(where, "first sample", numbers[0], commit.first)
-    expect(where, "last sample", numbers[-1], commit.last)
+    expect(where, "first sample", sample_numbers[0], commit.first)
+    expect(where, "last sample", sample_numbers[-1], commit.last)

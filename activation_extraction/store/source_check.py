@@ -1,7 +1,7 @@
-"""SourceCheck: refuses to commit samples of files that have changed while the run read them.
+"""SourceCheck: refuses to commit samples from files that have changed since the run began.
 
-A `Sources` (identity.py) finds out whether files have changed. This module decides when it looks:
-before each commit, at the files that the samples of the shard come from.
+`Sources` (identity.py) finds out whether files have changed. This module decides when which files
+are checked: before each commit, the files from which the samples of the shard come.
 """
 
 from collections.abc import Sequence
@@ -13,37 +13,41 @@ from activation_extraction.store.shard import ShardSample
 
 
 class SourceCheck:
-    """Checks, before a shard is committed, that the files of its samples have not changed.
+    """Checks before each commit that the files of the shard's samples have not changed.
 
     Args:
-        sources: The files that the samples of the run come from. None if these files are unknown;
-            then nothing is checked.
-        commits: The commits of this process so far. The owner of this list appends every later
-            commit to it.
+        sources: Files from which the samples of the run come. None if these files are unknown, so
+            that nothing is checked.
+        commits: List of the commits of this process, to which the caller appends later commits.
     """
 
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:
         self._sources = sources
         self._commits = commits
-        self._unchanged = 0  # number of commits when a check last succeeded
+        self._checked_count = (
+            0  # number of commits at the time of the last check that found no change
+        )
 
     def check(self, samples: Sequence[ShardSample]) -> None:
         """Checks that the files of a shard's samples have not changed since the run began.
 
         Args:
-            samples: The samples of the shard that is about to be committed.
+            samples: Samples of the shard that will be committed next.
 
         Raises:
-            StorageError: A file has changed. The message names the shards that were committed since
-                it was last seen unchanged.
+            StorageError: If a file has changed. The message names the shards that were committed
+                since the last check that found no change.
         """
         if self._sources is not None:
             rows = [sample.facts.row for sample in samples]
             try:
                 self._sources.check(row for row in rows if row is not None)
             except RunError as error:
-                numbers = [commit.number for commit in self._commits[self._unchanged :]]
-                names = ", ".join(map(str, numbers)) or "none"
-                message = f"{error}; shards committed since it was last seen unchanged: {names}"
+                shard_numbers = [commit.number for commit in self._commits[self._checked_count :]]
+                numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
+                message = (
+                    f"{error}; shards committed since it was last seen unchanged: "
+                    f"{numbers_in_words}"
+                )
                 raise reworded(error, message, StorageError) from error
-        self._unchanged = len(self._commits)
+        self._checked_count = len(self._commits)
