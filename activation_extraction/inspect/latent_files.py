@@ -85,9 +85,8 @@ class DelphiFormat(ExportFormat):
         from safetensors.numpy import save
 
         lengths = dataset.samples["tokens"].to_numpy()
-        sample_offsets = np.cumsum(
-            [0, *lengths]
-        )  # index of each sample's first token among all tokens of the run
+        # Index of each sample's first token among all tokens of the run.
+        sample_offsets = np.cumsum([0, *lengths])
         tokens_read = 0
         tokens_in_rows = 0  # number of tokens in whole rows so far
         small_value_counts = dict.fromkeys(hooks, 0)  # number of omitted values by hook

@@ -61,9 +61,8 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         hooks: The hooks of one kind.
     """
     layers = [hook.layer for hook in hooks]
-    quantiles = np.transpose(
-        [hook.norms for hook in hooks]
-    )  # one row per level in LEVELS, (6, hooks)
+    # A row for each level in LEVELS, (6, hooks).
+    quantiles = np.transpose([hook.norms for hook in hooks])
     percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = quantiles
     axes.vlines(layers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
     axes.vlines(layers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)

@@ -167,9 +167,8 @@ class HubFolder:
                 return response.read(), None
             if response.status_code == 206:
                 return response.read(), None
-            check_size(
-                response_bytes, MAX_BYTES_WITHOUT_RANGES
-            )  # the server sends the whole file, not the range
+            # The server sends the whole file, and not the range.
+            check_size(response_bytes, MAX_BYTES_WITHOUT_RANGES)
             return response.read()[byte_range[0] : byte_range[1]], None
 
     def write(self, name: str, *_: Any) -> NoReturn:

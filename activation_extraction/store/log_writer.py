@@ -420,7 +420,7 @@ class LogWriter:
             and None if the file was written. The second is the version of the file; None if the
             store has no versions.
         """
-        patience = self.folder.patience_for(file_content)  # for all attempts together
+        patience = self.folder.patience_for(file_content)  # time for all attempts together
         attempts = Attempts(self.folder, f"writing {name}", patience)
         while True:
             if is_final is None:

@@ -97,7 +97,7 @@ class ShardQueue(Generic[T]):
                 self._on_wait()
                 start_time = time.perf_counter()
                 phase = self._shards[0].phase
-                self._changed.wait(0.2)  # a short wait in seconds, so that Ctrl-C is noticed
+                self._changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
                 self.waited[phase] += time.perf_counter() - start_time
         self.check()
 
@@ -149,7 +149,7 @@ class ShardQueue(Generic[T]):
         """
         with self._changed:
             while self._shards and self._failure is None:
-                self._changed.wait(0.2)  # a short wait in seconds, so that Ctrl-C is noticed
+                self._changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
         self.check()
 
     def gauges(self) -> dict[str, Any]:

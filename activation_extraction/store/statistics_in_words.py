@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from activation_extraction.common.visible import counted
 from activation_extraction.store.statistics import Statistics
 
-MOST_HOOKS = 8  # the largest number of hooks whose encoding errors are listed
+MAX_LISTED_HOOKS = 8  # largest number of hooks whose encoding errors are listed
 # Phrases for the kinds of tokens, by the keys of these kinds in Statistics.codes.
 KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 
@@ -17,15 +17,15 @@ KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the encoding errors of each hook that is stored as float8.
 
-    Only the MOST_HOOKS hooks with the largest mean errors are listed. One more line counts the
-    remaining hooks.
+    Only the MAX_LISTED_HOOKS hooks with the largest mean errors are listed. One more line counts
+    the remaining hooks.
 
     Args:
         statistics: Statistics by the full names of the hooks.
     """
     errors = {name: hook.error for name, hook in statistics.items() if hook.error}
     hook_names = sorted(errors, key=lambda name: -errors[name]["others"].mean)
-    for hook_name in hook_names[:MOST_HOOKS]:
+    for hook_name in hook_names[:MAX_LISTED_HOOKS]:
         sink_error = errors[hook_name]["sinks"]
         other_error = errors[hook_name]["others"]
         yield (
@@ -33,8 +33,8 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
             f"{other_error.worst:.2%}; first tokens of samples {sink_error.mean:.2%}, "
             f"{sink_error.worst:.2%}"
         )
-    if len(errors) > MOST_HOOKS:
-        unlisted_hooks = counted(len(errors) - MOST_HOOKS, "other hook")
+    if len(errors) > MAX_LISTED_HOOKS:
+        unlisted_hooks = counted(len(errors) - MAX_LISTED_HOOKS, "other hook")
         yield f"the errors of {unlisted_hooks} are smaller (--json)"
 
 

@@ -60,7 +60,7 @@ class ActivationStorage:
         with ActivationStorage("activations", hooks) as storage:
             for sample_idx in range(storage.totals.samples, 100):
                 token_ids = np.arange(20, dtype=np.int32)
-                activation = np.random.rand(20, 64).astype(np.float32)  # (tokens, width)
+                activation = np.random.rand(20, 64).astype(np.float32)  # shape (tokens, width)
                 storage.add_activation("third", activation, sample_idx, "a text", token_ids)
 
     If `output_dir` contains an interrupted run with the same `identity`, this run is continued. Its
