@@ -34,7 +34,14 @@ README = (REPOSITORY / "README.md").read_text()
 PODS = "Several devices, pods and many machines"
 SCRIPTS = ("deploy/deploy.sh", "launch_v5e64.sh")
 # Of gcloud, docker and the engines.
-OTHERS_FLAGS = {"--accelerator-type", "--spot", "--platform", "--build-arg", "--array"}
+OTHERS_FLAGS = {
+    "--repo-type",
+    "--accelerator-type",
+    "--spot",
+    "--platform",
+    "--build-arg",
+    "--array",
+}
 TOOLS = ("python", "ruff", "mypy", "shellcheck", "hadolint")
 STAMPS = (".runtime", ".dev", ".libtpu", ".slurm", "skypilot/.done", "competitors/.done")
 # Stands for .venv/bin/python and the other programs there: what would take long is only recorded.

@@ -60,7 +60,9 @@ def test_the_numbers_are_those_that_numpy_gives(run):
 def test_the_page_is_one_file_with_every_section(run, capsys):
     assert main("--report", "--output_dir", run) == 0
     path = run / "report.html"
-    assert capsys.readouterr().out == f"report: {path}\n"
+    page_line, card_line = capsys.readouterr().out.splitlines()
+    assert page_line == f"report: {path}"
+    assert card_line.startswith(f"dataset card: {run / 'dataset_card.md'}; to share the run")
     page = path.read_text()
     assert re.findall(r'<section id="(\w+)"', page) == ["glance", "norms", "tokens", "speed"]
     assert not re.search(r"<(script|link|iframe)|@import|url\(|href=", page)

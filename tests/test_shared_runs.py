@@ -1,19 +1,21 @@
-"""Finished runs on the Hugging Face hub, which are read as they are on the disk."""
+"""Finished runs on the Hugging Face hub, which are read as on the disk, and their dataset cards."""
 
 import pickle
 import shutil
 
+import datasets
 import huggingface_hub
 import numpy as np
 import pytest
 from cloud import free_port
 from command_line import main
-from extractions import HIDDEN, HOOKS, extract
+from extractions import HIDDEN, HOOKS, edit, extract
 from hub_server import serve_hub
 
 from activation_extraction import ActivationDataset, ActivationStorage, StorageOptions
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError
+from activation_extraction.inspect.dataset_card import size_category
 from activation_extraction.store.folder import ANY, Folder, FolderError
 
 URL = "hf://datasets/org/run"
@@ -194,3 +196,95 @@ def test_a_folder_on_the_hub_is_only_read(hub, run, monkeypatch):
         folder.read("metadata.json", most=9)
     with pytest.raises(InputError, match=f"{URL}@.*: new cannot be written there; expected a loc"):
         folder.write("new", b"", ANY)
+
+
+def card_of(run, folder, capsys):
+    """Returns the card that --report writes into a folder, and the line that it prints about it."""
+    folder.mkdir(exist_ok=True)
+    assert main("--report", folder / "page.html", "--output_dir", run) == 0
+    printed, errors = capsys.readouterr()
+    assert (folder / "page.html").exists() and errors == ""
+    content = (folder / "dataset_card.md").read_text()
+    return huggingface_hub.DatasetCard(content), printed.splitlines()[1]
+
+
+def test_the_card_names_the_facts_of_the_run_and_shows_its_samples(tmp_path, capsys):
+    """A card that is the README.md makes `datasets` read the tables of samples, as the hub does."""
+    run = tmp_path / "run"
+    for machine in range(2):
+        data = {"identity": {"data": "org/texts small train"}, "shard_size_gb": 1e-3}
+        extract(run, machine, 0, 2, 1, count=600, **data)
+    flags = {"model_path": "org/tiny", "lora": "/home/me/adapter", "encode": [["", "org/sae"]]}
+    model = {"model_type": "qwen2", "num_hidden_layers": 12}
+    facts = {"configuration": flags, "model_commit": "a" * 40, "model": model}
+    for machine in range(2):
+        edit(run / f"machine_00{machine}/metadata.json", lambda content: content.update(facts))
+    card, line = card_of(run, run, capsys)
+    assert line.endswith("dataset_card.md; to share the run on the hub, rename it to README.md")
+    assert card.data.to_dict() == {
+        "base_model": "org/tiny",
+        "size_categories": "1K<n<10K",
+        "tags": ["activations", "interpretability", "tiny"],
+        "configs": [{"config_name": "samples", "data_files": "**/*.samples.parquet"}],
+    }
+    text = card.text
+    assert "# Activations of `tiny`\n" in text
+    assert f"`org/tiny` at commit `{'a' * 40}`. It is a `qwen2` model of 12 layers." in text
+    assert "The LoRA adapter `adapter` was" in text and "Autoencoders: `org/sae`." in text
+    assert f"`org/texts small train` at commit `{'1' * 64}`. A sample is one row, cut to" in text
+    assert "| `blocks.3.hook_resid_post` | 16 | float32 |" in text
+    size = sum(path.stat().st_size for path in run.glob("*/*.pkl.gz")) / 1e6
+    assert f"12,000 tokens of 1,200 samples, in 2 shards ({size:.1f} MB)." in text
+    assert "Format 5 of activation-extraction, in gzipped pickles (a dict" in text
+    assert 'dataset = ActivationDataset("hf://datasets/ORG/NAME")' in text and "/home" not in text
+    assert text.index("README.md") < text.index("# Activations")
+    (run / "dataset_card.md").rename(run / "README.md")
+    table = datasets.load_dataset(str(run), cache_dir=str(tmp_path / "cache"), split="train")
+    assert table["sample_idx"] == [*range(0, 1200, 2), *range(1, 1200, 2)]
+
+
+def test_a_mixture_is_named_without_paths_of_the_machine(tmp_path, capsys):
+    sources = [["org/texts:small:train", 3.0], ["/home/me/own.jsonl", 1.0]]
+    identity = {"data": "a mixture", "data_revision": "org/texts:small:train@abc"}
+    extract(tmp_path, identity=identity)
+    facts = {"configuration": {"mix": sources, "model_path": "/home/me/models/tiny"}}
+    edit(tmp_path / "metadata.json", lambda content: content.update(facts))
+    card, _ = card_of(tmp_path, tmp_path, capsys)
+    mixture = "`org/texts:small:train` at commit `abc` (weight 3), `own.jsonl` (weight 1)"
+    assert f"A mixture of {mixture}." in card.text and "/home" not in card.content
+    assert "`tiny`, from a folder of the author." in card.text
+    assert "base_model" not in card.data.to_dict() and "tiny" in card.data.tags
+
+
+def test_the_card_of_a_program_with_a_loop_of_its_own_names_no_model(tmp_path, capsys):
+    with ActivationStorage(str(tmp_path / "run"), {"third": "layers.3|a`b"}) as storage:
+        values = np.ones((20, 8), np.float32)
+        storage.add_activation("third", values, 0, "a text", np.arange(20), 0)
+    card, _ = card_of(tmp_path / "run", tmp_path, capsys)
+    assert card.data.tags == ["activations", "interpretability"]
+    assert "The metadata of the run does not name the model.\n" in card.text
+    assert "A program with a loop of its own has stored the samples.\n" in card.text
+    assert "| `layers.3\\|a'b` | 8 | float32 |" in card.text
+
+
+def test_only_a_card_that_nobody_has_edited_is_replaced(run, tmp_path, capsys):
+    path = tmp_path / "dataset_card.md"
+    card_of(run, tmp_path, capsys)
+    first = path.read_text()
+    extract(run, count=20, overwrite=True, hook_facts=WIDTHS)
+    card_of(run, tmp_path, capsys)
+    assert "of 20 samples" in path.read_text() != first
+    for content in (path.read_text().replace("20 samples", "many"), "# About my data\n", ""):
+        path.write_text(content)
+        assert main("--report", tmp_path / "page.html", "--output_dir", run) == 0
+        line = capsys.readouterr().out.splitlines()[1]
+        assert line == f"dataset card: {path} has been edited or is no card; it is left as it is"
+        assert path.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("samples", "category"),
+    [(1, "n<1K"), (999, "n<1K"), (1000, "1K<n<10K"), (10**11, "100B<n<1T"), (10**12, "n>1T")],
+)
+def test_the_hub_s_categories_of_size(samples, category):
+    assert size_category(samples) == category

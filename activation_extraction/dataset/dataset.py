@@ -56,12 +56,14 @@ class ActivationDataset(Samples):
     samples and statistics with their sha256.
 
     Args:
-        url: The output of the run: a local folder, a bucket (gs://, s3:// or az://), or any other
-            URL that fsspec knows.
+        url: The output of the run: a local folder, a bucket (gs://, s3:// or az://), a repository
+            on the Hugging Face hub (hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION), or
+            any other URL that fsspec knows.
         hooks: Names of the hooks to read, or globs, as --hook_names takes them. None for all hooks.
 
     Attributes:
-        url: URL of the run, without secrets.
+        url: URL of the run, without secrets. On the hub, it names the commit from which all files
+            are read.
         metadata: Content of the first host's metadata.json.
         identity: Settings of the run that metadata.json records.
         data_files: A tuple for every file of the data set, by the name of the file: its size in

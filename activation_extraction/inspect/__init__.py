@@ -6,6 +6,7 @@
     report.py          --report: an HTML file about the activations, from report.jinja
     report_numbers.py  the numbers in the report
     report_charts.py   the charts in the report
+    dataset_card.py    the dataset card beside the report, for the Hugging Face hub
     export.py          --export: copies a finished run to a folder of files for a trainer
     export_format.py   what each format of --export has to implement
     sae_lens_files.py  the files of SAELens, which trains autoencoders

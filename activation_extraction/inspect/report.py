@@ -15,16 +15,17 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
+from activation_extraction.inspect.dataset_card import CARD, write_card
 from activation_extraction.inspect.status import host_states, totals_of_hosts
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_folders import read_folders
-from activation_extraction.store.run_log import METADATA, RunLog, identity_of
+from activation_extraction.store.run_log import RunLog
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 
 
 def show_report(root: Folder, file: str) -> int:
-    """Writes the report and prints its path.
+    """Writes the report, and a dataset card beside it, and prints their paths.
 
     Args:
         root: The output of the run.
@@ -35,7 +36,7 @@ def show_report(root: Folder, file: str) -> int:
         The exit status, 0.
 
     Raises:
-        InputError: If there is no run, no token is stored yet, a package is missing, or the file
+        InputError: If there is no run, no token is stored yet, a package is missing, or a file
             cannot be written.
         RunError: If a shard is damaged.
     """
@@ -49,17 +50,23 @@ def show_report(root: Folder, file: str) -> int:
             raise InputError(f"--report: needs {library}; {install_extra('report')}")
     if report_path.is_dir() or not report_path.parent.is_dir():
         raise InputError(f"--report {report_path}: expected a file in a folder that exists")
-    html = make_report(root, folders)
+    dataset = _open_dataset(root, folders)
+    html = make_report(dataset, folders)
     try:
         write_file(report_path, [html.encode()])
     except (OSError, FolderError) as error:
         raise InputError(f"--report {report_path}: {reason_of(error)}") from error
     say(f"report: {report_path}")
+    card = report_path.with_name(CARD)
+    if write_card(dataset, card):
+        say(f"dataset card: {card}; to share the run on the hub, rename it to README.md")
+    else:
+        say(f"dataset card: {card} has been edited or is no card; it is left as it is")
     return 0
 
 
-def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
-    """Returns the report as HTML.
+def _open_dataset(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset:
+    """Opens a run as a dataset.
 
     Args:
         root: The output of the run.
@@ -67,14 +74,31 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
 
     Raises:
         InputError: If no token is stored yet, or the run cannot be read as a dataset.
-        RunError: If a shard is damaged or cannot be read.
+        RunError: If a file is damaged or cannot be read.
     """
     commits = [commit for run_log in folders.values() for commit in run_log.in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
-        dataset = ActivationDataset(root.full_url)
-        identity = identity_of(dataset.metadata, METADATA)
+        return ActivationDataset(root.full_url)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise RunError(str(error)) from error
+
+
+def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
+    """Returns the report as HTML.
+
+    Args:
+        dataset: The run.
+        folders: The run log of each folder, by the folder's name.
+
+    Raises:
+        InputError: If the sampled shards hold no tokens.
+        RunError: If a shard is damaged or cannot be read.
+    """
+    try:
         values_by_hook = dataset.shards.hooks.items()
         hook_names = [name for name, hook_values in values_by_hook if hook_values.are_activations]
         token_sample = report_numbers.read_sample(dataset, hook_names)
@@ -95,7 +119,7 @@ def make_report(root: Folder, folders: dict[str, RunLog]) -> str:
     warnings = [f"Warning: {line}" for line in code_warnings(statistics)]
     return _template().render(
         dataset=dataset,
-        identity=identity,
+        identity=dataset.identity,
         hosts=host_states(folders),
         sample=token_sample,
         hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer)),
