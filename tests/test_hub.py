@@ -127,7 +127,8 @@ def test_a_mixture_of_the_hub_and_files_with_an_adapter_and_an_autoencoder(hub, 
     flags = ["--model_path", "org/tiny", *FEW, "--shuffle_documents", "1", "--batch_size", "2"]
     flags += ["--lora", "org/lora", "--encode", "org/saes/pile/layers.1"]
     flags = " ".join([*flags, "--mix", "org/texts:small:train=3", f"{own}=1", "--max_samples"])
-    told = run(hub, tmp_path, 0, f"{flags} 40", f"{flags} 80", script=("-c", COMMANDS))
+    report = f"--report {tmp_path / 'page.html'}"
+    told = run(hub, tmp_path, 0, f"{flags} 40", f"{flags} 80", report, script=("-c", COMMANDS))
     assert "--lora org/lora: merged in float32 into 1 tensors" in told
     assert "codes of org/saes/pile/layers.1: blocks.1.hook_resid_post.codes: " in told
     whole = documents(tmp_path / "out")
@@ -136,6 +137,12 @@ def test_a_mixture_of_the_hub_and_files_with_an_adapter_and_an_autoencoder(hub, 
     assert len(set(whole)) == 80 and whole != sorted(whole)
     identity = recorded(tmp_path / "out")["identity"]
     assert identity["data_revision"].startswith("org/texts:small:train@")
+    card = (tmp_path / "dataset_card.md").read_text()
+    assert 'base_model: "org/tiny"' in card and "The LoRA adapter `org/lora` was merged" in card
+    assert "Autoencoders: `org/saes/pile/layers.1`." in card and str(tmp_path) not in card
+    revision = identity["data_revision"].split("@")[1]
+    mixture = f"`org/texts:small:train` at commit `{revision}` (weight 3), `own.jsonl` (weight 1)"
+    assert f"A mixture of {mixture}." in card
 
 
 @pytest.mark.long

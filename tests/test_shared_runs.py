@@ -8,7 +8,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 from cloud import free_port
-from command_line import main
+from command_line import assert_refused, main
 from extractions import HIDDEN, HOOKS, edit, extract
 from hub_server import serve_hub
 
@@ -91,6 +91,7 @@ def test_a_private_run_is_read_with_the_token_as_on_the_disk(
     files = {*tmp_path.rglob("*")}
     dataset = ActivationDataset(f"{URL}/layers")
     assert_same(dataset, ActivationDataset(run))
+    assert main("--verify", "--output_dir", f"{URL}/layers") == 0
     assert hub.authorizations == {"Bearer hf_mine"} and hub.cdn_authorizations == {None}
     assert {*tmp_path.rglob("*")} == files
 
@@ -154,6 +155,12 @@ def test_what_cannot_be_read_is_one_line(url, token, reason, hub, run, monkeypat
     )
     assert main("--status", "--output_dir", url) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+def test_a_model_at_a_url_of_the_hub_is_refused_by_its_flag(hub, tmp_path, capsys):
+    assert_refused(
+        capsys, tmp_path, ["--model_path", "hf://org/none"], "--model_path hf://org/none: "
+    )
 
 
 def test_a_hub_that_cannot_be_asked_is_one_line(hub, monkeypatch):

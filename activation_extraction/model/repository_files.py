@@ -197,7 +197,7 @@ class RemoteFiles:
     def _folder(self) -> SourceFolder:
         try:
             return SourceFolder(self._url)
-        except FolderError as error:
+        except (FolderError, InputError) as error:
             raise InputError(f"{self._flag} {error}") from error
 
     @functools.cached_property
