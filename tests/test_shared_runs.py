@@ -200,7 +200,7 @@ def test_a_folder_on_the_hub_is_only_read(hub, run, monkeypatch):
     with pytest.raises(
         FolderError, match="reading metadata.json: has .* bytes, expected at most 9"
     ):
-        folder.read("metadata.json", most=9)
+        folder.read("metadata.json", max_bytes=9)
     with pytest.raises(InputError, match=f"{URL}@.*: new cannot be written there; expected a loc"):
         folder.write("new", b"", ANY)
 

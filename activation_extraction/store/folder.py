@@ -93,7 +93,7 @@ class ForeignFolder:
         if max_bytes is not None and (entry := self.head(name)) is not None:
             check_size(entry.size, max_bytes)
         start, stop = byte_range or (None, None)
-        # The file system of the Hugging Face hub would read ahead, again for every range.
+        # In buckets of the Hugging Face hub, fsspec would read ahead, again for every range.
         cache_options = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
         with suppress(FileNotFoundError):
             file_path = f"{self._path}/{name}"

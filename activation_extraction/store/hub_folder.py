@@ -26,7 +26,9 @@ REPOSITORY_URL = re.compile(
     r"(?:/(?P<path>.*))?"
 )
 COMMIT = re.compile("[0-9a-f]{40}")
+# Kind of a repository, as requests to the hub name it, by the prefix in the URL.
 KINDS = {"datasets": "dataset", "spaces": "space", "models": "model", None: "model"}
+# Names of the kinds in messages.
 NOUNS = {"dataset": "data set", "space": "space", "model": "model"}
 TIMEOUT = 60.0  # largest number of seconds for which the hub may send nothing
 # Largest size in bytes of a file from which this module cuts out a range if the server ignores the
@@ -89,11 +91,10 @@ class HubFolder:
 
         if COMMIT.fullmatch(self._revision):
             return
-        repository_options: dict[str, Any] = {"repo_type": self._kind, "revision": self._revision}
         try:
             with self._as_folder_errors():
                 repository_info = HfApi().repo_info(
-                    self._name, timeout=TIMEOUT, **repository_options
+                    self._name, repo_type=self._kind, revision=self._revision, timeout=TIMEOUT
                 )
         except FolderError:
             raise
@@ -152,7 +153,8 @@ class HubFolder:
         # compressed bytes.
         headers = build_hf_headers() | {"Accept-Encoding": "identity"}
         if byte_range is not None:
-            headers["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+            start, stop = byte_range
+            headers["Range"] = f"bytes={start}-{stop - 1}"
         response_context = get_session().stream("GET", file_url, headers=headers, timeout=TIMEOUT)
         with self._as_folder_errors(), response_context as response:
             if response.status_code == 416:  # the range begins behind the end of the file
@@ -167,9 +169,9 @@ class HubFolder:
                 return response.read(), None
             if response.status_code == 206:
                 return response.read(), None
-            # The server sends the whole file, and not the range.
+            # The server has ignored the header Range, and sends the whole file.
             check_size(response_bytes, MAX_BYTES_WITHOUT_RANGES)
-            return response.read()[byte_range[0] : byte_range[1]], None
+            return response.read()[start:stop], None
 
     def write(self, name: str, *_: Any) -> NoReturn:
         raise InputError(
