@@ -58,6 +58,7 @@ from activation_extraction.run.hosts import (
 )
 from activation_extraction.run.prepare import Run, prepare, step_request
 from activation_extraction.run.recompute import load_for_recomputing
+from activation_extraction.run.recompute_states import load_for_hidden_states
 from activation_extraction.run.reread import load_text
 from activation_extraction.run.summary import (
     how_to_continue,
@@ -407,7 +408,7 @@ def show_hooks(config: Config) -> int:
 
 
 def recompute_some(config: Config) -> int:
-    """Verifies a stored run, and recomputes some of its samples with the model.
+    """Verifies a stored run, or another program's hidden states, and recomputes some samples.
 
     Args:
         config: The configuration.
@@ -416,12 +417,17 @@ def recompute_some(config: Config) -> int:
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: If there is no run, or if the run has used another model or other data.
+        InputError: If there is neither a run nor hidden states of another program. Also if the run
+            has used another model or other data, or the hidden states do not fit the model.
     """
     use_compilation_cache(
         config.computing.compilation_cache, Path(config.output.output_dir), several_hosts=False
     )
-    return look(config, partial(load_for_recomputing, config))
+    return look(
+        config,
+        partial(load_for_recomputing, config),
+        load_states=partial(load_for_hidden_states, config),
+    )
 
 
 def join_hosts(config: Config) -> Host:

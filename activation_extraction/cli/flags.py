@@ -813,10 +813,17 @@ class LookingOptions:
     verify: bool = switch(
         "compare every shard with its sha256 and its JSON file, and check that every sample is "
         "stored once. With --model_path (and with --lora and --encode, if the run has them), also "
-        "recompute some samples. Lists every problem, and exits with status 1 if there is one"
+        "recompute some samples. Lists every problem, and exits with status 1 if there is one. If "
+        "--output_dir contains hidden states of another program (hidden_states/hs_*.safetensors of "
+        "speculators, or rows_*/data_*.ckpt of SpecForge) instead of a run, compare random rows "
+        "with --model_path, computed in --dtype. The last layer has to be the output of the last "
+        "block or, for SpecForge, of the final norm; the other layers have to be the hooks of "
+        "--layers_to_extract or --hook_names (default: the hooks that most rows match). The output "
+        "describes each wrong row: another layer, shifted tokens, another row, zeros, too few "
+        "tokens"
     )
     verify_samples: int = number(
-        "with --verify and --model_path: the number of random samples to recompute",
+        "with --verify and --model_path: the number of random samples, or rows, to recompute",
         8,
         needs="verify",
     )

@@ -1,8 +1,13 @@
 """Looks at the output of a run, for the flags --status, --verify, --report and --export.
 
+--verify also looks at hidden states that other programs have stored.
+
     look.py            calls the function that belongs to the flag
     status.py          --status: the state of every host, and the totals
     verify.py          --verify: checks all files, and compares samples with recomputed ones
+    verify_states.py   --verify: compares another program's hidden states with the model's
+    compare_states.py  compares the hidden states of a file and of a model, token by token
+    hidden_states.py   reads the hidden states that speculators and SpecForge have stored
     report.py          --report: an HTML file about the activations, from report.jinja
     report_numbers.py  the numbers in the report
     report_charts.py   the charts in the report

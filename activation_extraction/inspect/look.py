@@ -1,20 +1,25 @@
 """Calls the function that belongs to --status, --verify, --report or --export.
 
-These flags look at a stored run. The callers provide the functions that load its model or its text,
-because this package imports no JAX.
+These flags look at a stored run. --verify also looks at hidden states of another program. The
+callers provide the functions that load the model or the text, because this package imports no JAX.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.export import LoadText, export, format_of
+from activation_extraction.inspect.hidden_states import StatesFolder, find_states_folder
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
 from activation_extraction.inspect.verify import verify
+from activation_extraction.inspect.verify_states import LoadStates, verify_hidden_states
 from activation_extraction.store.chosen_samples import Recompute
-from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError
+from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderError, local_path
+from activation_extraction.store.run_folders import host_folders
+from activation_extraction.store.run_log import own_files
 
 # Seconds after which --status stops trying to reach the output, unless --upload_timeout is shorter.
 STATUS_PATIENCE = 20.0
@@ -24,6 +29,7 @@ def look(
     config: Config,
     load: Callable[[dict[str, Any]], Recompute] | None = None,
     load_text: LoadText | None = None,
+    load_states: LoadStates | None = None,
 ) -> int:
     """Carries out --status, --report, --export or --verify on a stored run.
 
@@ -33,6 +39,9 @@ def look(
             returns a `Recompute`. None to recompute no samples.
         load_text: A function that takes the content of metadata.json, loads the text for --export,
             and returns a `RunText`. None if the flag needs no text.
+        load_states: A function that takes token ids and a width, prepares the model for hidden
+            states of another program, and returns a `RecomputeStates`. None if the flags name no
+            model.
 
     Returns:
         The exit status: 1 if --status or --verify found a problem, otherwise 0.
@@ -57,8 +66,26 @@ def look(
             export_format = format_of(looking.export, looking.export_dtype)
             export(root, export_format, looking.export_dir, patterns, load_text)
             return 0
+        states_folder = _states_of_another_program(root)
+        if states_folder is not None:
+            return verify_hidden_states(states_folder, load_states, looking.verify_samples)
         return verify(root, load, looking.verify_samples)
     except FolderError as error:
         if error.final:
             raise InputError(str(error)) from error
         raise
+
+
+def _states_of_another_program(root: Folder) -> StatesFolder | None:
+    """Returns the hidden states of another program in a folder that contains no run.
+
+    Args:
+        root: The folder.
+
+    Returns:
+        The folder with hidden states, or None if there are none or if the folder is in a bucket.
+    """
+    listing = root.listing()
+    if not root.local or own_files(listing) or host_folders(listing):
+        return None
+    return find_states_folder(Path(local_path(root.full_url)))

@@ -12,6 +12,7 @@
     hosts.py             joins the hosts, compares their settings, keeps them at the same step
     summary.py           writes the messages that a run prints about itself
     recompute.py         recomputes stored samples for --verify
+    recompute_states.py  computes hidden states for samples that another program has stored
     reread.py            reads the text of stored samples again if not all their tokens are stored
     estimate.py          estimates a run for --plan
     topologies.py        lists the machines that --plan knows

@@ -1,12 +1,13 @@
 """Reads single stored samples of a shard, so that they can be computed or tokenised again.
 
 --verify compares the stored values of some samples with the values that a `Recompute` returns. A
-`Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids.
-These three are only declared here, because they need the model or the data set of the run, which
-this package does not use. run/recompute.py and run/reread.py make them.
+`Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids. A
+`RecomputeStates` computes hidden states for samples that another program has stored. These four are
+only declared here, because they need the model or the data set of the run, which this package does
+not use. run/recompute.py, run/recompute_states.py and run/reread.py make them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -103,6 +104,26 @@ class Recompute(NamedTuple):
 
     platform: str
     values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
+
+
+class RecomputeStates(NamedTuple):
+    """The computation of a model's hidden states, for files that another program has stored.
+
+    Attributes:
+        depth: Number of blocks of the model.
+        dtype: Name of the dtype of the computation.
+        requested_hooks: Full names of the hooks that the flags name, in the order of the flags.
+            None if no flag names hooks.
+        states: Function that takes the token ids of samples, int32 (tokens,) each, and yields the
+            index of each sample with its states, in any order. The states are float32 (tokens,
+            width) by the name of the hook: `blocks.0.hook_resid_pre` (the embedding),
+            `blocks.K.hook_resid_post` for each block K, and `ln_final.hook_out`, in this order.
+    """
+
+    depth: int
+    dtype: str
+    requested_hooks: Sequence[str] | None
+    states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]
 
 
 def read_tokens(
