@@ -49,7 +49,7 @@ class StoragePlan:
         commits: Commits of the stored shards that are kept, in the order of their numbers.
         run: Id of the run. None if a new run begins.
         next_number: Number of the next new shard.
-        mark: Place in the data where the run continues. None for the beginning.
+        mark: Place in the data where the run continues. None for the beginning of the data.
         complete: Whether no sample is left to store.
         up_to_date: Whether nothing is left to do, not even an update of metadata.json.
         skipped_rows: Number of skipped rows in metadata.json if the run is complete, which includes
