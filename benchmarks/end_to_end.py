@@ -398,8 +398,9 @@ def report(
     Args:
         bench: The inputs.
         figures_of_rounds: Contender -> dtype -> the figures of each round.
-        peaks: FLOP/s of the fastest matrix product by dtype: "before" and "after" the runs of the
-            contenders, and the "best" of both.
+        peaks: A dict of three dicts, each with dtype -> FLOP/s of the fastest matrix product. They
+            were measured "before" and "after" the runs of the contenders, and "best" is the faster
+            one.
     """
     print(HEADER)
     figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)

@@ -78,7 +78,8 @@ class Codes:
             written to a file.
         error: The squared Euclidean norm of the activation minus its reconstruction from the
             stored features, float32 (tokens,).
-        norm: The Euclidean norm of the activation that is reconstructed, float32 (tokens,).
+        norm: The Euclidean norm of the activation that the autoencoder reconstructs, float32
+            (tokens,).
         features: The number of all features of the autoencoder.
         active: The number of active features of each token, int64 (tokens,), which may be larger
             than the number of its stored features. None for codes that were read from a file,
@@ -167,7 +168,9 @@ class Codes:
         return len(self.error)
 
     def __getitem__(self, tokens: Any) -> "Codes":
-        """Returns the codes of some of the tokens. The arrays must be NumPy arrays.
+        """Returns the codes of some of the tokens.
+
+        The arrays of this object must be NumPy arrays.
 
         Args:
             tokens: A slice, a mask or an array of indices of tokens.
@@ -199,7 +202,7 @@ class Codes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of tokens and the number of all features of the autoencoder."""
+        """A tuple of the number of tokens and the number of all features of the autoencoder."""
         return len(self), self.features
 
     def map(self, convert: Callable[[Any], Any]) -> "Codes":
@@ -212,7 +215,10 @@ class Codes:
         return replace(self, **arrays, active=None)
 
     def to_scipy(self) -> Any:
-        """Returns the values as a scipy.sparse.csr_array (tokens, features) in the same memory."""
+        """Returns the values as a scipy.sparse.csr_array, (tokens, features).
+
+        It uses the memory of the arrays of this object.
+        """
         from scipy.sparse import csr_array
 
         numpy_codes = self.map(np.asarray)

@@ -100,9 +100,10 @@ def _computer_memory() -> int:
 
 
 def _limited_groups() -> Iterator[_LimitedGroup]:
-    """Yields the control groups of this process, and groups above them, that have a limit.
+    """Yields the control groups with a limit that contain this process.
 
-    The trees of version 1 and of version 2 are searched.
+    They are the process's own groups in the trees of both versions, and the ancestors of these
+    groups.
     """
     for group_folder, tree_folder, file_names in _mounted_groups():
         folder_of_group = group_folder

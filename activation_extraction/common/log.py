@@ -69,7 +69,9 @@ class AboveProgressBar(logging.StreamHandler):
 
 @contextmanager
 def activity(description: str) -> Iterator[None]:
-    """Records in `activities` what this thread is doing in a `with` block.
+    """Records the activity of this thread during a `with` block.
+
+    If a run makes no progress, the log shows the recorded activities of all threads.
 
     Args:
         description: The activity, such as "reading x.jsonl line 5".

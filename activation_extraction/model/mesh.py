@@ -273,7 +273,8 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
     """Returns the names and the sizes of the axes of JAX's mesh.
 
     The user's axis `model` becomes the axes `model` and `query`. The size of the new `model` is the
-    greatest common divisor of the user's size and the number of key/value heads.
+    greatest common divisor of the user's size and the number of key/value heads, and the size of
+    `query` is the quotient of the user's size and this divisor.
 
     Args:
         shape: Name of a mesh axis, as the user knows it -> its size.

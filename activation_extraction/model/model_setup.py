@@ -82,8 +82,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     Args:
         request: The flags and facts that determine the step.
         previous: The result of an earlier call for the same request with another number of rows.
-            Its checkpoint is used again, and so are its kernels if the mesh is the same. None for
-            the first call.
+            Its checkpoint is used again. Its kernels are used again if the mesh has not changed.
+            None for the first call.
 
     Returns:
         The program of the step, with the checkpoint from which its weights will be read.
@@ -335,7 +335,8 @@ def choose_hooks(
             The encoders.
 
     Raises:
-        InputError: If the model has no such hook, or if an autoencoder does not fit the model.
+        InputError: If the model lacks a requested hook, or if an autoencoder does not fit the
+            model.
     """
     hook_options = request.hooks
     hooks_of_model = hook_table(config, hook_options.top_logits)

@@ -276,8 +276,8 @@ class CostModel:
     def _bytes_along_model(self, layout: Layout) -> float:
         """Returns the bytes that a device sends along the mesh axis `model` in a step.
 
-        In each layer, the residual stream is summed over these devices twice, and gathered from
-        them twice.
+        In each layer, the residual stream is summed over the devices along this axis twice, and
+        gathered from them twice.
         """
         model_devices = layout.size(*MODEL_AXES)
         stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
