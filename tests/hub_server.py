@@ -38,6 +38,8 @@ class Hub(ThreadingHTTPServer):
             server under another name, so that clients take it for another server.
         page: The most entries in an answer to a request for a file tree.
         tokens: Names of private repositories (ORG/NAME), and the token that may read each.
+        expired: Tokens that the server does not accept, even for public repositories.
+        ignores_ranges: Whether the server sends whole files in place of ranges.
         failures: Number of the next requests that are answered with "503 Service Unavailable".
         requests: The paths of all requests to `endpoint` in order.
         authorizations: The Authorization headers of all requests to `endpoint`; None for those
@@ -53,6 +55,8 @@ class Hub(ThreadingHTTPServer):
         self.cdn = f"http://localhost:{self.server_port}/cdn"
         self.page = 1000
         self.tokens: dict[str, str] = {}
+        self.expired: set[str] = set()
+        self.ignores_ranges = False
         self.failures = 0
         self.requests: list[str] = []
         self.authorizations: set[str | None] = set()
@@ -139,6 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.failures and "agent-harnesses" not in url.path:
             self.server.failures -= 1
             return self._send(503, b"{}")
+        if authorization and authorization.removeprefix("Bearer ") in self.server.expired:
+            message = {"X-Error-Message": "Invalid credentials in Authorization header"}
+            return self._send(401, b"{}", message)
         try:
             if match := _RESOLVE.fullmatch(url.path):
                 cdn, kind, name, revision, filename = match.groups()
@@ -197,7 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit, "ETag": f'"{entry["oid"]}"'}
         headers |= {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
         size, status, start, end = entry["size"], 200, 0, entry["size"]
-        if byte_range := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+        header = "" if self.server.ignores_ranges else self.headers.get("Range", "")
+        if byte_range := re.fullmatch(r"bytes=(\d+)-(\d*)", header):
             status, start, end = 206, int(byte_range[1]), min(int(byte_range[2] or size) + 1, size)
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
             if start >= size:

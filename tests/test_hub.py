@@ -117,7 +117,8 @@ def test_model_and_streamed_data_set_from_the_hub(hub, tmp_path):
 @pytest.mark.long
 def test_a_mixture_of_the_hub_and_files_with_an_adapter_and_an_autoencoder(hub, tmp_path):
     """The autoencoder lies in a folder of a repository. The run continues with the same samples,
-    each of which knows its source; the hub's revision is part of the run's identity."""
+    each of which knows its source; the hub's revision is part of the run's identity. The dataset
+    card of the run names all of these."""
     made = Made(tmp_path / "hub/models/org/tiny")
     made.linear("model.layers.0.mlp.up_proj", 5 / 3)
     made.save(tmp_path / "hub/models/org/lora")

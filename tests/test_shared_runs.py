@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import sys
 
 import datasets
 import huggingface_hub
@@ -16,6 +17,7 @@ from activation_extraction import ActivationDataset, ActivationStorage, StorageO
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError
 from activation_extraction.inspect.dataset_card import size_category
+from activation_extraction.store import hub_folder
 from activation_extraction.store.folder import ANY, Folder, FolderError
 
 URL = "hf://datasets/org/run"
@@ -134,6 +136,7 @@ REFUSED = [
     (f"{URL}@v9", None, "the data set has no revision v9"),
     ("hf://datasets/org/secret", None, f"{MISSING}HF_TOKEN is not set"),
     ("hf://datasets/org/secret", "hf_other", f"{MISSING}your token (HF_TOKEN) may not read it"),
+    (URL, "hf_expired", "the hub does not accept your token (HF_TOKEN)"),
     ("hf://org/run", None, "the hub has no such model, or it is private and HF_TOKEN is not set"),
     (f"{URL}/none", None, "/none: holds no run"),
 ]
@@ -143,6 +146,7 @@ REFUSED = [
 def test_what_cannot_be_read_is_one_line(url, token, reason, hub, run, monkeypatch, capsys):
     shutil.copytree(run, run.with_name("secret"))
     hub.tokens["org/secret"] = "hf_mine"
+    hub.expired.add("hf_expired")
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ValueError) as refused:
@@ -155,6 +159,22 @@ def test_what_cannot_be_read_is_one_line(url, token, reason, hub, run, monkeypat
     )
     assert main("--status", "--output_dir", url) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+def test_reading_from_the_hub_needs_its_package(hub, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=f"^{URL}: needs huggingface_hub; run: .* install hugg"):
+        ActivationDataset(URL)
+
+
+def test_a_range_is_cut_out_of_the_whole_file_if_it_is_small(hub, run, monkeypatch):
+    hub.ignores_ranges = True
+    folder = Folder(URL)
+    content = (run / "metadata.json").read_bytes()
+    assert folder.read_range("metadata.json", 3, 9) == content[3:9]
+    monkeypatch.setattr(hub_folder, "MAX_BYTES_WITHOUT_RANGES", 100)
+    with pytest.raises(FolderError, match="reading metadata.json: has .* expected at most 100"):
+        folder.read_range("metadata.json", 3, 9)
 
 
 def test_a_model_at_a_url_of_the_hub_is_refused_by_its_flag(hub, tmp_path, capsys):
@@ -185,7 +205,7 @@ def test_a_hub_that_is_busy_is_asked_again(hub, run, lines):
     ]
 
 
-def test_a_folder_on_the_hub_is_only_read(hub, run, monkeypatch):
+def test_a_folder_on_the_hub_is_only_read(hub, run):
     folder = Folder(URL)
     metadata = (run / "metadata.json").read_bytes()
     assert folder.files() == {path.name: path.stat().st_size for path in run.iterdir()}
