@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 import safetensors.numpy
 from command_line import main
+from crc32c import crc32c
 from extractions import extract
 
 from activation_extraction import ActivationDataset
@@ -65,6 +66,7 @@ def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
         tensors = safetensors.numpy.load_file(shard)
         begin, end = tensors["sample_offsets"][1:3]
         found, ids = tensors[hook["name"]][begin:end], tensors["token_ids"][begin:end]
+        check_ranges(shard.read_bytes(), tensors, content["files"][shard.name]["ranges"], page)
     else:
         record = pickle.loads(gzip.decompress(shard.read_bytes()))[hook["key"]][1]
         found, ids = record["activation"], record["token_ids"]
@@ -73,6 +75,33 @@ def test_the_page_of_the_format_is_enough_to_read_it(tmp_path, shard_format):
     checksum = content.pop("checksum")
     plain = json.dumps(content, sort_keys=True, ensure_ascii=False)
     assert hashlib.sha256(plain.encode()).hexdigest() == checksum
+
+
+def check_ranges(data, tensors, ranges, page):
+    """Asserts that the checksums of ranges of a safetensors shard are those of its bytes.
+
+    Args:
+        data: The bytes of the file.
+        tensors: The tensors by name.
+        ranges: The checksums, as the JSON of the shard records them.
+        page: The text that must name their fields.
+    """
+    for name in ranges:
+        assert re.search(rf"\b{name}\b", page), name
+    header = 8 + int.from_bytes(data[:8], "little")
+    samples = tensors["sample_idx"].nbytes + tensors["sample_offsets"].nbytes
+    assert ranges["front"] == header + samples
+    assert ranges["front_crc32c"] == f"{crc32c(data[: ranges['front']]):08x}"
+    starts = np.repeat(tensors["sample_offsets"][:-1], np.diff(tensors["sample_offsets"]))
+    counted = np.arange(len(starts)) - starts
+    assert ranges["consecutive"] == np.array_equal(tensors["position"], counted)
+    of_tokens = {name for name in tensors if len(tensors[name]) == len(tensors["token_ids"])}
+    assert {"token_ids", "position"} < set(ranges["crc32c"]) == of_tokens
+    for name, digits in ranges["crc32c"].items():
+        blocks = np.split(
+            tensors[name], range(ranges["tokens"], len(tensors[name]), ranges["tokens"])
+        )
+        assert digits == "".join(f"{crc32c(block.tobytes()):08x}" for block in blocks)
 
 
 def writer_in(path):

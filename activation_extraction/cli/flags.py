@@ -663,8 +663,8 @@ class StorageOptions:
     shard_format: str = flag(
         "the file format of the shards. pickle: a dict that Python reads without this program; "
         "safetensors: one contiguous tensor per hook, so that a hook can be read without the "
-        "others. Readers compare every MiB of safetensors with its crc32c, and --verify compares "
-        "whole files with their sha256",
+        "others. Readers compare all bytes of safetensors that they use with a crc32c, and "
+        "--verify compares whole files with their sha256",
         "pickle",
         choices=SHARD_FORMATS,
         content=True,

@@ -31,10 +31,11 @@ from activation_extraction.store.shard_reader import IN_FLIGHT
 ALONE = 0, 1  # number of this worker and of all workers in a process without a DataLoader
 # Most bytes of a chunk: for each hook if a run is in a bucket, otherwise for all hooks together.
 LARGEST_READ = 8 * 2**20
-# Least bytes of a chunk for each hook if a run is in a bucket, because whole MiB are read there.
+# Least bytes of a chunk for each hook if a run is in a bucket, because blocks of up to a MiB are
+# read there.
 LEAST_READ = 2 * 2**20
-# Most bytes of a chunk for each hook if a run is in a bucket and tokens stay in order. Neighboring
-# chunks both read the MiB in which they meet, so ordered chunks are larger than LARGEST_READ.
+# Most bytes of a chunk for each hook if a run is in a bucket and tokens stay in order. Each chunk
+# takes requests for its token ids and positions, too, so chunks that need not be mixed are larger.
 ORDERED_READ = 14 * 2**20
 CHUNKS_IN_BUFFER = 32  # least chunks in a shuffled buffer, so that tokens of many places are mixed
 # Least chunks in the buffer if a run is in a bucket: LEAST_READ may allow fewer than 32 there.
@@ -278,7 +279,12 @@ class Batches(Iterator[T]):
         chunks = sources[0].chunks()
         ahead = 1
         if by_ranges:
-            chunks = [piece for chunk in chunks for piece in cut(chunk, size)]
+            blocks = [sources[0].shards.block_tokens(chunk.shard, size) for chunk in chunks]
+            chunks = [
+                piece
+                for chunk, block in zip(chunks, blocks, strict=True)
+                for piece in cut(chunk, size, block)
+            ]
         chunks = share(shuffled(chunks, seed), options.worker, options.workers)
         chunks = share(chunks, *(self._loader_worker or ALONE))
         if not by_ranges:

@@ -52,7 +52,7 @@ class ActivationDataset(Samples):
     the canonical names of the hooks, and find a hook by its other names, too.
 
     Opening a run compares the checksums of all JSON files, and checks that every shard has its full
-    size. Reading compares every MiB of a shard that it reads with its crc32c, and the tables of
+    size. Reading compares all bytes of a shard that it reads with a crc32c, and the tables of
     samples and statistics with their sha256.
 
     Args:
@@ -387,7 +387,7 @@ class ActivationDataset(Samples):
         names = [roles] if isinstance(roles, str) else list(roles)
         stored = self.identity.text.roles or ROLES
         has = "has no roles; only runs of conversations do"
-        if not len(self) or "role" in self.shards.get(0).tokens(0, 0):
+        if not len(self) or "role" in self.shards.get(0).labels:
             has = f"has tokens of {', '.join(stored)}"
             if names and set(names) <= {*stored}:
                 return tuple(role for role in ROLES if role in names)

@@ -172,7 +172,7 @@ def _contexts(dataset: "ActivationDataset", strongest: Strongest, around: int) -
     for shard in np.unique(of_shard).tolist():
         reader = dataset.shards.get(shard)
         place = np.flatnonzero(of_shard == shard)
-        tokens = reader.tokens(0, dataset.shards.commits[shard].tokens)
+        tokens = reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
         in_shard = numbers[place] - begins[shard]
         samples = np.searchsorted(reader.offsets, in_shard, "right") - 1
         starts = np.maximum(reader.offsets[samples], in_shard - around)

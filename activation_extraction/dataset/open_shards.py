@@ -45,7 +45,9 @@ from activation_extraction.text.sample_facts import SampleFacts
 
 # Most local safetensors files that stay mapped. If a run stores pickles, one shard stays in memory.
 OPEN_SHARDS = 128
-KEPT_BYTES = 2**28  # most memory for the front bytes of the shards in a bucket that stay open
+# Most memory for the headers and the arrays of samples of the shards in a bucket that stay open.
+# Opening a shard anew takes one request.
+KEPT_BYTES = 2**26
 # Most rows of the tables of samples that stay in memory. One table stays even if it is larger.
 TABLE_ROWS = 100_000
 
@@ -132,6 +134,26 @@ class OpenShards:
             hooks: Canonical names of the hooks.
         """
         return sum(self.hooks[name].row.itemsize for name in hooks)
+
+    def block_tokens(self, shard: int, most: int) -> int:
+        """Returns the number of tokens of which the length of a chunk is best a multiple.
+
+        A chunk of whole blocks (see RangeChecksums) is read from a bucket without the bytes of
+        other tokens.
+
+        Args:
+            shard: Number of the shard, from 0.
+            most: Number of tokens in a chunk.
+
+        Returns:
+            The number; 1 if the file is on this machine, if the shard has no such blocks, or if a
+            chunk is too small for one.
+        """
+        commit = self.commits[shard]
+        ranges = commit.files[commit.file].ranges
+        if self.local or ranges is None or ranges.tokens > most:
+            return 1
+        return ranges.tokens
 
     def _check_sizes(self) -> None:
         """Raises ValueError if a shard's file is too small for the tokens that it should hold."""

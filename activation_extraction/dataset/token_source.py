@@ -247,25 +247,44 @@ class TokenSource:
         Args:
             chunks: Chunks of the shard, in its order.
         """
+        return self._begin_tokens(chunks)()
+
+    def _begin_tokens(self, chunks: Sequence[Chunk]) -> Callable[[], ShardTokens]:
+        """Asks for all tokens of some chunks of one shard, and returns a function that waits.
+
+        Args:
+            chunks: Chunks of the shard, in its order.
+
+        Returns:
+            A function that waits for the tokens and returns them.
+        """
         shard = chunks[0].shard
         start = chunks[0].start
         stop = chunks[-1].stop
         at = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         with as_os_errors():
             reader = self.shards.get(shard)
-            token_fields = reader.tokens(start, stop)
+            arrays = reader.begin_tokens(start, stop)
+
+        def wait() -> ShardTokens:
             samples = np.searchsorted(reader.offsets, at, "right") - 1
             sample_idx = reader.sample_idx[samples]
-        hooks = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
-        shared: dict[str, Any] = {name: values[at - start] for name, values in token_fields.items()}
-        tokens = TokenBatch(hooks, sample_idx=sample_idx, **shared)
-        samples += self.shards.firsts[shard]
-        wanted = tokens.position >= self.options.skip_first
-        if self.mask is not None:
-            wanted &= self.mask[samples]
-        if self.options.roles is not None:
-            wanted &= np.isin(shared["role"], [*map(ROLES.index, self.options.roles)])
-        return ShardTokens(shard, at, tokens, samples, wanted)
+            with as_os_errors():
+                token_fields = arrays()
+            hooks = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
+            shared: dict[str, Any] = {
+                name: values[at - start] for name, values in token_fields.items()
+            }
+            tokens = TokenBatch(hooks, sample_idx=sample_idx, **shared)
+            samples += self.shards.firsts[shard]
+            wanted = tokens.position >= self.options.skip_first
+            if self.mask is not None:
+                wanted &= self.mask[samples]
+            if self.options.roles is not None:
+                wanted &= np.isin(shared["role"], [*map(ROLES.index, self.options.roles)])
+            return ShardTokens(shard, at, tokens, samples, wanted)
+
+        return wait
 
     def with_activations(self, shard_tokens: ShardTokens, rows: np.ndarray) -> Block:
         """Returns tokens with their activations.
@@ -281,9 +300,7 @@ class TokenSource:
         Returns:
             A block whose rows are these tokens, in the order of `rows`.
         """
-        hooks = self.shards.hooks
         names = self.options.hooks
-        dtype = self.options.dtype
         widest = max((self.shards.row_bytes([name]) for name in names), default=0)
         ascending = np.sort(rows)
         apart = np.diff(ascending) * widest > LEAST_GAP
@@ -291,18 +308,49 @@ class TokenSource:
         apart |= np.diff(shard_tokens.at[ascending]) != np.diff(ascending)
         groups = np.split(ascending, np.flatnonzero(apart) + 1)
         parts = [np.arange(*_span(group)) for group in groups]
-        with as_os_errors():
-            reader = self.shards.get(shard_tokens.shard)
-            spans = [_span(shard_tokens.at[part]) for part in parts]
-            reads = {
-                name: [hooks[name].begin_rows(reader, *span, dtype) for span in spans]
-                for name in names
-            }
-            values = {name: _concatenate([wait() for wait in reads[name]]) for name in names}
+        spans = [_span(shard_tokens.at[part]) for part in parts]
+        activations = self._begin_activations(shard_tokens.shard, spans)()
         read = np.concatenate(parts)
         tokens = shard_tokens.tokens.map(itemgetter(read))
-        tokens = replace(tokens, activations=ByHook(values, hooks.aliases))
+        tokens = replace(tokens, activations=activations)
         return Block(tokens, np.searchsorted(read, rows))
+
+    def _begin_activations(
+        self, shard: int, spans: Sequence[tuple[int, int]]
+    ) -> Callable[[], ByHook[np.ndarray]]:
+        """Asks for activations of tokens at the hooks of the options.
+
+        Args:
+            shard: Number of the shard, from 0.
+            spans: First token and exclusive end of each range of tokens in the shard.
+
+        Returns:
+            A function that waits for the activations and returns them, one range after the other.
+        """
+        hooks = self.shards.hooks
+        dtype = self.options.dtype
+        with as_os_errors():
+            reader = self.shards.get(shard)
+            reads = {
+                name: [hooks[name].begin_rows(reader, *span, dtype) for span in spans]
+                for name in self.options.hooks
+            }
+
+        def wait() -> ByHook[np.ndarray]:
+            with as_os_errors():
+                values = {
+                    name: _concatenate([wait_for_span() for wait_for_span in of_hook])
+                    for name, of_hook in reads.items()
+                }
+            return ByHook(values, hooks.aliases)
+
+        return wait
+
+    def _all_of(self, chunk: Chunk) -> TokenBatch:
+        """Returns all tokens of a chunk with their activations, which are read at the same time."""
+        begun_tokens = self._begin_tokens([chunk])
+        begun_activations = self._begin_activations(chunk.shard, [(chunk.start, chunk.stop)])
+        return replace(begun_tokens().tokens, activations=begun_activations())
 
     def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:
         """Returns all tokens of some chunks as one batch, also those that do not pass the filters.
@@ -310,8 +358,8 @@ class TokenSource:
         Args:
             chunks: Chunks of any shards, in the order of the batch.
         """
-        of_chunks = [self.tokens([chunk]) for chunk in chunks]
-        blocks = [self.with_activations(tokens, np.arange(len(tokens.at))) for tokens in of_chunks]
+        batches = [self._all_of(chunk) for chunk in chunks]
+        blocks = [Block(batch, np.arange(len(batch))) for batch in batches]
         return self.take(blocks, 0, sum(len(block.rows) for block in blocks))
 
     def reader(self) -> Read:
@@ -321,10 +369,16 @@ class TokenSource:
             A function that reads a chunk and returns a tuple of one block. The rows of the block
             are the tokens of the chunk that pass all filters, including limits of norms.
         """
+        options = self.options
+        chooses_tokens = bool(options.skip_first or options.roles) or self.mask is not None
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
-            tokens = self.tokens([chunk])
-            block = self.with_activations(tokens, np.flatnonzero(tokens.wanted))
+            if chooses_tokens:  # which activations to read follows from the tokens
+                tokens = self.tokens([chunk])
+                block = self.with_activations(tokens, np.flatnonzero(tokens.wanted))
+            else:
+                batch = self._all_of(chunk)
+                block = Block(batch, np.arange(len(batch)))
             return (Block(block.tokens, block.rows[self.are_small(block)]),)
 
         return read

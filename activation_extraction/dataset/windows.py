@@ -177,19 +177,22 @@ def _may_hold(block: Block) -> bool:
     return size >= LEAST_HELD and len(block.rows) >= MOSTLY * len(block.tokens)
 
 
-def cut(chunk: Chunk, size: float) -> list[Chunk]:
-    """Cuts a chunk into pieces whose lengths differ by at most one token.
+def cut(chunk: Chunk, size: float, block: int = 1) -> list[Chunk]:
+    """Cuts a chunk into pieces of about the same length.
 
     Args:
         chunk: The chunk.
         size: Approximate number of tokens in a piece. A piece has at least one token.
+        block: Number of tokens of which the length of each piece is a multiple, except for the last
+            piece. Apart from it, lengths differ by at most this number.
 
     Returns:
         The pieces in order; none if the chunk is empty.
     """
-    count = min(max(round(len(chunk) / size), 1), len(chunk))
-    edges = [chunk.start + len(chunk) * n // count for n in range(count + 1)] if count else []
-    return [Chunk(chunk.shard, start, stop) for start, stop in pairwise(edges)]
+    blocks = -(-len(chunk) // block)
+    count = min(max(round(len(chunk) / size), 1), blocks)
+    edges = [chunk.start + blocks * n // count * block for n in range(count)] if count else []
+    return [Chunk(chunk.shard, start, stop) for start, stop in pairwise([*edges, chunk.stop])]
 
 
 def shuffled(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:

@@ -68,7 +68,7 @@ metadata.json and has no field `reserved`. A committed shard never changes. Its 
                                     wrote it, and URL of the folder to which it was written
   file, files                       name of the file of activations; bytes, sha256 and version of
                                     each file; crc32c of the file of activations, 8 hexadecimal
-                                    digits per MiB
+                                    digits per MiB; `ranges` of safetensors, which older shards lack
   unpacked                          bytes of the file of activations before compression
   samples                           `first` and `last`, the smallest and largest sample_idx; `count`
   tokens                            number of stored tokens
@@ -99,9 +99,12 @@ Samples are in ascending order within a shard, but a later shard may contain sam
 numbers. A safetensors shard concatenates its samples. It contains `sample_idx` and `sample_offsets`
 (int64; sample i has the tokens from offset i to offset i + 1), `token_ids` and `position` (int32),
 and for each hook one tensor (tokens, width) under the hook's full name. Each tensor is one
-contiguous range of bytes. A pickle is a dict from the key of each hook to a list of records, one
-per sample (pickle_file.py). In conversations, every token has a `role`, an index into template,
-system, user, assistant, thinking, tool, and a `turn`, counted from 0.
+contiguous range of bytes. Its `ranges` divide the tokens into blocks of `tokens` tokens. `crc32c`
+contains 8 hexadecimal digits per block for the rows of each tensor that has one row per token, and
+`front_crc32c` those of the `front` bytes before `token_ids`. If `consecutive` is true, the
+positions of every sample are 0, 1, 2 and so on. A pickle is a dict from the key of each hook to a
+list of records, one per sample (pickle_file.py). In conversations, every token has a `role`, an
+index into template, system, user, assistant, thinking, tool, and a `turn`, counted from 0.
 
 If long documents are split, a sample is a piece of a document. Its row contains `piece` and
 `start`, so that the position of a token in the document is `start` plus its position in the sample,

@@ -13,21 +13,25 @@ file, this is the comment in the first header. run_log.py explains why the id is
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from crc32c import crc32c
 from isal import isal_zlib
 
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError
 from activation_extraction.store.pickle_file import NUMBER_TYPES, pickle_pieces
-from activation_extraction.store.safetensors_file import safetensors_pieces
+from activation_extraction.store.safetensors_file import (
+    RangeChecksums,
+    blocks_of,
+    crc_digits,
+    range_checksums,
+    safetensors_pieces,
+)
 from activation_extraction.store.shard import Shard
 
 # Regular expression for the number of a shard in a file name: at least four digits, without more
@@ -67,38 +71,36 @@ class FileFacts:
             folder has another version. None if the store has no versions.
         crc32c: CRC-32C of every MiB of the file of activations, 8 hexadecimal digits each,
             concatenated. "" for the other files of a shard.
+        ranges: Checksums with which a reader can compare ranges of the file. None for the files
+            that are no safetensors, and for shards that were stored before `ranges` existed.
     """
 
     bytes: int
     sha256: str
     version: str | None = None
     crc32c: str = ""
+    ranges: RangeChecksums | None = None
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "FileFacts":
+        """Returns the facts that a commit records.
 
-def blocks_of(
-    buffers: Iterable[memoryview], block_bytes: int = GZIP_BLOCK
-) -> Iterator[list[memoryview]]:
-    """Divides consecutive bytes into blocks of equal size, without copying them.
+        Args:
+            fields: The facts by the name of the field. Unknown names are ignored.
 
-    Args:
-        buffers: Consecutive buffers with the bytes, of any sizes.
-        block_bytes: Size of a block in bytes.
-
-    Yields:
-        The consecutive buffers of each block. The last block may be smaller than `block_bytes`.
-    """
-    block: list[memoryview] = []
-    missing_bytes = block_bytes
-    for buffer in buffers:
-        while buffer.nbytes > missing_bytes:
-            yield [*block, buffer[:missing_bytes]]
-            buffer = buffer[missing_bytes:]
-            block = []
-            missing_bytes = block_bytes
-        block.append(buffer)
-        missing_bytes -= buffer.nbytes
-    if block:
-        yield block
+        Raises:
+            KeyError: If a field is missing.
+            TypeError: If a field has a value of another type.
+            ValueError: If a number cannot be read.
+        """
+        ranges = fields.get("ranges")  # shards that were stored earlier lack the field
+        return cls(
+            bytes=fields["bytes"],
+            sha256=fields["sha256"],
+            version=fields["version"],
+            crc32c=fields["crc32c"],
+            ranges=None if ranges is None else RangeChecksums.from_json(ranges),
+        )
 
 
 def gzip_member(block_buffers: Sequence[memoryview]) -> list[bytes]:
@@ -157,11 +159,14 @@ class ShardFormat:
         serialize: Function that takes a shard and the id of the process that writes the file, and
             returns consecutive buffers of the uncompressed file. The id "" is left out.
         compressed: Whether the bytes are compressed with gzip.
+        ranges: Function that takes a shard and the buffers of its file, and returns the checksums
+            of ranges of the file. None for a format of which readers read whole files.
     """
 
     suffix: str
     serialize: Callable[[Shard, str], list[memoryview]]
     compressed: bool = False
+    ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:
         """Returns the file of activations of a shard, in memory.
@@ -174,7 +179,7 @@ class ShardFormat:
         uncompressed_buffers = self.serialize(shard, "" if self.compressed else writer)
         unhashed_buffers: Iterable[bytes | memoryview] = uncompressed_buffers
         if self.compressed:
-            members = iter(threads.map(gzip_member, blocks_of(uncompressed_buffers)))
+            members = iter(threads.map(gzip_member, blocks_of(uncompressed_buffers, GZIP_BLOCK)))
             if writer:
                 members = chain([with_comment(next(members), writer)], members)
             unhashed_buffers = chain.from_iterable(members)
@@ -183,12 +188,12 @@ class ShardFormat:
         for file_buffer in unhashed_buffers:
             digest.update(file_buffer)
             file_buffers.append(file_buffer)
-        crc_digits = ""
-        for mebibyte in blocks_of(map(memoryview, file_buffers), MIB):
-            crc = reduce(lambda crc, buffer: crc32c(buffer, crc), mebibyte, 0)
-            crc_digits += f"{crc:08x}"
-        file_bytes = sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers)
-        file_facts = FileFacts(file_bytes, digest.hexdigest(), crc32c=crc_digits)
+        file_facts = FileFacts(
+            bytes=sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers),
+            sha256=digest.hexdigest(),
+            crc32c=crc_digits(map(memoryview, file_buffers), MIB),
+            ranges=None if self.ranges is None else self.ranges(shard, uncompressed_buffers),
+        )
         return PackedFile(
             file_buffers, file_facts, sum(buffer.nbytes for buffer in uncompressed_buffers)
         )
@@ -198,7 +203,7 @@ class ShardFormat:
 DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
-SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces)
+SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, ranges=range_checksums)
 BY_SUFFIX = {format_.suffix: format_ for format_ in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
 SUFFIXES = "|".join(map(re.escape, BY_SUFFIX))
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")

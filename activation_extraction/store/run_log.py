@@ -286,7 +286,7 @@ class Commit:
             if content["format_version"] != FORMAT_VERSION:
                 raise DamagedError(f"{where}: {OTHER_VERSION}")
             facts_by_name = {
-                file_name: _from_fields(FileFacts, file_facts)
+                file_name: FileFacts.from_json(file_facts)
                 for file_name, file_facts in content["files"].items()
             }
             mark_fields = content["mark"]

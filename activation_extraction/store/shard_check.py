@@ -10,8 +10,8 @@ readers, and what each of them finds that no other does:
   their size, which would look like a request that failed.
 - *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
   because the run was overwritten or repaired. Its content is as sound as before.
-- *CRC-32C of every MiB* of the activations (shard_reader.py): damage in a range of the file, for
-  readers that never read the rest of it.
+- *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
+  damage in a range of the file, for readers that never read the rest of it.
 - *SHA-256* of a whole file (shard_reader.py): any damage, with certainty. The small files are
   compared whenever they are read, the activations only here.
 - *Dtypes, shapes and counts* of the tensors (`open_shard`) and of the table (`read_table`): files

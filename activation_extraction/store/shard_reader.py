@@ -1,8 +1,9 @@
 """Reads shards: their samples, their tokens, and the activations at their hooks.
 
 A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
-to be read whole, and becomes such a file in memory. What is read is compared with the crc32c of
-every MiB in the shard's JSON. Reading never runs pickled code.
+to be read whole, and becomes such a file in memory. All bytes are compared with a crc32c in the
+shard's JSON before they are used: in a bucket with those of blocks of tokens (RangeChecksums), on
+this machine and if the JSON lacks them with those of every MiB. Reading never runs pickled code.
 """
 
 import hashlib
@@ -26,7 +27,11 @@ from activation_extraction.store.formats import MIB, SAFETENSORS, format_of
 from activation_extraction.store.hook_values import HookValues, Shape
 from activation_extraction.store.pickle_file import read_pickle
 from activation_extraction.store.run_log import MAX_JSON_BYTES, Commit, DamagedError, parse_commit
-from activation_extraction.store.safetensors_file import SafetensorsFile, safetensors_pieces
+from activation_extraction.store.safetensors_file import (
+    Blocks,
+    SafetensorsFile,
+    safetensors_pieces,
+)
 from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
 
@@ -36,17 +41,22 @@ REPLACED = "the run was overwritten or repaired since its JSON was read; open it
 RANGE = 8 * MIB
 HEADER = 2**16  # bytes: room for the header of most safetensors files
 IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards and hooks
+# Most bytes of a small request, and how many of them are sent at the same time beside the others.
+# They spend their time waiting for an answer, and would keep the others from being sent.
+SMALL = MIB // 2
+SMALL_IN_FLIGHT = 64
 
 
-@lru_cache(1)
-def request_threads(process: int) -> ThreadPoolExecutor:
+@lru_cache(2)
+def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
     """Returns the threads for requests to buckets.
 
     Args:
         process: Id of this process. A fork has another one, and none of the threads of its parent,
             so it gets threads of its own.
+        small: Whether the requests are small.
     """
-    return ThreadPoolExecutor(IN_FLIGHT, "requests")
+    return ThreadPoolExecutor(SMALL_IN_FLIGHT if small else IN_FLIGHT, "requests")
 
 
 def read_by_ranges(commit: Commit) -> bool:
@@ -55,19 +65,18 @@ def read_by_ranges(commit: Commit) -> bool:
 
 
 def front_bytes(commit: Commit) -> int:
-    """Returns how many bytes at the beginning of a shard in a bucket are kept in memory.
+    """Returns how many bytes at the beginning of a shard usually contain all but the tokens.
 
-    One request reads them all.
-    They are whole MiB, with the header and the tensors of samples and tokens in front of the hooks.
+    These are the header and the two tensors with a value for each sample.
     """
-    return -(-(HEADER + 16 * commit.count + 16 * commit.tokens) // MIB) * MIB
+    return HEADER + 16 * commit.count
 
 
 class ShardBytes:
-    """The bytes of a shard's file. Every MiB that is read is compared with its crc32c.
+    """The bytes of a shard's file. All that are read are compared with a crc32c.
 
     A file on this machine is mapped into memory, and each MiB is compared when it is first read. In
-    a bucket, `request_threads` read ranges of whole MiB, of about RANGE bytes each.
+    a bucket, `request_threads` read ranges of whole blocks, of about RANGE bytes each.
 
     Args:
         folder: Folder of the shard.
@@ -84,69 +93,91 @@ class ShardBytes:
         self._folder = folder
         self._commit = commit
         self._where = where
-        self._crcs = commit.files[commit.file].crc32c
+        self._mibs = Blocks(0, commit.bytes, MIB, commit.files[commit.file].crc32c)
         self._mapped: np.ndarray | None = None
         if folder.local:
             self._mapped = np.frombuffer(_whole(folder, commit, where), np.uint8)
             self._unseen = np.ones(-(-commit.bytes // MIB), bool)
 
-    def begin(self, start: int, stop: int) -> Callable[[], np.ndarray]:
+    def begin(
+        self, start: int, stop: int, blocks: Blocks | None = None
+    ) -> Callable[[], np.ndarray]:
         """Asks for a range of bytes, and returns a function that waits for them.
 
         Args:
             start: Offset of the first byte.
             stop: Offset of the byte after the last one.
+            blocks: Blocks that contain the range, to read it with fewer other bytes than whole MiB
+                from a bucket. None to read whole MiB.
 
         Returns:
             A function that returns the bytes, uint8 (stop - start,). It raises RunError if they are
             damaged, missing or replaced, and FolderError if they cannot be read. On this machine,
             `begin` itself raises RunError.
         """
-        first, last = start // MIB, -(-stop // MIB)
+        if start >= stop:
+            return lambda: np.empty(0, np.uint8)
         if self._mapped is not None:
             part = self._mapped[start:stop]
+            first, last = start // MIB, -(-stop // MIB)
             for number in first + np.flatnonzero(self._unseen[first:last]):
-                self._check(self._mapped[number * MIB :][:MIB], int(number))
+                self._check(self._mapped[number * MIB :][:MIB], self._mibs, int(number))
                 self._unseen[number] = False
             return lambda: part
-        edges = np.linspace(first, last, max((last - first) * MIB // RANGE, 1) + 1).astype(int)
-        submit = request_threads(os.getpid()).submit
-        parts = [submit(self._read, a, b) for a, b in pairwise(edges.tolist())]
+        blocks = blocks or self._mibs
+        first = (start - blocks.start) // blocks.size
+        last = -(-(stop - blocks.start) // blocks.size)
+        begun = blocks.start + first * blocks.size
+        requests = max((last - first) * blocks.size // RANGE, 1)
+        edges = np.linspace(first, last, min(requests, last - first) + 1).astype(int)
+        submit = request_threads(os.getpid(), (last - first) * blocks.size <= SMALL).submit
+        parts = [submit(self._read, blocks, a, b) for a, b in pairwise(edges.tolist())]
 
         def wait() -> np.ndarray:
             ranges = [part.result() for part in parts]
             content = ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
-            return content[start - first * MIB : stop - first * MIB]
+            return content[start - begun : stop - begun]
 
         return wait
 
-    def _read(self, first: int, last: int) -> np.ndarray:
-        """Reads consecutive MiB from a bucket, and compares each with its crc32c.
+    def _read(self, blocks: Blocks, first: int, last: int) -> np.ndarray:
+        """Reads consecutive blocks from a bucket, and compares each with its crc32c.
 
         Args:
-            first: Number of the first MiB, from 0.
-            last: Number of the MiB after the last one.
+            blocks: All blocks, of which some are read.
+            first: Number of the first block to read, from 0.
+            last: Number of the block after the last one to read.
 
         Raises:
             RunError: The bytes are damaged, missing or replaced.
             FolderError: The bytes cannot be read.
         """
-        start, stop = first * MIB, min(last * MIB, self._commit.bytes)
-        data = b""
-        if stop > start:
-            options = {"start": start, "stop": stop}
-            data = _read(self._folder, self._commit, self._commit.file, self._where, **options)
+        start = blocks.start + first * blocks.size
+        stop = min(blocks.start + last * blocks.size, blocks.stop)
+        options = {"start": start, "stop": stop}
+        data = _read(self._folder, self._commit, self._commit.file, self._where, **options)
         if len(data) != stop - start:
             raise RunError(f"{self._where}: is shorter than its JSON says")
         content = np.frombuffer(data, np.uint8)
         for number in range(first, last):
-            self._check(content[(number - first) * MIB :][:MIB], number)
+            block = content[(number - first) * blocks.size :][: blocks.size]
+            self._check(block, blocks, number)
         return content
 
-    def _check(self, block: np.ndarray, number: int) -> None:
-        if f"{crc32c(block.data):08x}" != self._crcs[8 * number : 8 * number + 8]:
+    def _check(self, content: np.ndarray, blocks: Blocks, number: int) -> None:
+        """Raises RunError if the content of a block does not have the block's crc32c.
+
+        Args:
+            content: Bytes of the block.
+            blocks: All blocks.
+            number: Number of the block, from 0.
+        """
+        if f"{crc32c(content.data):08x}" != blocks.crc32c[8 * number : 8 * number + 8]:
+            start = blocks.start + number * blocks.size
+            first, last = start // MIB, (start + len(content) - 1) // MIB
+            place = f"MiB {first}" if first == last else f"MiB {first} or {last}"
             raise RunError(
-                f"{self._where}: is damaged in MiB {number}: its crc32c is not the one in its JSON"
+                f"{self._where}: is damaged in {place}: its crc32c is not the one in its JSON"
             )
 
 
@@ -165,8 +196,9 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     where = f"{folder.url}/{commit.file}"
     file = ShardBytes(folder, commit, where)
     if read_by_ranges(commit):
+        ranges = None if folder.local else commit.files[commit.file].ranges
         front = 0 if folder.local else front_bytes(commit)
-        reader = SafetensorsFile(file.begin, commit.bytes, where, front)
+        reader = SafetensorsFile(file.begin, commit.bytes, where, ranges, front)
     else:
         content = pyarrow.py_buffer(file.begin(0, commit.bytes)())
         by_key = {hook.key: hook for hook in hooks}
@@ -204,7 +236,7 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
     pieces = safetensors_pieces(shard)
     ends = np.cumsum([piece.nbytes for piece in pieces])
 
-    def begin(start: int, stop: int) -> Callable[[], np.ndarray]:
+    def begin(start: int, stop: int, _blocks: Blocks | None) -> Callable[[], np.ndarray]:
         first, last = np.searchsorted(ends, [start, stop], "right").tolist()
         begun = int(ends[first - 1]) if first else 0
         data = np.frombuffer(b"".join(pieces[first : last + 1]), np.uint8)
@@ -295,9 +327,8 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
         commit: Commit of the shard.
         name: Name of the file.
         where: URL of the file, for messages.
-        **options: `start` and `stop` of a range in bytes; for a whole file `max_bytes`, the most
-        bytes
-            that it may have.
+        **options: `start` and `stop` of a range in bytes; for a whole file `max_bytes`, the
+            most bytes that it may have.
 
     Raises:
         RunError: The file is missing or was replaced.
