@@ -20,9 +20,9 @@ in another process, so that neither process affects the memory of the other:
 Every figure is of the second of two passes, and the first round is left out. The reason is that the
 buffer of 256 MiB per hook is allocated once in a run, however long it is, and on a virtual machine
 this may take longer than reading a GB of such a small run. The time of opening a run is not
-included; --open measures it alone, for a run with that many shards of 14 hooks. Figures are
-medians over the rounds, some with the smallest and the largest. The last line printed is one JSON
-object. The runs take 12 GB on the disk, and should fit into the page cache.
+included; opening.py measures it. Figures are medians over the rounds, some with the smallest and
+the largest. The last line printed is one JSON object. The runs take 12 GB on the disk, and should
+fit into the page cache.
 """
 
 import argparse
@@ -449,51 +449,6 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
     return Rate(size / 1e6 / seconds, (time.process_time() - cores) / size * 1e9, size)
 
 
-def store_shards(folder: Path, shards: int) -> None:
-    """Stores a run of so many shards with one sample each, unless `folder` already contains it."""
-    run = Run(0, hooks=14, width=4)
-    hooks: dict[int | str, str] = {name: name for name in run.names}
-    options = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
-    facts = RunFacts(hooks={name: {"width": run.width} for name in hooks})
-    identity = Identity(data="files", activation_dtype="bfloat16", storage=options)
-    values = np.ones((2, run.width), ml_dtypes.bfloat16)
-    with ActivationStorage(folder, hooks, options, identity, facts=facts) as storage:
-        for sample in range(0 if storage.complete else shards):
-            for name in run.names:
-                storage.add_activation(name, values, sample, "", np.arange(2, dtype=np.int32))
-
-
-def measure_opening(root: Path, shards: int, latency: float, rate: float) -> dict[str, float]:
-    """Measures the opening of a run.
-
-    Args:
-        root: The local folder that the bucket serves.
-        shards: The number of shards of the run.
-        latency: Milliseconds before each answer.
-        rate: MB/s of a connection.
-
-    Returns:
-        shards, latency: As in the arguments.
-        seconds, core_seconds: The seconds, and the CPU seconds of this process.
-        requests, mb: The number of requests, and the MB of their answers.
-    """
-    store_shards(root / "shards", shards)
-    with bucket_server(root, latency, rate) as address:
-        before, began = counts(address), time.perf_counter()
-        cores = time.process_time()
-        dataset = ActivationDataset(f"gs://{BUCKET}/shards")
-        seconds, after = time.perf_counter() - began, counts(address)
-    assert len(dataset) == len(dataset.shards.commits) == shards
-    return {
-        "shards": shards,
-        "latency": latency,
-        "seconds": round(seconds, 2),
-        "core_seconds": round(time.process_time() - cores, 2),
-        "requests": after.requests - before.requests,
-        "mb": round((after.bytes - before.bytes) / 1e6, 1),
-    }
-
-
 def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
     """Returns [median, smallest, largest] of each figure over the rounds."""
     spreads = {}
@@ -524,9 +479,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--features", type=int, default=4, help="of the trained autoencoder (default: 4)"
     )
-    parser.add_argument(
-        "--open", type=int, default=0, help="measure only the opening of a run of so many shards"
-    )
     parser.add_argument("--only", default="", help="measure scenarios whose names contain this")
     parser.add_argument(
         "--folder", type=Path, help="keep the runs in this folder (default: a temporary one)"
@@ -540,13 +492,6 @@ def main(argv: list[str] | None = None) -> None:
     summaries: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary:
         root = arguments.folder or Path(temporary)
-        if arguments.open:
-            opened = [
-                measure_opening(root, arguments.open, latency, arguments.rate)
-                for latency in arguments.latency
-            ]
-            print_result({"opened": opened})
-            return
         chosen = scenarios(plain, fourteen, chat, larger_shards, arguments.features)
         for name in [name for name in chosen if arguments.only not in name]:
             del chosen[name]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import end_to_end, gpu, many_shards, reading, writing
+from benchmarks import end_to_end, gpu, many_shards, opening, reading, writing
 from benchmarks.inputs import SHAPES, make_documents, make_model
 from benchmarks.processes import extract
 
@@ -60,8 +60,10 @@ def test_others_end_with_their_numbers(capsys, monkeypatch, tmp_path):
     for figures in at_no_latency["0.0"].values():
         assert figures["bare"][0] > 0 and figures["read"][0] > 0
         assert 1 <= figures["downloaded"][0] < 3
-    (opened,) = result(reading, "--open 40 --latency 0")["opened"]
-    assert opened["shards"] == 40 <= opened["requests"] < 50  # one for each
+    opened = result(opening, "--shards 40 --hosts 2 --latency 0 --rounds 1")
+    for action in "dataset", "status":
+        assert 40 <= opened[action][0]["requests"] < 55  # one for each shard
+    assert 20 <= opened["continue"][0]["requests"] < 40  # one for each shard of the host
     for figures in result(many_shards, "--quick --latency 0")["scenarios"].values():
         assert 1 <= figures["this"]["downloaded"] < 2
         assert figures["this"]["first_requests"] > 0 and figures["this"]["peak_mb"] > 0

@@ -1,0 +1,192 @@
+"""Measures how fast a run of many shards is opened: `python -m benchmarks.opening`.
+
+It stores a run of 5,000 shards of 64 hosts, and serves the run as a bucket whose answers begin
+after 30 ms (bucket_server.py). Each shard has one sample with two tokens at 14 hooks, so that
+opening reads little else than the JSON files. Each of these actions runs in a new process:
+
+- `dataset`: opens an ActivationDataset, and takes its length, hooks and statistics;
+- `status`: does what --status does. --verify and --repair begin with the same reading;
+- `continue`: does what the first host of a run that continues does before it loads the model: the
+  checks of the output, the plan, and the samples after the mark.
+
+The last line printed is one JSON object with the seconds, the CPU seconds, the requests and the MB
+of answers of each action.
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from activation_extraction import ActivationDataset
+from activation_extraction.cli.flags import StorageOptions
+from activation_extraction.inspect.status import show_status
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity, RunFacts
+from activation_extraction.store.run_folders import RunFolders, folder_name
+from activation_extraction.store.storage import ActivationStorage
+from activation_extraction.text.batch import Worker
+from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
+from benchmarks.processes import print_result
+
+LAYERS = 14
+HOOKS: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)}
+WIDTH = 4  # values of an activation
+TOKENS = 2  # tokens of a sample
+RUN = "run"  # name of the run's folder in the bucket
+OPTIONS = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
+
+
+def identity_of_host(host: int, hosts: int) -> Identity:
+    """Returns the identity of a host's share of the run.
+
+    Args:
+        host: Number of the host, from 0.
+        hosts: Number of hosts.
+    """
+    worker = Worker(host=host, hosts=hosts)
+    return Identity(
+        data="files",
+        activation_dtype="bfloat16",
+        storage=OPTIONS,
+        hooks=tuple(HOOKS.values()),
+        worker=worker,
+    )
+
+
+def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
+    """Stores the shards of one host, unless they are stored already.
+
+    Args:
+        root: Local folder that the bucket serves.
+        shards: Number of shards of the host, each with one sample.
+        hosts: Number of hosts.
+        host: Number of the host, from 0.
+    """
+    identity = identity_of_host(host, hosts)
+    folder = root / RUN / folder_name(identity.worker, in_bucket=True)
+    facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOKS})
+    activation = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
+    token_ids = np.arange(TOKENS, dtype=np.int32)
+    with ActivationStorage(folder, HOOKS, OPTIONS, identity, facts=facts) as storage:
+        for sample in range(0 if storage.complete else shards):
+            for layer in HOOKS:
+                storage.add_activation(layer, activation, sample, "", token_ids)
+
+
+def open_dataset(url: str, hosts: int) -> None:
+    """Opens a run as a dataset, and takes the properties that need no shard.
+
+    Args:
+        url: URL of the run.
+        hosts: Number of hosts. Not used.
+    """
+    dataset = ActivationDataset(url)
+    assert len(dataset) and len(dataset.hooks) == len(dataset.statistics) == LAYERS
+
+
+def show_status_of(url: str, hosts: int) -> None:
+    """Prints the state of a run into a buffer, as --status does.
+
+    Args:
+        url: URL of the run.
+        hosts: Number of hosts. Not used.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert show_status(Folder(url), writes_totals=False) == 0
+
+
+def plan_continued_run(url: str, hosts: int) -> None:
+    """Reads what the first host of a run reads before it continues.
+
+    Args:
+        url: URL of the run.
+        hosts: Number of hosts.
+    """
+    identity = identity_of_host(0, hosts)
+    with tempfile.TemporaryDirectory() as local:
+        folders = RunFolders(identity.worker, Path(local), url, upload_timeout=60)
+        folders.check_stale_folders(overwrite=False)
+        folders.earlier()
+        storage = ActivationStorage(local, HOOKS, OPTIONS, identity, folders.remote)
+        folders.check_siblings(identity)
+        assert storage.complete and storage.plan.mark is None
+
+
+def measure(
+    action: Callable[[str, int], None], root: Path, hosts: int, latency: float
+) -> dict[str, float]:
+    """Measures an action on the run in the bucket.
+
+    Args:
+        action: Function that takes the URL of the run and the number of hosts.
+        root: Local folder that the bucket serves.
+        hosts: Number of hosts.
+        latency: Milliseconds before each answer.
+
+    Returns:
+        seconds, core_seconds: The seconds, and the CPU seconds of this process.
+        requests, mb: The number of requests, and the MB of their answers.
+    """
+    with bucket_server(root, latency, RATE) as address:
+        counts_before = counts(address)
+        seconds_before, core_seconds_before = time.perf_counter(), time.process_time()
+        action(f"gs://{BUCKET}/{RUN}", hosts)
+        seconds = time.perf_counter() - seconds_before
+        core_seconds = time.process_time() - core_seconds_before
+        counts_after = counts(address)
+    return {
+        "seconds": round(seconds, 2),
+        "core_seconds": round(core_seconds, 2),
+        "requests": counts_after.requests - counts_before.requests,
+        "mb": round((counts_after.bytes - counts_before.bytes) / 1e6, 1),
+    }
+
+
+ACTIONS: dict[str, Callable[[str, int], None]] = {
+    "dataset": open_dataset,
+    "status": show_status_of,
+    "continue": plan_continued_run,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shards", type=int, default=5000, help="of the run (default: 5000)")
+    parser.add_argument("--hosts", type=int, default=64, help="of the run (default: 64)")
+    parser.add_argument(
+        "--latency", type=float, default=30.0, help="ms before each answer (default: 30)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of each action (default: 3)")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the run in this folder (default: a temporary one)"
+    )
+    arguments = parser.parse_args(argv)
+    hosts = arguments.hosts
+    new_process = partial(ProcessPoolExecutor, mp_context=get_context("spawn"))
+    with tempfile.TemporaryDirectory() as temporary:
+        root = arguments.folder or Path(temporary)
+        with new_process(2) as pool:
+            shards_of_host = -(-arguments.shards // hosts)  # rounded up
+            list(pool.map(partial(store_host, root, shards_of_host, hosts), range(hosts)))
+        figures: dict[str, list[dict[str, float]]] = {name: [] for name in ACTIONS}
+        for _ in range(arguments.rounds):
+            for name, action in ACTIONS.items():
+                with new_process(1) as pool:
+                    submitted = pool.submit(measure, action, root, hosts, arguments.latency)
+                    figures[name].append(submitted.result())
+                print(name, figures[name][-1], flush=True)
+    print_result({"shards": arguments.shards, "hosts": hosts, **figures})
+
+
+if __name__ == "__main__":
+    main()
