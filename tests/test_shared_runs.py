@@ -16,6 +16,7 @@ from hub_server import serve_hub
 from activation_extraction import ActivationDataset, ActivationStorage, StorageOptions
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.common.errors import InputError
+from activation_extraction.common.visible import visible
 from activation_extraction.inspect.dataset_card import size_category
 from activation_extraction.store import hub_folder
 from activation_extraction.store.folder import ANY, Folder, FolderError
@@ -292,6 +293,18 @@ def test_the_card_of_a_program_with_a_loop_of_its_own_names_no_model(tmp_path, c
     assert "The metadata of the run does not name the model.\n" in card.text
     assert "A program with a loop of its own has stored the samples.\n" in card.text
     assert "| `layers.3\\|a'b` | 8 | float32 |" in card.text
+
+
+def test_a_hostile_name_stays_text(run, tmp_path, capsys):
+    """It ends neither the YAML nor the code in which Markdown shows it."""
+    name = 'org/"x`<img src=x>|\n---\n# {{ 7 * 7 }}: &a\x1b[31m\u202e'
+    facts = {"configuration": {"model_path": name}, "model_commit": "a" * 40}
+    edit(run / "metadata.json", lambda content: content.update(facts))
+    card, _ = card_of(run, tmp_path, capsys)
+    assert card.data.base_model == visible(name)
+    assert card.text.count("\n# ") == 1
+    shown = visible(name).replace("`", "'").replace("|", "\\|")
+    assert f"`{shown}` at commit" in card.text
 
 
 def test_only_a_card_that_nobody_has_edited_is_replaced(run, tmp_path, capsys):

@@ -20,11 +20,12 @@ from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_log import FORMAT_VERSION
 
 CARD = "dataset_card.md"
-FILES = "files"  # in identities: the data are files and not a data set on the hub
-# Bounds of the hub's size categories, as numbers of samples.
+FILES = "files"  # value of `Identity.data` if the data come from files and not from the hub
+# Numbers of samples between which the hub's size categories lie.
 SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 # The last line of a card. It contains the SHA-256 of all lines before it.
-SEAL = "<!-- written by activation-extraction --report; sha256 of the lines above: {} -->\n"
+LAST_LINE = "<!-- written by activation-extraction --report; sha256 of the lines above: {} -->\n"
+# Descriptions of the files with activations, by the value of --shard_format.
 FORMATS = {
     "safetensors": "safetensors files (one tensor per hook, with a row per token)",
     "pickle": "pickles (a dict from each hook to a list of samples)",
@@ -36,14 +37,14 @@ and add the license of the data to the lines above. -->
 
 
 def write_card(dataset: ActivationDataset, path: Path) -> bool:
-    """Writes the card of a run, unless there is a file that was changed or is no card.
+    """Writes the card of a run, unless the path has a file that was edited or is no card.
 
     Args:
         dataset: The run.
         path: The path of the card, in a folder that exists.
 
     Returns:
-        Whether the card was written.
+        Whether the card was written. If False, the existing file is left as it is.
 
     Raises:
         InputError: If the file cannot be read or written.
@@ -58,19 +59,23 @@ def write_card(dataset: ActivationDataset, path: Path) -> bool:
 
 
 def is_unchanged_card(content: bytes) -> bool:
-    """Returns whether a file is a card that nobody has changed since it was written."""
+    """Returns whether a file is a card that nobody has edited since it was written.
+
+    Args:
+        content: The content of the file.
+    """
     lines = content.splitlines(keepends=True)
     digest = hashlib.sha256(b"".join(lines[:-1])).hexdigest()
-    return lines[-1:] == [SEAL.format(digest).encode()]
+    return lines[-1:] == [LAST_LINE.format(digest).encode()]
 
 
 def make_card(dataset: ActivationDataset) -> str:
-    """Returns the card of a run: YAML for the hub, and then Markdown."""
+    """Returns the card of a run: YAML between two lines of `---`, and Markdown after them."""
     lines = [*_front_matter(dataset), "", FIRST_COMMENT]
     for paragraph in _paragraphs(dataset):
         lines += [paragraph, ""]
     text = "\n".join(lines)
-    return text + SEAL.format(hashlib.sha256(text.encode()).hexdigest())
+    return text + LAST_LINE.format(hashlib.sha256(text.encode()).hexdigest())
 
 
 def size_category(samples: int) -> str:
@@ -79,12 +84,13 @@ def size_category(samples: int) -> str:
     Args:
         samples: Number of samples in the data set.
     """
-    exponent = len(str(samples)) - 3  # number of bounds that are not larger
-    if exponent <= 0:
+    # SIZES begins with 1,000, which has four digits, and every next size has one digit more.
+    category = len(str(samples)) - 3
+    if category <= 0:
         return f"n<{SIZES[0]}"
-    if exponent >= len(SIZES):
+    if category >= len(SIZES):
         return f"n>{SIZES[-1]}"
-    return f"{SIZES[exponent - 1]}<n<{SIZES[exponent]}"
+    return f"{SIZES[category - 1]}<n<{SIZES[category]}"
 
 
 def model_name(dataset: ActivationDataset) -> str:
@@ -97,13 +103,13 @@ def model_name(dataset: ActivationDataset) -> str:
 
 
 def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
-    """Yields the lines of YAML. A string in JSON is also one in YAML."""
+    """Yields the lines of YAML at the beginning of a card."""
     name = model_name(dataset)
     tags = ["activations", "interpretability"]
     if name:
         tags.append(_last_part(name))
     yield "---"
-    if dataset.metadata.get("model_commit"):
+    if name and dataset.metadata.get("model_commit"):
         yield f"base_model: {_quoted(name)}"
     yield f"size_categories: {_quoted(size_category(len(dataset)))}"
     yield "tags:"
@@ -116,7 +122,7 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
 
 
 def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
-    """Yields the headings and paragraphs of the Markdown."""
+    """Yields the headings and paragraphs of a card."""
     name = model_name(dataset)
     yield f"# Activations of {_code(_last_part(name)) if name else 'an unnamed model'}"
     yield "## Model"
@@ -249,5 +255,5 @@ def _code(text: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns text as a string in YAML."""
+    """Returns text as a string in YAML, for which the syntax of JSON is valid, too."""
     return json.dumps(visible(text), ensure_ascii=False)
