@@ -1,10 +1,11 @@
 """Serves a folder as a slow remote bucket: `python -m benchmarks.bucket_server FOLDER`.
 
-It answers as Google Cloud Storage does: listings in pages of 1000, HEAD, and GET of ranges with
-If-Match. The files must not change. Every answer begins after `latency` ms, and every connection
-gets at most `rate` MB/s. The server is a separate process with a thread for each connection, so
-waiting takes no processor time, and the kernel sends files from the page cache. It prints its port.
-GET /counts returns the totals that it has served (`Counts`), without latency.
+The server answers as Google Cloud Storage does: it supports listings in pages of 1000 entries,
+HEAD, and GET of ranges with If-Match. The files must not change. Every answer begins after
+`latency` milliseconds, and every connection gets at most `rate` MB/s. The server is a separate
+process with a thread for each connection. Therefore waiting takes no processor time, and the kernel
+sends files from the page cache. The server prints its port. GET /counts returns the totals of the
+server's answers (`Counts`), without latency.
 """
 
 import argparse
@@ -26,10 +27,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
-RATE = 200.0  # MB/s of a connection
-PAGE = 1000  # entries of a listing's page; Google, S3 and Azure use the same number
-PIECE = 2**20  # bytes that are sent at once, after which the rate is checked
-LISTED, DATE = "2026-01-01T00:00:00.000Z", "Thu, 01 Jan 2026 00:00:00 GMT"
+# The default of the largest rate of a connection, in MB/s.
+RATE = 200.0
+# The number of entries of a listing's page. Google, S3 and Azure use this number.
+PAGE_ENTRIES = 1000
+# The number of bytes that are sent before the rate of the connection is checked again.
+SENT_AT_ONCE = 2**20
+# The modification time of all files, as listings and as headers contain it.
+LISTED_DATE, HEADER_DATE = "2026-01-01T00:00:00.000Z", "Thu, 01 Jan 2026 00:00:00 GMT"
 REASONS = {200: "OK", 206: "Partial Content", 404: "Not Found", 412: "Precondition Failed"}
 REASONS[416] = "Range Not Satisfiable"
 
@@ -38,9 +43,9 @@ class Object(NamedTuple):
     """A file of the folder.
 
     Attributes:
-        path: The path of the file.
-        size: Its size in bytes.
-        tag: Its ETag with quotes, made from modification time and size.
+        path: Path of the file.
+        size: Size of the file in bytes.
+        tag: ETag with quotes, which is made of the modification time and the size of the file.
     """
 
     path: Path
@@ -49,16 +54,16 @@ class Object(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "Object":
-        about = path.stat()
-        return cls(path, about.st_size, f'"{about.st_mtime_ns:x}-{about.st_size:x}"')
+        status = path.stat()
+        return cls(path, status.st_size, f'"{status.st_mtime_ns:x}-{status.st_size:x}"')
 
 
 class Counts(NamedTuple):
     """Totals of a server since its start.
 
     Attributes:
-        requests: The number of requests, without those of /counts.
-        bytes: The bytes of listings and objects in the answers.
+        requests: Number of requests, without requests of /counts.
+        bytes: Number of bytes of listings and objects in the answers.
     """
 
     requests: int
@@ -66,15 +71,26 @@ class Counts(NamedTuple):
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """The server of one folder; it lists the files once, at its start."""
+    """The server of one folder, which lists the files of the folder once, at its start.
+
+    Attributes:
+        latency_seconds: Seconds before each answer begins.
+        rate: Largest number of bytes per second of a connection.
+        counts: Totals since the start of the server.
+        lock: Lock for changes of `counts`.
+        objects: Name of an object -> the file.
+        names: Names of the objects, sorted.
+    """
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = 256
 
     def __init__(self, folder: Path, latency: float, rate: float) -> None:
         super().__init__(("127.0.0.1", 0), Connection)
-        self.seconds, self.rate = latency / 1e3, rate * 1e6
-        self.counts, self.lock = Counts(0, 0), Lock()
+        self.latency_seconds = latency / 1e3
+        self.rate = rate * 1e6
+        self.counts = Counts(0, 0)
+        self.lock = Lock()
         self.objects = {
             path.relative_to(folder).as_posix(): Object.of(path)
             for path in folder.rglob("*")
@@ -85,37 +101,44 @@ class Server(socketserver.ThreadingTCPServer):
     def handle_error(self, *_: object) -> None:
         """Ignores errors of connections, because a client may go away at any time."""
 
-    def count(self, size: int) -> None:
-        with self.lock:
-            self.counts = Counts(self.counts.requests + 1, self.counts.bytes + size)
+    def count_request(self, answer_bytes: int) -> None:
+        """Adds a request to the totals.
 
-    def listing(self, prefix: str, delimiter: str, after: str) -> bytes:
+        Args:
+            answer_bytes: The number of bytes of the listing or object in the answer.
+        """
+        with self.lock:
+            self.counts = Counts(self.counts.requests + 1, self.counts.bytes + answer_bytes)
+
+    def listing(self, prefix: str, delimiter: str, last_entry: str) -> bytes:
         """Returns one page of a listing, as XML.
 
         Args:
             prefix: The prefix of the listed names.
             delimiter: The character that ends a folder's name. Empty to list all names.
-            after: The last entry of the previous page. Empty for the first page.
+            last_entry: The last entry of the previous page. Empty for the first page.
         """
+        # Entry (the name of an object, or of a folder up to the delimiter) -> its XML.
         page: dict[str, str] = {}
-        for name in self.names[bisect_left(self.names, max(prefix, after)) :]:
-            if len(page) > PAGE or not name.startswith(prefix):
+        for name in self.names[bisect_left(self.names, max(prefix, last_entry)) :]:
+            if len(page) > PAGE_ENTRIES or not name.startswith(prefix):
                 break
-            inside, folder, _ = name[len(prefix) :].partition(delimiter or "\0")
-            if (entry := prefix + inside + folder) <= after or entry in page:
+            rest_of_entry, found_delimiter, _ = name[len(prefix) :].partition(delimiter or "\0")
+            entry = prefix + rest_of_entry + found_delimiter
+            if entry <= last_entry or entry in page:
                 continue
             entry_file = self.objects[name]
             page[entry] = (
                 f"<CommonPrefixes><Prefix>{escape(entry)}</Prefix></CommonPrefixes>"
-                if folder
+                if found_delimiter
                 else f"<Contents><Key>{escape(entry)}</Key><Size>{entry_file.size}</Size>"
-                f"<ETag>{entry_file.tag}</ETag><LastModified>{LISTED}</LastModified></Contents>"
+                f"<ETag>{entry_file.tag}</ETag><LastModified>{LISTED_DATE}</LastModified></Contents>"
             )
-        text = "".join([*page.values()][:PAGE])
-        if len(page) > PAGE:
-            last = escape([*page][PAGE - 1])
-            text += f"<NextContinuationToken>{last}</NextContinuationToken>"
-        return f"<ListBucketResult>{text}</ListBucketResult>".encode()
+        entries_xml = "".join([*page.values()][:PAGE_ENTRIES])
+        if len(page) > PAGE_ENTRIES:
+            token = escape([*page][PAGE_ENTRIES - 1])
+            entries_xml += f"<NextContinuationToken>{token}</NextContinuationToken>"
+        return f"<ListBucketResult>{entries_xml}</ListBucketResult>".encode()
 
 
 class Connection(socketserver.StreamRequestHandler):
@@ -134,68 +157,99 @@ class Connection(socketserver.StreamRequestHandler):
             self.answer(method, target, headers)
 
     def answer(self, method: str, target: str, headers: dict[str, str]) -> None:
+        """Answers a request.
+
+        Args:
+            method: The method, "GET" or "HEAD".
+            target: The path and the query of the requested URL.
+            headers: Name of a header in small letters -> content of the header.
+        """
         if target == "/counts":
             return self.send(200, json.dumps(self.server.counts._asdict()).encode())
-        time.sleep(self.server.seconds)
+        time.sleep(self.server.latency_seconds)
         url = urlsplit(target)
-        bucket, _, name = unquote(url.path).lstrip("/").partition("/")
-        if bucket == BUCKET and not name:
+        bucket, _, object_name = unquote(url.path).lstrip("/").partition("/")
+        if bucket == BUCKET and not object_name:
             query = {key: values[0] for key, values in parse_qs(url.query).items()}
-            after = query.get("continuation-token", "")
-            page = self.server.listing(query.get("prefix", ""), query.get("delimiter", ""), after)
-            self.server.count(len(page))
+            last_entry = query.get("continuation-token", "")
+            page = self.server.listing(
+                query.get("prefix", ""), query.get("delimiter", ""), last_entry
+            )
+            self.server.count_request(len(page))
             return self.send(200, page)
-        served = self.server.objects.get(name) if bucket == BUCKET else None
-        if served is None:
-            self.server.count(0)
+        stored_object = self.server.objects.get(object_name) if bucket == BUCKET else None
+        if stored_object is None:
+            self.server.count_request(0)
             return self.send(404)
-        if headers.get("if-match", served.tag) != served.tag:
-            self.server.count(0)
+        if headers.get("if-match", stored_object.tag) != stored_object.tag:
+            self.server.count_request(0)
             return self.send(412)
-        status, start, stop = span_of(headers.get("range", ""), served.size)
-        self.server.count(stop - start if method == "GET" else 0)
-        about = f"ETag: {served.tag}\r\nx-goog-generation: 1\r\nLast-Modified: {DATE}\r\n"
+        status, start, stop = requested_range(headers.get("range", ""), stored_object.size)
+        self.server.count_request(stop - start if method == "GET" else 0)
+        object_headers = f"ETag: {stored_object.tag}\r\nx-goog-generation: 1\r\n"
+        object_headers += f"Last-Modified: {HEADER_DATE}\r\n"
         if status == 206:
-            about += f"Content-Range: bytes {start}-{stop - 1}/{served.size}\r\n"
-        self.head(status, stop - start, about)
+            object_headers += f"Content-Range: bytes {start}-{stop - 1}/{stored_object.size}\r\n"
+        self.send_headers(status, stop - start, object_headers)
         if method == "GET" and stop > start:
-            self.send_file(served.path, start, stop)
+            self.send_file(stored_object.path, start, stop)
 
-    def head(self, status: int, size: int, about: str = "") -> None:
-        line = f"HTTP/1.1 {status} {REASONS[status]}\r\n"
-        self.wfile.write(f"{line}{about}Content-Length: {size}\r\n\r\n".encode())
+    def send_headers(self, status: int, size: int, object_headers: str = "") -> None:
+        """Sends the status and the headers of an answer.
+
+        Args:
+            status: The HTTP status.
+            size: The number of bytes of the body.
+            object_headers: The headers about an object, each with its line end. "" for none.
+        """
+        status_line = f"HTTP/1.1 {status} {REASONS[status]}\r\n"
+        self.wfile.write(f"{status_line}{object_headers}Content-Length: {size}\r\n\r\n".encode())
 
     def send(self, status: int, content: bytes = b"") -> None:
-        self.head(status, len(content))
+        """Sends an answer that is not about an object.
+
+        Args:
+            status: The HTTP status.
+            content: The body.
+        """
+        self.send_headers(status, len(content))
         self.wfile.write(content)
 
     def send_file(self, path: Path, start: int, stop: int) -> None:
-        """Sends the bytes from `start` to `stop` of a file, at the rate of a connection at most."""
-        began, first = time.perf_counter(), start
+        """Sends a range of the bytes of a file, at the rate of the connection at most.
+
+        Args:
+            path: The path of the file.
+            start: The offset of the first byte.
+            stop: The offset after the last byte.
+        """
+        start_time = time.perf_counter()
+        offset = start
         with open(path, "rb", buffering=0) as file:
-            while start < stop:
-                due = began + (start - first) / self.server.rate
-                time.sleep(max(0.0, due - time.perf_counter()))
-                size = min(PIECE, stop - start)
-                start += os.sendfile(self.connection.fileno(), file.fileno(), start, size)
+            while offset < stop:
+                allowed_time = start_time + (offset - start) / self.server.rate
+                time.sleep(max(0.0, allowed_time - time.perf_counter()))
+                num_bytes = min(SENT_AT_ONCE, stop - offset)
+                offset += os.sendfile(self.connection.fileno(), file.fileno(), offset, num_bytes)
 
 
-def span_of(header: str, size: int) -> tuple[int, int, int]:
+def requested_range(header: str, size: int) -> tuple[int, int, int]:
     """Parses a Range header.
 
     Args:
-        header: The content of the header; empty for a request without one.
+        header: The content of the header. Empty for a request without this header.
         size: The size of the object in bytes.
 
     Returns:
-        The HTTP status of the answer, and the start and the exclusive end of the bytes to send.
+        A tuple of the HTTP status of the answer, the offset of the first byte to send, and the
+        offset after the last byte to send.
     """
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
-    if match is None:
+    range_match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
+    if range_match is None:
         return 200, 0, size
-    first, last = match.groups()
-    start = int(first) if first else max(0, size - int(last))
-    stop = min(int(last) + 1, size) if first and last else size
+    first_byte, last_byte = range_match.groups()
+    start = int(first_byte) if first_byte else max(0, size - int(last_byte))
+    stop = min(int(last_byte) + 1, size) if first_byte and last_byte else size
     return (206, start, stop) if start < size else (416, 0, 0)
 
 
@@ -205,11 +259,11 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
 
     Args:
         folder: The folder to serve.
-        latency: Milliseconds before each answer.
-        rate: MB/s of a connection.
+        latency: The milliseconds before each answer.
+        rate: The largest MB/s of a connection.
 
     Yields:
-        The address of the server, HOST:PORT.
+        The address of the server, "HOST:PORT".
     """
     command = [sys.executable, "-m", "benchmarks.bucket_server", str(folder)]
     command += ["--latency", str(latency), "--rate", str(rate)]
@@ -225,7 +279,11 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
 
 
 def counts(address: str) -> Counts:
-    """Returns the totals of the server at this address (HOST:PORT)."""
+    """Returns the totals of a server.
+
+    Args:
+        address: The address of the server, "HOST:PORT".
+    """
     with urllib.request.urlopen(f"http://{address}/counts") as answer:
         return Counts(**json.load(answer))
 
@@ -240,6 +298,6 @@ if __name__ == "__main__":
         "--rate", type=float, default=RATE, help="MB/s of a connection (default: 200)"
     )
     arguments = parser.parse_args()
-    running = Server(arguments.folder, arguments.latency, arguments.rate)
-    print(running.server_address[1], flush=True)
-    running.serve_forever()
+    bucket = Server(arguments.folder, arguments.latency, arguments.rate)
+    print(bucket.server_address[1], flush=True)
+    bucket.serve_forever()

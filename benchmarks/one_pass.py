@@ -1,8 +1,9 @@
-"""Reads a share of a run from a bucket, and prints what it took: `python -m benchmarks.one_pass`.
+"""Measures reading a share of a run from a bucket: `python -m benchmarks.one_pass`.
 
-benchmarks/many_shards.py starts it once for each figure, in a process of its own, so that the peak
-of memory is that of one reader. It imports nothing of this folder, so that PYTHONPATH may name
-another checkout whose reader is to be measured.
+many_shards.py runs this script in a new process for each measurement, so that the peak of the
+process's memory is the memory of one reader. The script imports no module of this folder, so that
+PYTHONPATH may name another checkout whose reader is measured. The output is one JSON object with
+the figures (see `measure`).
 """
 
 import argparse
@@ -16,11 +17,15 @@ from typing import Any
 
 from activation_extraction import ActivationDataset
 
-BATCH = 1024  # tokens
+# The number of tokens of a batch.
+BATCH = 1024
 
 
 def counts() -> dict[str, int]:
-    """Returns the totals of the bucket's server: `requests` and `bytes`."""
+    """Returns the totals of the bucket's server, "requests" and "bytes" (see `Counts`).
+
+    `Counts` is in bucket_server.py.
+    """
     address = os.environ["STORAGE_EMULATOR_HOST"]
     with urllib.request.urlopen(f"{address}/counts") as answer:
         totals: dict[str, int] = json.load(answer)
@@ -28,67 +33,76 @@ def counts() -> dict[str, int]:
 
 
 def mask_of(samples: int, keep: float) -> list[bool]:
-    """Returns a mask of samples, in which those that are left out are evenly spread.
+    """Returns a mask of samples, in which the samples that are left out are evenly spaced.
 
     Args:
-        samples: Number of samples.
-        keep: Share of the samples to keep, less than 1.
+        samples: The number of samples.
+        keep: The fraction of the samples to keep, less than 1.
     """
     distance = round(1 / (1 - keep))
-    return [number % distance != 0 for number in range(samples)]
+    return [sample % distance != 0 for sample in range(samples)]
 
 
 def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[str, float]:
-    """Reads the batches of a run twice, with datasets of its own, and measures the second pass.
+    """Reads the batches of a run twice, each time with a new dataset, and measures both passes.
 
-    In the first pass, the buffer is allocated, which may take longer than reading a small run.
+    The buffer for activations is allocated in the first pass, which may take longer than reading a
+    small run. Therefore, speeds are measured in the second pass.
 
     Args:
-        url: URL of the run in the bucket.
-        hook: Name of the hook to read.
-        options: Options of the batches.
-        keep: Share of the samples that pass the filter `where`. 1 for no filter.
+        url: The URL of the run in the bucket.
+        hook: The name of the hook to read.
+        options: The options of the batches (see `ActivationDataset.batches`).
+        keep: The fraction of the samples that pass the filter `where`. 1 for no filter.
 
     Returns:
-        opening_s, opening_requests, opening_mb: Seconds, requests and MB of opening the run.
-        first_s, first_requests, first_mb: Seconds, requests and MB from the call of `batches` to
-            the first batch, in the first pass.
-        downloaded: Bytes of all answers in the second pass, without those of opening the run, for
-            each byte of the activations in batches.
-        requests_per_gb, cpu_s_per_gb, mb_per_s: Requests and CPU seconds of this process for each
-            GB of activations in batches, and MB of these in a second.
-        peak_mb: Peak of this process's memory.
+        A dict with these figures.
+        opening_s, opening_requests, opening_mb: The seconds, the requests and the MB of answers of
+            opening the run.
+        first_s, first_requests, first_mb: The seconds, the requests and the MB of answers from the
+            call of `batches` to the first batch, in the first pass.
+        downloaded: The bytes of answers in the second pass, without opening the run, for each byte
+            of activations in batches.
+        requests_per_gb: The requests in the second pass for each GB of activations in batches.
+        cpu_s_per_gb: The CPU seconds of this process in the second pass for each GB of activations
+            in batches.
+        mb_per_s: The MB of activations in batches per second of the second pass.
+        peak_mb: The peak resident memory of this process in MB.
     """
-    began, before = time.perf_counter(), counts()
+    start_time, counts_before = time.perf_counter(), counts()
     dataset = ActivationDataset(url, [hook])
-    figures: dict[str, float] = {"opening_s": time.perf_counter() - began}
-    after = counts()
-    figures["opening_requests"] = after["requests"] - before["requests"]
-    figures["opening_mb"] = (after["bytes"] - before["bytes"]) / 1e6
-    began, before = time.perf_counter(), after
+    figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
+    counts_after = counts()
+    figures["opening_requests"] = counts_after["requests"] - counts_before["requests"]
+    figures["opening_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
+    start_time, counts_before = time.perf_counter(), counts_after
     if keep < 1:
         options["where"] = mask_of(len(dataset), keep)
     batches = dataset.batches(BATCH, **options)
     next(batches)
-    figures["first_s"] = time.perf_counter() - began
-    after = counts()
-    figures["first_requests"] = after["requests"] - before["requests"]
-    figures["first_mb"] = (after["bytes"] - before["bytes"]) / 1e6
+    figures["first_s"] = time.perf_counter() - start_time
+    counts_after = counts()
+    figures["first_requests"] = counts_after["requests"] - counts_before["requests"]
+    figures["first_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
+    # The first pass is completed without being measured.
     for _ in batches:
         pass
     dataset = ActivationDataset(url, [hook])
-    began, before, cpu = time.perf_counter(), counts(), time.process_time()
-    size = sum(batch[hook].nbytes for batch in dataset.batches(BATCH, **options))
-    cpu = time.process_time() - cpu
-    seconds = time.perf_counter() - began
-    after = counts()
-    figures["downloaded"] = (after["bytes"] - before["bytes"]) / size
-    figures["requests_per_gb"] = (after["requests"] - before["requests"]) / size * 1e9
-    figures["cpu_s_per_gb"] = cpu / size * 1e9
-    figures["mb_per_s"] = size / 1e6 / seconds
-    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak is not None
-    figures["peak_mb"] = int(peak[1]) * 1024 / 1e6
+    counts_before = counts()
+    start_time, cpu_start_time = time.perf_counter(), time.process_time()
+    batch_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH, **options))
+    cpu_seconds = time.process_time() - cpu_start_time
+    seconds = time.perf_counter() - start_time
+    counts_after = counts()
+    answer_bytes = counts_after["bytes"] - counts_before["bytes"]
+    num_requests = counts_after["requests"] - counts_before["requests"]
+    figures["downloaded"] = answer_bytes / batch_bytes
+    figures["requests_per_gb"] = num_requests / batch_bytes * 1e9
+    figures["cpu_s_per_gb"] = cpu_seconds / batch_bytes * 1e9
+    figures["mb_per_s"] = batch_bytes / 1e6 / seconds
+    peak_match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak_match is not None
+    figures["peak_mb"] = int(peak_match[1]) * 1024 / 1e6
     return figures
 
 

@@ -14,7 +14,7 @@ in another process, so that neither process affects the memory of the other:
 
 - `bare`: 32 ranges of at most 8 MiB at a time with obstore, the client that the product uses; every
   byte is looked at once. `share` is the scenario's speed divided by the speed of this reader;
-- `of 16`: the same with 16 ranges of at most 2 MiB;
+- `of 16`: like `bare`, but with 16 ranges of at most 2 MiB at a time;
 - sockets that receive 32 ranges of 8 MiB into reused buffers, which is the least possible work.
 
 Every figure is of the second of two passes, and the first round is left out. The reason is that the
@@ -57,25 +57,33 @@ from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
 from benchmarks.processes import print_result
 
-BATCH = 1024  # tokens
+# The number of tokens of a batch.
+BATCH = 1024
 MIB = 2**20
-BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)  # ranges at a time, and bytes of a range at most
-LENGTH = 2048  # tokens of a sample
-TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8  # roles, and median tokens
-LATENCIES = 0.0, 10.0, 30.0, 100.0  # ms
-TRAINED_AT = 30.0  # ms; the only latency at which training is measured, because it takes long
+# For two of the simple readers, the number of ranges that are read at a time, and the largest
+# number of bytes of a range.
+BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)
+# The number of tokens of a sample.
+LENGTH = 2048
+# The messages of a conversation: the role of a message, and the median number of its tokens.
+TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8
+# The default latencies in milliseconds.
+LATENCIES = 0.0, 10.0, 30.0, 100.0
+# The latency in milliseconds at which training is measured. It is not measured at other latencies,
+# because training takes long.
+TRAINED_AT = 30.0
 
 
 class Run(NamedTuple):
     """A run to store.
 
     Attributes:
-        bytes: The bytes of the hook that is read.
-        hooks: The number of hooks.
-        width: The width of each hook.
-        shard: The bytes of a shard.
+        bytes: Number of bytes of activations at the hook that is read.
+        hooks: Number of hooks.
+        width: Width of the activations at each hook.
+        shard: Largest number of bytes of a shard.
         chat: Whether the samples are conversations.
-        length: The tokens of a sample.
+        length: Number of tokens of a sample.
     """
 
     bytes: int
@@ -87,21 +95,28 @@ class Run(NamedTuple):
 
     @property
     def names(self) -> list[str]:
+        """The names of the hooks."""
         return [f"blocks.{layer}.hook_resid_post" for layer in range(self.hooks)]
 
     @property
     def read(self) -> str:
-        """Returns the name of the hook that is read."""
+        """The name of the hook that is read."""
         return self.names[self.hooks // 2]
 
     @property
     def folder(self) -> str:
-        chat = "_chat" if self.chat else ""
-        short = "" if self.length == LENGTH else f"_of_{self.length}"
-        return f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}{chat}{short}"
+        """The name of the run's folder, which contains all fields of the run."""
+        chat_suffix = "_chat" if self.chat else ""
+        length_suffix = "" if self.length == LENGTH else f"_of_{self.length}"
+        sizes = f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}"
+        return sizes + chat_suffix + length_suffix
 
     def store(self, folder: Path) -> None:
-        """Stores the run in a folder, unless the folder already contains it."""
+        """Stores the run in a folder, unless the folder already contains the run.
+
+        Args:
+            folder: The local folder of the run.
+        """
         identity = Identity(
             data="files",
             activation_dtype="bfloat16",
@@ -112,88 +127,103 @@ class Run(NamedTuple):
         )
         options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
         facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
-        chance = np.random.default_rng(0)
-        values = chance.standard_normal((4 * LENGTH, self.width), np.float32)
-        pool = values.astype(ml_dtypes.bfloat16)
+        rng = np.random.default_rng(0)
+        normal_values = rng.standard_normal((4 * LENGTH, self.width), np.float32)
+        value_pool = normal_values.astype(ml_dtypes.bfloat16)
         hooks = dict.fromkeys(self.names)
         with ActivationStorage(
             folder, {name: name for name in hooks}, options, identity, facts=facts
         ) as storage:
             sample_bytes = self.length * self.width * 2
-            for sample in range(0 if storage.complete else self.bytes // sample_bytes):
-                self._add(storage, sample, chance, pool)
+            for sample_number in range(0 if storage.complete else self.bytes // sample_bytes):
+                self._add(storage, sample_number, rng, value_pool)
 
     def _add(
-        self, storage: ActivationStorage, number: int, chance: np.random.Generator, pool: np.ndarray
+        self,
+        storage: ActivationStorage,
+        sample_number: int,
+        rng: np.random.Generator,
+        value_pool: np.ndarray,
     ) -> None:
-        """Adds a sample, with random slices of the pool as activations."""
+        """Adds a sample, with random slices of a pool of values as activations.
+
+        Args:
+            storage: The storage of the run.
+            sample_number: The number of the sample.
+            rng: The generator of random numbers.
+            value_pool: The pool, (more than `length`, width).
+        """
         length = self.length
-        ids = chance.integers(0, 150_000, length, np.int32)
-        labels = labels_of(chance, length) if self.chat else {}
-        facts = SampleFacts(number, {"file": "0.jsonl", "line": number})
-        sample = Sample(facts, ids, Mark(number), labels)
-        starts = chance.integers(len(pool) - length, size=self.hooks)
-        values: dict[int | str, np.ndarray] = {
-            name: pool[None, start : start + length]
-            for name, start in zip(self.names, starts, strict=True)
+        token_ids = rng.integers(0, 150_000, length, np.int32)
+        labels = labels_of(rng, length) if self.chat else {}
+        facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})
+        sample = Sample(facts, token_ids, Mark(sample_number), labels)
+        slice_starts = rng.integers(len(value_pool) - length, size=self.hooks)
+        activations: dict[int | str, np.ndarray] = {
+            name: value_pool[None, start : start + length]
+            for name, start in zip(self.names, slice_starts, strict=True)
         }
         (batch,) = pack([sample], 1, length)
-        storage.add_batch(batch, values)
+        storage.add_batch(batch, activations)
 
 
-def labels_of(chance: np.random.Generator, length: int) -> dict[str, np.ndarray]:
-    """Makes the labels of a random conversation, whose messages stand between template tokens.
+def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
+    """Makes the labels of a random conversation, with tokens of a template around each message.
 
     Args:
-        chance: The source of random numbers.
-        length: The tokens of the conversation, which is cut there.
+        rng: The generator of random numbers.
+        length: The number of tokens of the conversation. A longer conversation is cut, and a
+            shorter conversation is extended with tokens of its last turn.
 
     Returns:
-        "role" and "turn" -> the label of each token, int32 (length,).
+        "role" -> index in ROLES of each token's role, int32 (length,), and "turn" -> number of each
+        token's turn, int32 (length,).
     """
     roles, turns = list[int](), list[int]()
-    for turn, (role, median) in enumerate(TURNS):
-        content = [ROLES.index(role)] * int(chance.lognormal(np.log(median), 0.8) + 1)
-        roles += [0, 0, 0, *content, 0, 0]
-        turns += [turn] * (len(content) + 5)
-    missing = max(0, length - len(roles))
-    roles += roles[-6:-5] * missing
-    turns += turns[-1:] * missing
+    for turn, (role, median_tokens) in enumerate(TURNS):
+        num_tokens = int(rng.lognormal(np.log(median_tokens), 0.8) + 1)
+        # Three tokens of the template stand before the message, and two stand after it.
+        roles += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
+        turns += [turn] * (num_tokens + 5)
+    num_missing = max(0, length - len(roles))
+    roles += roles[-6:-5] * num_missing
+    turns += turns[-1:] * num_missing
     return {"role": np.array(roles[:length], np.int32), "turn": np.array(turns[:length], np.int32)}
 
 
-def spans(folder: Path, hook: str, most: int) -> list[tuple[str, int, int]]:
-    """Cuts the bytes of a hook into ranges.
+def ranges_of_hook(folder: Path, hook: str, max_bytes: int) -> list[tuple[str, int, int]]:
+    """Divides the bytes of the activations at a hook into ranges.
 
     Args:
         folder: The local folder of a run.
         hook: The name of the hook.
-        most: The bytes of a range, at most.
+        max_bytes: The largest number of bytes of a range.
 
     Returns:
-        The path of the file in the bucket, the start and the exclusive end of each range.
+        A tuple for each range: the path of the file in the bucket, the offset of the first byte,
+        and the offset after the last byte.
     """
     ranges = []
     for path in sorted(folder.glob("*.safetensors")):
         tensor = LocalFile(path).tensors[hook]
         size = tensor.end - tensor.offset
-        parts = -(-size // most)
-        cuts = [tensor.offset + size * n // parts for n in range(parts + 1)]
-        name = f"{folder.name}/{path.name}"
-        ranges += [(name, start, stop) for start, stop in pairwise(cuts)]
+        num_ranges = -(-size // max_bytes)
+        offsets = [tensor.offset + size * number // num_ranges for number in range(num_ranges + 1)]
+        path_in_bucket = f"{folder.name}/{path.name}"
+        ranges += [(path_in_bucket, start, stop) for start, stop in pairwise(offsets)]
     return ranges
 
 
 def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
-    """Reads ranges with obstore, and looks at every byte once.
+    """Reads ranges with obstore, and accesses every byte once.
 
     Args:
-        address: The address of the bucket's server, HOST:PORT.
-        ranges: The ranges, as `spans` returns them.
+        address: The address of the bucket's server, "HOST:PORT".
+        ranges: The ranges, as `ranges_of_hook` returns them.
         readers: The number of ranges that are read at a time.
 
     Returns:
-        The number of bytes.
+        The number of bytes that were read.
     """
 
     def no_credentials() -> Any:
@@ -206,60 +236,77 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
         client_options={"allow_http": True},
     )
 
-    def work(span: tuple[str, int, int]) -> int:
-        content = obstore.get_range(store, span[0], start=span[1], end=span[2])
-        values = np.frombuffer(memoryview(content), np.uint8)
-        values.max()  # touches every byte
-        return values.nbytes
+    def read_range(file_range: tuple[str, int, int]) -> int:
+        path, start, stop = file_range
+        content = obstore.get_range(store, path, start=start, end=stop)
+        byte_values = np.frombuffer(memoryview(content), np.uint8)
+        # The maximum accesses every byte.
+        byte_values.max()
+        return byte_values.nbytes
 
     with ThreadPoolExecutor(readers) as pool:
-        return sum(pool.map(work, ranges))
+        return sum(pool.map(read_range, ranges))
 
 
 def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
-    """Reads ranges over plain connections into reused buffers; see `read_by_obstore`.
+    """Reads ranges over HTTP connections of Python into reused buffers.
+
+    See `read_by_obstore` for the arguments and the result.
 
     Raises:
         SystemExit: If an answer is shorter than its range.
     """
-    remaining = iter(ranges)  # shared by all threads, which is safe because `next` is atomic
+    # All threads share this iterator, which is safe because `next` is atomic.
+    remaining_ranges = iter(ranges)
+    largest_range = max(stop - start for _, start, stop in ranges)
 
-    def work(_: int) -> int:
-        buffer, done = memoryview(bytearray(max(b - a for _, a, b in ranges))), 0
+    def read_remaining_ranges(_: int) -> int:
+        buffer = memoryview(bytearray(largest_range))
+        total_bytes = 0
         with closing(http.client.HTTPConnection(address)) as connection:
-            for name, start, stop in remaining:
-                span = {"Range": f"bytes={start}-{stop - 1}"}
-                connection.request("GET", f"/{BUCKET}/{name}", headers=span)
-                answer, at = connection.getresponse(), 0
-                while at < stop - start and (got := answer.readinto(buffer[at : stop - start])):
-                    at += got
+            for path, start, stop in remaining_ranges:
+                headers = {"Range": f"bytes={start}-{stop - 1}"}
+                connection.request("GET", f"/{BUCKET}/{path}", headers=headers)
+                answer = connection.getresponse()
+                range_bytes = stop - start
+                received_bytes = 0
+                while received_bytes < range_bytes:
+                    new_bytes = answer.readinto(buffer[received_bytes:range_bytes])
+                    if not new_bytes:
+                        break
+                    received_bytes += new_bytes
                 answer.read()
-                if at < stop - start:
-                    raise SystemExit(f"{name}: received {at:,} of {stop - start:,} bytes")
-                done += at
-        return done
+                if received_bytes < range_bytes:
+                    raise SystemExit(
+                        f"{path}: received {received_bytes:,} of {range_bytes:,} bytes"
+                    )
+                total_bytes += received_bytes
+        return total_bytes
 
     with ThreadPoolExecutor(readers) as pool:
-        return sum(pool.map(work, range(readers)))
+        return sum(pool.map(read_remaining_ranges, range(readers)))
 
 
-def bytes_of(batches: Iterable[Any], hooks: Callable[[Any], list[Any]]) -> int:
-    """Takes all batches, and returns the bytes of their activations.
+def bytes_of(batches: Iterable[Any], arrays_of: Callable[[Any], list[Any]]) -> int:
+    """Reads all batches, and returns the number of bytes of their activations.
 
     Args:
         batches: The batches.
-        hooks: Returns the arrays of activations of a batch.
+        arrays_of: A function that takes a batch and returns its arrays of activations.
     """
-    return sum(values.nbytes for batch in batches for values in hooks(batch))
+    return sum(array.nbytes for batch in batches for array in arrays_of(batch))
 
 
 def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
-    """Returns the README's training step, which takes a batch.
+    """Returns the step of the training loop in the README.
 
     Args:
-        hook: The name of the hook to train on.
-        width: Its width.
+        hook: The name of the hook on whose activations an autoencoder is trained.
+        width: The width of the activations.
         features: The number of features of the autoencoder.
+
+    Returns:
+        A function that takes a batch and trains on it.
     """
     encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
@@ -282,23 +329,24 @@ def train(dataset: ActivationDataset, hook: str, features: int) -> int:
 
     Args:
         dataset: The run.
-        hook: The name of the hook to train on.
+        hook: The name of the hook on whose activations an autoencoder is trained.
         features: The number of features of the autoencoder.
 
     Returns:
-        The bytes of the activations, as they are stored.
+        The number of bytes that the activations take in the files, which store bfloat16.
     """
-    width, token_count = dataset.hooks[hook], 0
+    width = dataset.hooks[hook]
+    num_tokens = 0
     step = step_of(hook, width, features)
     batches = dataset.batches(BATCH, hooks=[hook], shuffle=0, skip_first=1, dtype="float32")
     for batch in batches.torch():
         step(batch)
-        token_count += len(batch[hook])
-    return token_count * width * 2
+        num_tokens += len(batch[hook])
+    return num_tokens * width * 2
 
 
 def step_alone(width: int, features: int, steps: int = 20) -> float:
-    """Measures training on one batch in memory.
+    """Measures training on a single batch in memory, without reading a run.
 
     Args:
         width: The width of the activations.
@@ -306,24 +354,25 @@ def step_alone(width: int, features: int, steps: int = 20) -> float:
         steps: The number of steps.
 
     Returns:
-        MB/s of activations, counted in bfloat16.
+        The MB of activations per second, as if they were bfloat16.
     """
     batch = {"x": torch.randn(BATCH, width)}
     step = step_of("x", width, features)
     step(batch)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(steps):
         step(batch)
-    return steps * BATCH * width * 2 / 1e6 / (time.perf_counter() - began)
+    return steps * BATCH * width * 2 / 1e6 / (time.perf_counter() - start_time)
 
 
 class Scenario(NamedTuple):
-    """A way to read some runs.
+    """A way to read one run or several runs.
 
     Attributes:
-        runs: The runs.
-        prepare: Opens the runs, and returns the function to measure. That function reads all
-            activations, and returns how many bytes it has read.
+        runs: Runs.
+        prepare: Function without arguments that opens the runs and returns the function to measure.
+            The latter also takes no arguments. It reads all activations, and returns the number of
+            bytes that it has read.
     """
 
     runs: list[Run]
@@ -346,14 +395,18 @@ def scenarios(
     def batches_of(run: Run, **options: Any) -> Scenario:
         def prepare() -> Callable[[], int]:
             dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read])
-            return lambda: bytes_of(dataset.batches(BATCH, **options), lambda b: [b[run.read]])
+            return lambda: bytes_of(
+                dataset.batches(BATCH, **options), lambda batch: [batch[run.read]]
+            )
 
         return Scenario([run], prepare)
 
     def pairs() -> Callable[[], int]:
         dataset = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (plain, larger_shards)))
         batches = dataset.batches(BATCH, shuffle=0)
-        return lambda: bytes_of(batches, lambda b: [b.first[plain.read], b.second[plain.read]])
+        return lambda: bytes_of(
+            batches, lambda batch: [batch.first[plain.read], batch.second[plain.read]]
+        )
 
     def training() -> Callable[[], int]:
         dataset = ActivationDataset(f"gs://{BUCKET}/{plain.folder}")
@@ -371,54 +424,62 @@ def scenarios(
 
 
 def measure(
-    address: str, scenario: Scenario, root: Path, other: ProcessPoolExecutor
+    address: str, scenario: Scenario, root: Path, other_process: ProcessPoolExecutor
 ) -> dict[str, float]:
-    """Measures one round: the simple readers in the other process, and then the scenario.
+    """Measures one round: the simple readers in another process, and then the scenario.
 
     Args:
-        address: The address of the bucket's server, HOST:PORT.
+        address: The address of the bucket's server, "HOST:PORT".
         scenario: The scenario.
         root: The local folder of all runs.
-        other: The other process.
+        other_process: A pool with one process, which runs the simple readers.
 
     Returns:
-        bare, of_16, sockets, read: MB/s of the simple readers and of the scenario.
-        share, share_of_16, share_of_sockets: The speed of the scenario, divided by that of each
-            reader.
-        core_seconds_per_gb, and the same with _bare, _of_16 and _sockets: CPU seconds per GB.
+        A dict with these figures.
+        bare, of_16, sockets, read: The MB/s of the simple readers and of the scenario.
+        share, share_of_16, share_of_sockets: The speed of the scenario, divided by the speed of
+            `bare`, `of_16` or `sockets`.
+        core_seconds_per_gb: The CPU seconds of the scenario for each GB.
+        core_seconds_per_gb_bare, core_seconds_per_gb_of_16, core_seconds_per_gb_sockets: The CPU
+            seconds of the simple readers for each GB.
         requests_per_gb: The scenario's requests for each GB of activations.
         downloaded: The bytes that the scenario downloads for each byte of activations.
     """
 
-    def rate_there(read: Callable[..., int], readers: int, most: int) -> Rate:
+    def rate_in_other_process(read: Callable[..., int], readers: int, max_bytes: int) -> Rate:
         ranges = []
         for run in scenario.runs:
-            ranges += spans(root / run.folder, run.read, most)
-        other.submit(rate_of, read, address, ranges, readers).result()  # the first pass
-        return other.submit(rate_of, read, address, ranges, readers).result()
+            ranges += ranges_of_hook(root / run.folder, run.read, max_bytes)
+        # The first of the two passes does not count.
+        other_process.submit(rate_of, read, address, ranges, readers).result()
+        return other_process.submit(rate_of, read, address, ranges, readers).result()
 
-    bare = rate_there(read_by_obstore, *BARE)
-    of_16 = rate_there(read_by_obstore, *OF_16)
-    sockets = rate_there(read_by_sockets, *BARE)
-    scenario.prepare()()  # the first pass
-    read = scenario.prepare()
-    before = counts(address)
-    ours = rate_of(read)
-    after = counts(address)
+    bare_rate = rate_in_other_process(read_by_obstore, *BARE)
+    of_16_rate = rate_in_other_process(read_by_obstore, *OF_16)
+    sockets_rate = rate_in_other_process(read_by_sockets, *BARE)
+    # The first of the two passes does not count.
+    read_first_pass = scenario.prepare()
+    read_first_pass()
+    read_second_pass = scenario.prepare()
+    counts_before = counts(address)
+    scenario_rate = rate_of(read_second_pass)
+    counts_after = counts(address)
+    num_requests = counts_after.requests - counts_before.requests
+    downloaded_bytes = counts_after.bytes - counts_before.bytes
     return {
-        "bare": bare.speed,
-        "of_16": of_16.speed,
-        "sockets": sockets.speed,
-        "read": ours.speed,
-        "share": ours.speed / bare.speed,
-        "share_of_16": ours.speed / of_16.speed,
-        "share_of_sockets": ours.speed / sockets.speed,
-        "core_seconds_per_gb_bare": bare.core_seconds,
-        "core_seconds_per_gb_of_16": of_16.core_seconds,
-        "core_seconds_per_gb_sockets": sockets.core_seconds,
-        "core_seconds_per_gb": ours.core_seconds,
-        "requests_per_gb": (after.requests - before.requests) / ours.bytes * 1e9,
-        "downloaded": (after.bytes - before.bytes) / ours.bytes,
+        "bare": bare_rate.speed,
+        "of_16": of_16_rate.speed,
+        "sockets": sockets_rate.speed,
+        "read": scenario_rate.speed,
+        "share": scenario_rate.speed / bare_rate.speed,
+        "share_of_16": scenario_rate.speed / of_16_rate.speed,
+        "share_of_sockets": scenario_rate.speed / sockets_rate.speed,
+        "core_seconds_per_gb_bare": bare_rate.core_seconds,
+        "core_seconds_per_gb_of_16": of_16_rate.core_seconds,
+        "core_seconds_per_gb_sockets": sockets_rate.core_seconds,
+        "core_seconds_per_gb": scenario_rate.core_seconds,
+        "requests_per_gb": num_requests / scenario_rate.bytes * 1e9,
+        "downloaded": downloaded_bytes / scenario_rate.bytes,
     }
 
 
@@ -426,9 +487,9 @@ class Rate(NamedTuple):
     """The speed of a reader.
 
     Attributes:
-        speed: MB/s.
+        speed: MB that were read per second.
         core_seconds: CPU seconds of the reading process for each GB.
-        bytes: The bytes that were read.
+        bytes: Number of bytes that were read.
     """
 
     speed: float
@@ -437,26 +498,34 @@ class Rate(NamedTuple):
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
-    """Measures one call of a function, which returns how many bytes it has read.
+    """Measures one call of a function that reads.
 
     Args:
-        read: The function.
-        arguments: Its arguments.
+        read: The function, which returns the number of bytes that it has read.
+        arguments: The arguments of the function.
     """
-    cores, began = time.process_time(), time.perf_counter()
-    size = read(*arguments)
-    seconds = time.perf_counter() - began
-    return Rate(size / 1e6 / seconds, (time.process_time() - cores) / size * 1e9, size)
+    cpu_start_time, start_time = time.process_time(), time.perf_counter()
+    num_bytes = read(*arguments)
+    seconds = time.perf_counter() - start_time
+    cpu_seconds = time.process_time() - cpu_start_time
+    return Rate(num_bytes / 1e6 / seconds, cpu_seconds / num_bytes * 1e9, num_bytes)
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Returns [median, smallest, largest] of each figure over the rounds."""
-    spreads = {}
+    """Summarises the figures of several rounds.
+
+    Args:
+        rounds: For each round, a dict: name of a figure -> figure.
+
+    Returns:
+        Name of a figure -> list of its median, its smallest and its largest value.
+    """
+    summary_of_figure = {}
     for name in rounds[0]:
-        figures = [of_round[name] for of_round in rounds]
-        spread = statistics.median(figures), min(figures), max(figures)
-        spreads[name] = [round(figure, 3) for figure in spread]
-    return spreads
+        figures = [figures_of_round[name] for figures_of_round in rounds]
+        median_and_range = statistics.median(figures), min(figures), max(figures)
+        summary_of_figure[name] = [round(figure, 3) for figure in median_and_range]
+    return summary_of_figure
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -509,26 +578,34 @@ def main(argv: list[str] | None = None) -> None:
                 for name, scenario in chosen.items():
                     if name == "training" and latency != TRAINED_AT:
                         continue
-                    rounds = range(1 + arguments.rounds)  # of which the first is left out
-                    of_rounds = [measure(address, scenario, root, other_process) for _ in rounds]
-                    summaries[latency][name] = summary(of_rounds[1:])
+                    figures_of_rounds = [
+                        measure(address, scenario, root, other_process)
+                        for _ in range(1 + arguments.rounds)
+                    ]
+                    # The first round is left out (see the docstring of this module).
+                    summaries[latency][name] = summary(figures_of_rounds[1:])
                     print(line(latency, name, summaries[latency][name]), flush=True)
-    alone = round(step_alone(plain.width, arguments.features), 1)
-    print(f"training alone, on data in memory: {alone:.0f} MB/s")
-    print_result({"latency": summaries, "training_alone": alone})
+    training_speed = round(step_alone(plain.width, arguments.features), 1)
+    print(f"training alone, on data in memory: {training_speed:.0f} MB/s")
+    print_result({"latency": summaries, "training_alone": training_speed})
 
 
 def line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
-    """Returns the line of a scenario in the table, from the summary of its rounds."""
+    """Returns the line of a scenario in the table.
+
+    Args:
+        latency: The latency in milliseconds.
+        name: The name of the scenario.
+        figures: The figures of the scenario, as `summary` returns them.
+    """
     share = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
-    names = "bare", "of_16", "read", "share_of_16", "share_of_sockets"
-    bare, of_16, read, share_of_16, sockets = (figures[name][0] for name in names)
-    core, core_bare = figures["core_seconds_per_gb"][0], figures["core_seconds_per_gb_bare"][0]
-    requests, downloaded = figures["requests_per_gb"][0], figures["downloaded"][0]
+    # The first element of a summary is the median.
+    medians = {figure_name: figure_summary[0] for figure_name, figure_summary in figures.items()}
     return (
-        f"{latency:>5g} {bare:>10.0f} {of_16:>6.0f} {read:>5.0f}  {share:<24} {share_of_16:>6.2f} "
-        f"{sockets:>11.2f} {core:>5.2f} {core_bare:>10.2f} {requests:>12.0f} {downloaded:>11.2f}  "
-        f"{name}"
+        f"{latency:>5g} {medians['bare']:>10.0f} {medians['of_16']:>6.0f} {medians['read']:>5.0f}  "
+        f"{share:<24} {medians['share_of_16']:>6.2f} {medians['share_of_sockets']:>11.2f} "
+        f"{medians['core_seconds_per_gb']:>5.2f} {medians['core_seconds_per_gb_bare']:>10.2f} "
+        f"{medians['requests_per_gb']:>12.0f} {medians['downloaded']:>11.2f}  {name}"
     )
 
 
