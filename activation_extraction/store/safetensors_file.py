@@ -1,14 +1,14 @@
 """The safetensors format of a shard: every tensor is one contiguous range of bytes.
 
 So the values at one hook can be read without the others, by mapping a part of a local file or by
-range requests to a bucket. The docstring of this package lists the tensors, in the order in which
-they are written; the tensors of a hook follow one another. The bytes of a file depend only on its
-content and on the id of the process that wrote it, which is `writer` in the metadata of the header.
-common/safetensors.py parses and writes the header.
+range requests to a bucket. The docstring of the package `store` lists the tensors in the order in
+which they are written. All tensors of a hook are written one after the other. The bytes of a file
+depend only on its content and on the id of the process that wrote it, which is `writer` in the
+metadata of the header. common/safetensors.py parses and writes the header.
 
-The checksums of whole MiB would make a reader of a bucket read up to two MiB more for each range of
-a tensor, however small. So RangeChecksums divide the tokens of a shard into blocks, and have a
-checksum for the rows of each block in every tensor.
+If there were only checksums of whole MiB, a reader of a bucket would have to read up to two MiB
+more for each range of a tensor. So `RangeChecksums` divides the tokens of a shard into blocks, and
+contains a checksum for the rows of each block in every tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,31 +24,28 @@ from activation_extraction.common.safetensors import Tensor, pack_header, read_h
 from activation_extraction.common.visible import counted
 from activation_extraction.store.shard import LABELS, Shard
 
-OF_TOKENS = (
-    "sample_idx",
-    "sample_offsets",
-    "token_ids",
-    "position",
-)  # tensors that belong to no hook
+# Names of the tensors that belong to no hook.
+OF_TOKENS = ("sample_idx", "sample_offsets", "token_ids", "position")
 FORMAT = "2"
-# Most bytes of a block of tokens at the hook with the most bytes. A block has at least one token.
+# Largest size in bytes of a block of tokens in the tensors of the hook with the most bytes. A block
+# contains at least one token even if it has more bytes.
 BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks of bytes of a file, with the CRC-32C of each.
+    """A range of a file that is divided into blocks, with the CRC-32C of each block.
 
     Attributes:
         start: Offset of the first byte of the first block.
         stop: Offset of the byte after the last block.
-        size: Bytes of a block; the last one may have fewer.
+        block_bytes: Size of a block in bytes. The last block may be smaller.
         crc32c: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
     """
 
     start: int
     stop: int
-    size: int
+    block_bytes: int
     crc32c: str
 
 
@@ -61,10 +58,10 @@ class RangeChecksums:
             `sample_offsets`.
         front_crc32c: CRC-32C of these bytes, 8 hexadecimal digits.
         tokens: Number of tokens in a block; the last block of a shard may have fewer.
-        consecutive: Whether the positions of every sample are 0, 1, 2, and so on. A reader then
-            knows them without the tensor `position`.
+        consecutive: Whether the positions of the stored tokens are 0, 1, 2 and so on in every
+            sample. Readers then compute the positions, and need not read the tensor `position`.
         crc32c: CRC-32C of each block of rows, 8 hexadecimal digits each, concatenated, by the name
-            of the tensor. Only tensors that have one row for each token are contained.
+            of the tensor. Only tensors with one row for each token have checksums.
     """
 
     front: int
@@ -78,12 +75,12 @@ class RangeChecksums:
         """Returns the checksums that the JSON of a shard records.
 
         Args:
-            content: The fields by name. Unknown names are ignored.
+            content: Fields by name. Fields with unknown names are ignored.
 
         Raises:
-            KeyError: A field is missing.
-            TypeError: A field has a value of another type.
-            ValueError: A number cannot be read.
+            KeyError: If a field is missing.
+            TypeError: If a field has a value of another type.
+            ValueError: If a number cannot be read.
         """
         return cls(
             front=int(content["front"]),
@@ -95,7 +92,7 @@ class RangeChecksums:
 
     @property
     def front_blocks(self) -> Blocks:
-        """The bytes before the tensor `token_ids`, as a single block."""
+        """The bytes before the tensor `token_ids`, as one block."""
         return Blocks(0, self.front, self.front, self.front_crc32c)
 
     def blocks_of(self, name: str, tensor: Tensor) -> Blocks | None:
@@ -103,12 +100,12 @@ class RangeChecksums:
 
         Args:
             name: Name of the tensor.
-            tensor: Place of the tensor in the file.
+            tensor: Dtype, shape and place of the tensor in the file.
         """
         if name not in self.crc32c:
             return None
-        size = self.tokens * tensor.row_bytes
-        return Blocks(tensor.offset, tensor.end, size, self.crc32c[name])
+        block_bytes = self.tokens * tensor.row_bytes
+        return Blocks(tensor.offset, tensor.end, block_bytes, self.crc32c[name])
 
 
 def blocks_of(buffers: Iterable[memoryview], block_bytes: int) -> Iterator[list[memoryview]]:
@@ -135,28 +132,30 @@ def blocks_of(buffers: Iterable[memoryview], block_bytes: int) -> Iterator[list[
         yield block
 
 
-def crc_digits(pieces: Iterable[memoryview], size: int) -> str:
+def crc_digits(buffers: Iterable[memoryview], block_bytes: int) -> str:
     """Returns the CRC-32C of each block of bytes, 8 hexadecimal digits each, concatenated.
 
     Args:
-        pieces: The bytes, piece by piece.
-        size: Bytes of a block; the last one may have fewer.
+        buffers: Consecutive buffers with the bytes, of any sizes.
+        block_bytes: Size of a block in bytes. The last block may be smaller.
     """
-    crcs = (
-        reduce(lambda crc, piece: crc32c(piece, crc), block, 0) for block in blocks_of(pieces, size)
+    checksums = (
+        reduce(lambda crc, buffer: crc32c(buffer, crc), block, 0)
+        for block in blocks_of(buffers, block_bytes)
     )
-    return "".join(f"{crc:08x}" for crc in crcs)
+    return "".join(f"{crc:08x}" for crc in checksums)
 
 
 def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
-    """Returns the bytes of a shard's file. Activations are not copied.
+    """Converts a shard to a safetensors file without copying its activations.
 
     Args:
-        shard: The shard, whose values are in the stored form.
-        writer: The id of the process that writes the file; "" to leave it out.
+        shard: Shard, whose values are in the stored form (hook_values.py).
+        writer: Id of the process that writes the file; "" to leave it out.
 
     Returns:
-        The header, and then the bytes of the tensors. No piece has bytes of two tensors.
+        Consecutive buffers with the bytes of the file: the header, then the tensors. No buffer
+        contains bytes of two tensors.
     """
     tensors = {
         "sample_idx": [np.array([sample.facts.sample_idx for sample in shard.samples], np.int64)],
@@ -170,69 +169,80 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         tensors |= hook.tensors(shard.values[key])
     metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
     shapes = {
-        name: (parts[0].dtype, (sum(map(len, parts)), *parts[0].shape[1:]))
-        for name, parts in tensors.items()
+        name: (
+            arrays_of_tensor[0].dtype,
+            (sum(map(len, arrays_of_tensor)), *arrays_of_tensor[0].shape[1:]),
+        )
+        for name, arrays_of_tensor in tensors.items()
     }
-    arrays = (np.ascontiguousarray(part) for parts in tensors.values() for part in parts)
-    flat = (array.reshape(-1).view(np.uint8).data for array in arrays if array.size)
-    return [memoryview(pack_header(shapes, metadata)), *flat]
+    arrays = (
+        np.ascontiguousarray(array)
+        for arrays_of_tensor in tensors.values()
+        for array in arrays_of_tensor
+    )
+    array_buffers = (array.reshape(-1).view(np.uint8).data for array in arrays if array.size)
+    return [memoryview(pack_header(shapes, metadata)), *array_buffers]
 
 
-def range_checksums(shard: Shard, pieces: Sequence[memoryview]) -> RangeChecksums:
-    """Returns the checksums of ranges of a shard's file.
+def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeChecksums:
+    """Computes the checksums of ranges of a shard's file.
 
     Args:
-        shard: The shard.
-        pieces: The bytes of the file, as `safetensors_pieces` returns them.
+        shard: Shard.
+        file_buffers: Bytes of the file, as `safetensors_pieces` returns them.
     """
-    size = sum(piece.nbytes for piece in pieces)
-    header = read_header(lambda start, stop: bytes(pieces[0][start:stop]), size, "", RunError)
-    tokens = int(shard.offsets[-1])
-    of_hooks = [sum(map(hook.bytes_of, shard.values[key])) for key, hook in shard.hooks.items()]
-    block_tokens = max(BLOCK_BYTES * tokens // max(*of_hooks, 1), 1)
-    ends = np.cumsum([piece.nbytes for piece in pieces])
+    file_bytes = sum(buffer.nbytes for buffer in file_buffers)
+    header = read_header(
+        lambda start, stop: bytes(file_buffers[0][start:stop]), file_bytes, "", RunError
+    )
+    token_count = int(shard.offsets[-1])
+    bytes_of_hooks = [
+        sum(map(hook.bytes_of, shard.values[key])) for key, hook in shard.hooks.items()
+    ]
+    block_tokens = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
+    buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def between(start: int, stop: int) -> Sequence[memoryview]:
-        """Returns the pieces of a range of bytes at whose ends a tensor begins or ends."""
-        first, last = np.searchsorted(ends, [start, stop], "right").tolist()
-        return pieces[first:last]
+        """Returns the buffers of a range of bytes that contains only whole tensors."""
+        first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        return file_buffers[first_buffer:stop_buffer]
 
-    front = header.tensors["token_ids"].offset
-    crcs = dict[str, str]()
+    front_bytes = header.tensors["token_ids"].offset
+    checksums_by_name = dict[str, str]()
     for name, tensor in header.tensors.items():
-        if tensor.shape[0] == tokens:
-            tensor_pieces = between(tensor.offset, tensor.end)
-            crcs[name] = crc_digits(tensor_pieces, block_tokens * tensor.row_bytes)
+        if tensor.shape[0] == token_count:
+            tensor_buffers = between(tensor.offset, tensor.end)
+            checksums_by_name[name] = crc_digits(tensor_buffers, block_tokens * tensor.row_bytes)
     return RangeChecksums(
-        front=front,
-        front_crc32c=crc_digits(between(0, front), front),
+        front=front_bytes,
+        front_crc32c=crc_digits(between(0, front_bytes), front_bytes),
         tokens=block_tokens,
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
         ),
-        crc32c=crcs,
+        crc32c=checksums_by_name,
     )
 
 
-# Function that asks for the bytes of a file between two offsets, and returns a function that waits
-# for these bytes, uint8. The third argument holds the checksums to compare; with None, whole MiB
-# are compared.
+# A function that begins to read the bytes of a file between two offsets. It returns a function that
+# waits for these bytes and returns them, uint8. The third argument contains the blocks whose
+# checksums are compared. None to compare the checksums of whole MiB.
 Begin = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
 
 
 class SafetensorsFile:
-    """A shard's file that is open for reading.
+    """A shard's file in the safetensors format, which is open for reading.
 
-    Arrays are views of the file if it is mapped into memory. Only the header and the two arrays
-    with a value for each sample are kept in memory.
+    Arrays are views of the file if it is mapped into memory. Otherwise, only the header and the two
+    arrays with a value for each sample are kept in memory.
 
     Attributes:
-        tensors: The tensors by name, in the order of the file.
-        sample_idx: The numbers of the samples, int64 (samples,).
-        offsets: The offset of the first token of each sample, then the number of tokens in the
-            shard, int64 (samples + 1,). Sample i has the tokens from offsets[i] up to
+        tensors: Dtypes, shapes and places of the tensors by name, in the order of the file.
+        sample_idx: Numbers of the samples, int64 (samples,).
+        offsets: Index in the shard of the first token of each sample, then the number of tokens in
+            the shard, int64 (samples + 1,). Sample i has the tokens from offsets[i] to
             offsets[i + 1] - 1.
-        labels: Names of the labels that the tokens have: "role" and "turn", or none.
+        labels: Names of the labels of the tokens: "role" and "turn", or none.
     """
 
     def __init__(
@@ -246,16 +256,16 @@ class SafetensorsFile:
         """Reads the header and the arrays of samples.
 
         Args:
-            begin: A function that asks for bytes of the file.
-            size: The size of the file in bytes.
-            where: The path or URL of the file, for messages.
+            begin: Function that begins to read bytes of the file.
+            size: Size of the file in bytes.
+            where: Path or URL of the file, for messages.
             checksums: Checksums of ranges of the file. None if they are not recorded, or if the
-                file is in memory or mapped into it.
+                file is in memory or mapped into memory.
             front: Number of bytes at the beginning of the file that are read with one request if
-                there are no `checksums`. 0 to read them when they are needed.
+                there are no `checksums`. 0 to read bytes only when they are needed.
 
         Raises:
-            RunError: The file is not a shard of this program, or its size does not match its
+            RunError: If the file is not a shard of this program, or its size does not match its
                 tensors.
         """
         self._ask = begin
@@ -272,34 +282,35 @@ class SafetensorsFile:
                 f"{where}: is not a shard that can be read: format {version!r}, expected {FORMAT!r}"
             )
         self.tensors = header.tensors
-        # A hook may have the name of a label, too, but its tensor has two axes.
+        # A hook may have the same name as a label, but the tensor of a hook has two axes.
         self.labels = [
             name for name in LABELS if name in self.tensors and len(self.tensors[name].shape) == 1
         ]
         self.sample_idx = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
-        self._front = np.empty(0, np.uint8)  # everything in it has been copied
+        # The first bytes are not needed anymore, because the two arrays are copies.
+        self._front = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:
-        """Asks for the ids, positions and labels of consecutive tokens.
+        """Begins to read the ids, positions and labels of consecutive tokens.
 
         Args:
             start: Offset of the first token in the shard.
             stop: Offset of the token after the last one.
 
         Returns:
-            A function that waits for the arrays `token_ids` and `position`, and `role` and `turn`
-            if the run has them, and returns them by these names, int32 (stop - start,).
+            A function that waits for the arrays and returns them by name, int32 (stop - start,)
+            each. The names are `token_ids`, `position`, and those in `labels`.
         """
-        waiting = {"token_ids": self.begin_rows("token_ids", start, stop)}
+        functions_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
-            # A request costs more than this computation.
-            waiting["position"] = lambda: self._consecutive_positions(start, stop)
+            # Computing the positions takes less time than a request.
+            functions_by_name["position"] = lambda: self._consecutive_positions(start, stop)
         else:
-            waiting["position"] = self.begin_rows("position", start, stop)
+            functions_by_name["position"] = self.begin_rows("position", start, stop)
         for name in self.labels:
-            waiting[name] = self.begin_rows(name, start, stop)
-        return lambda: {name: wait() for name, wait in waiting.items()}
+            functions_by_name[name] = self.begin_rows(name, start, stop)
+        return lambda: {name: wait() for name, wait in functions_by_name.items()}
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:
         """Returns the positions of consecutive tokens in samples that store all of their tokens.
@@ -311,12 +322,12 @@ class SafetensorsFile:
         Returns:
             The positions, int32 (stop - start,).
         """
-        tokens = np.arange(start, stop)
-        samples = np.searchsorted(self.offsets, tokens, "right") - 1
-        return (tokens - self.offsets[samples]).astype(np.int32)
+        token_indices = np.arange(start, stop)
+        sample_of_token = np.searchsorted(self.offsets, token_indices, "right") - 1
+        return (token_indices - self.offsets[sample_of_token]).astype(np.int32)
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
-        """Asks for consecutive rows of a tensor.
+        """Begins to read consecutive rows of a tensor.
 
         Args:
             name: Name of the tensor.
@@ -327,7 +338,7 @@ class SafetensorsFile:
             A function that waits for the rows and returns them, (stop - start, ...).
 
         Raises:
-            RunError: The file lacks the tensor or some of the rows.
+            RunError: If the file lacks the tensor or some of the rows.
         """
         tensor = self._tensor(name)
         if stop > tensor.shape[0]:
@@ -336,37 +347,61 @@ class SafetensorsFile:
                 f"expected {stop} or more"
             )
         blocks = None if self._checksums is None else self._checksums.blocks_of(name, tensor)
-        content = self._begin(*tensor.byte_range(start, stop), blocks)
+        wait_for_bytes = self._begin(*tensor.byte_range(start, stop), blocks)
         shape = stop - start, *tensor.shape[1:]
-        return lambda: np.ndarray(shape, tensor.dtype, content())
+        return lambda: np.ndarray(shape, tensor.dtype, wait_for_bytes())
 
     def whole(self, name: str) -> np.ndarray:
-        """Returns a whole tensor. Raises RunError if the file lacks it."""
+        """Reads a whole tensor.
+
+        Args:
+            name: Name of the tensor.
+
+        Raises:
+            RunError: If the file lacks the tensor.
+        """
         return self.begin_rows(name, 0, self._tensor(name).shape[0])()
 
     def _tensor(self, name: str) -> Tensor:
-        """Returns the place of a tensor in the file. Raises RunError if the file lacks it."""
+        """Returns the dtype, the shape and the place of a tensor in the file.
+
+        Args:
+            name: Name of the tensor.
+
+        Raises:
+            RunError: If the file lacks the tensor.
+        """
         tensor = self.tensors.get(name)
         if tensor is None:
             raise RunError(f"{self._where}: lacks the tensor {name}")
         return tensor
 
     def _read(self, start: int, stop: int) -> bytes:
-        """Returns the bytes of the file from `start` to `stop`.
+        """Reads bytes of the file from `start` to `stop`, for the header.
 
-        Fewer are returned if `start` is in the front: the front ends after the header.
+        If `start` is among the bytes that were read first (`_front`), fewer bytes are returned when
+        these end before `stop`.
+
+        Args:
+            start: Offset of the first byte.
+            stop: Offset of the byte after the last one.
         """
         if start < len(self._front):
             stop = min(stop, len(self._front))
         return self._begin(start, stop, None)().tobytes()
 
     def _begin(self, start: int, stop: int, blocks: Blocks | None) -> Callable[[], np.ndarray]:
-        """Asks for a range of bytes, unless it is in the front, and returns a function that waits.
+        """Begins to read a range of bytes.
+
+        Nothing is read if the range is among the bytes that were read first (`_front`).
 
         Args:
             start: Offset of the first byte.
             stop: Offset of the byte after the last one.
-            blocks: Checksums to compare; None to compare whole MiB.
+            blocks: Blocks whose checksums are compared; None to compare those of whole MiB.
+
+        Returns:
+            A function that waits for the bytes and returns them, uint8 (stop - start,).
         """
         front = self._front
         if stop > len(front):

@@ -1,22 +1,23 @@
 """Checks whole shards, for --verify and --repair.
 
---verify reports bad shards, and --repair withdraws them.
-Both must tell a bad shard from one that could not be read: only content that was read and differs,
-or a file that is definitely absent, makes a shard bad. These are all checks of a shard, here and in
-readers, and what each of them finds that no other does:
+--verify reports bad shards, and --repair withdraws them. Both must distinguish a bad shard from a
+shard that could not be read. A shard is only bad if its content was read and differs, or if a file
+certainly does not exist. The following list contains all checks of a shard, in this module and in
+readers, and for each check the damage that no other check finds:
 
 - *Sizes* (`RunLog.missing_files`, and `check_shard` here): files that are missing or cut short,
-  before any is read, and files that are too long. Reading refuses the latter before it believes
-  their size, which would look like a request that failed.
+  before any file is read, and files that are too long. Without this check, reading a file that is
+  too long would be refused because of its size, like a request that failed.
 - *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
-  because the run was overwritten or repaired. Its content is as sound as before.
+  because the run was overwritten or repaired. Its content is not damaged.
 - *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
-  damage in a range of the file, for readers that never read the rest of it.
+  damage in a range of the file, for readers that do not read
+  the rest of the file.
 - *SHA-256* of a whole file (shard_reader.py): any damage, with certainty. The small files are
   compared whenever they are read, the activations only here.
 - *Dtypes, shapes and counts* of the tensors (`open_shard`) and of the table (`read_table`): files
-  that are not damaged, but not the ones that the JSON describes, by a fault of the program that
-  wrote them or of whoever edited the JSON.
+  that are not damaged, but differ from the description in the JSON, because of a fault of the
+  program that wrote them, or because somebody has edited the JSON.
 
 `check_shard` compares the sizes, the versions, the SHA-256 of every file, and the counts of the
 table. Reading rows compares the CRC-32C and the tensors; --verify reads some samples that way to
@@ -36,7 +37,9 @@ from activation_extraction.store.run_log import Commit, RunLog
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard_reader import check_shard_file, read_sums
 
-SHARDS_AT_ONCE = 4  # a shard in a bucket is in memory while it is checked
+SHARDS_AT_ONCE = (
+    4  # number of shards that are checked at the same time; shards in buckets need memory
+)
 NO_NUMBERS = np.zeros(0, np.int64)
 T = TypeVar("T")
 
@@ -45,12 +48,12 @@ class CheckedShard(NamedTuple):
     """The result of checking a shard.
 
     Attributes:
-        folder: The name of the host's folder; "" for the output itself.
-        commit: The commit of the shard.
+        folder: Name of the host's folder; "" for the output itself.
+        commit: Commit of the shard.
         problem: The first problem that was found, with the path of the file; "" if there is none.
-        failure: The request that failed, so that nobody knows whether the shard is good. None if
-            every request was answered.
-        sample_idx: The numbers of the shard's samples, int64; None if there is a problem.
+        failure: Error of a request that failed, so that it is unknown whether the shard is good.
+            None if no request failed.
+        sample_idx: Numbers of the shard's samples, int64 (samples,). None if there is a problem.
     """
 
     folder: str
@@ -61,76 +64,89 @@ class CheckedShard(NamedTuple):
 
 
 def file_path(folder: str, name: str) -> str:
-    """Returns the path of a file in the output.
+    """Returns the path of a file relative to the output of the run, for messages.
 
     Args:
-        folder: The name of the host's folder; "" for the output itself.
-        name: The name of the file.
+        folder: Name of the host's folder; "" for the output itself.
+        name: Name of the file.
     """
     return f"{folder}/{name}" if folder else name
 
 
-def check_shard(store: Folder, folder: str, stored: RunLog, commit: Commit) -> CheckedShard:
-    """Checks a shard, up to its first problem.
+def check_shard(store: Folder, folder: str, run_log: RunLog, commit: Commit) -> CheckedShard:
+    """Checks a shard until the first problem is found.
 
     Args:
         store: The host's folder.
-        folder: The name of that folder, for messages; "" for the output itself.
-        stored: The content of the folder.
-        commit: The commit of the shard.
+        folder: Name of this folder, for messages; "" for the output itself.
+        run_log: Log of this folder.
+        commit: Commit of the shard.
 
     Returns:
-        The result. A problem of the shard or a failed request is recorded there, not raised.
+        The result of the check. It records a problem of the shard or a failed request, which raises
+        no exception.
     """
     if not commit.count:
         return CheckedShard(folder, commit, sample_idx=NO_NUMBERS)
     where = file_path(folder, commit.file)
     try:
-        _check_sizes(store, stored, commit)
+        _check_sizes(store, run_log, commit)
         check_shard_file(store, commit)
         read_sums(store, commit, ())
         sample_idx = read_table(store, commit)["sample_idx"].to_numpy()
     except FolderError as failure:
         return CheckedShard(folder, commit, f"{where}: {failure}", failure)
     except (RunError, ValueError) as error:
-        problem = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
-        return CheckedShard(folder, commit, problem)
+        problem_message = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
+        return CheckedShard(folder, commit, problem_message)
     return CheckedShard(folder, commit, sample_idx=sample_idx)
 
 
-def _check_sizes(store: Folder, stored: RunLog, commit: Commit) -> None:
-    """Raises RunError if a file of a shard is absent or has another size than its JSON says."""
-    for name, facts in commit.files.items():
-        size = stored.files.get(name)
-        if size != facts.bytes:  # a listing that comes in pages is no snapshot
-            entry = store.head(name)
-            size = None if entry is None else entry.size
-        if size is None:
-            moved = stored.moved_to
-            where = f" here, it was uploaded to {moved}" if moved else ""
-            raise RunError(f"{name}: is missing{where}")
-        if size != facts.bytes:
-            raise RunError(f"{name}: has {size} bytes, its JSON says {facts.bytes}")
+def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
+    """Compares the sizes of a shard's files with its commit.
+
+    Args:
+        store: The host's folder.
+        run_log: Log of this folder.
+        commit: Commit of the shard.
+
+    Raises:
+        RunError: If a file is missing or has another size.
+    """
+    for name, file_facts in commit.files.items():
+        found_bytes = run_log.files.get(name)
+        if found_bytes != file_facts.bytes:  # a listing of several pages is not a snapshot
+            file_entry = store.head(name)
+            found_bytes = None if file_entry is None else file_entry.size
+        if found_bytes is None:
+            moved_to = run_log.moved_to
+            elsewhere = f" here, it was uploaded to {moved_to}" if moved_to else ""
+            raise RunError(f"{name}: is missing{elsewhere}")
+        if found_bytes != file_facts.bytes:
+            raise RunError(f"{name}: has {found_bytes} bytes, its JSON says {file_facts.bytes}")
 
 
 def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple]]) -> Iterator[T]:
-    """Calls `check` for several shards at the same time, and yields its results in order.
+    """Calls a function for several shards at the same time, and yields its results in order.
 
     Args:
-        check: The function to call.
-        shards: The commit of each shard, for the progress bar, and the arguments of `check`.
+        check: Function to call for each shard.
+        shards: A tuple for each shard, of its commit, whose size is used for the progress bar, and
+            the arguments of `check`.
     """
-    from tqdm import tqdm  # imported late, because readers and writers of shards do not need it
+    from tqdm import tqdm  # imported here, because only these checks need it
 
-    total = sum(commit.bytes for commit, _ in shards)
+    total_bytes = sum(commit.bytes for commit, _ in shards)
     with (
         ThreadPoolExecutor(SHARDS_AT_ONCE) as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar,
+        tqdm(
+            total=total_bytes, unit="B", unit_scale=True, desc="verifying", disable=None
+        ) as progress_bar,
     ):
-        jobs = [pool.submit(check, *arguments) for _, arguments in shards]
+        futures = [pool.submit(check, *arguments) for _, arguments in shards]
         try:
-            for job, (commit, _) in zip(jobs, shards, strict=True):
-                yield job.result()
-                bar.update(commit.bytes)
-        finally:  # Ctrl-C and failures wait only for the shards that are being read
+            for future, (commit, _) in zip(futures, shards, strict=True):
+                yield future.result()
+                progress_bar.update(commit.bytes)
+        finally:  # after Ctrl-C or a failure, only shards that are being read are finished
             pool.shutdown(cancel_futures=True)

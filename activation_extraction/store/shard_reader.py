@@ -1,9 +1,10 @@
 """Reads shards: their samples, their tokens, and the activations at their hooks.
 
 A safetensors shard is read by ranges: only the requested rows of the requested hooks. A pickle has
-to be read whole, and becomes such a file in memory. All bytes are compared with a crc32c in the
-shard's JSON before they are used: in a bucket with those of blocks of tokens (RangeChecksums), on
-this machine and if the JSON lacks them with those of every MiB. Reading never runs pickled code.
+to be read whole, and is converted to a safetensors file in memory. All bytes are compared with a
+CRC-32C in the shard's JSON before they are used. In a bucket, these are the checksums of blocks of
+tokens (RangeChecksums). On this machine, or if the JSON lacks them, these are the checksums of
+every MiB. Reading never runs pickled code.
 """
 
 import hashlib
@@ -36,44 +37,52 @@ from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
 
 REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
-# A read from a bucket is split into requests for ranges of about the same size: fewer than
-# 2 * RANGE bytes, and at least RANGE unless the whole read has fewer.
+# Approximate number of bytes of a request, if a read from a bucket is split into several requests.
+# A request has fewer than 2 * RANGE bytes, and at least RANGE bytes if the whole read has as many.
 RANGE = 8 * MIB
-HEADER = 2**16  # bytes: room for the header of most safetensors files
-IN_FLIGHT = 32  # requests to buckets at the same time, over all runs, shards and hooks
-# Most bytes of a small request, and how many of them are sent at the same time beside the others.
-# They spend their time waiting for an answer, and would keep the others from being sent.
+HEADER = 2**16  # number of bytes that is large enough for the headers of most safetensors files
+IN_FLIGHT = 32  # number of requests to buckets at the same time, over all runs, shards and hooks
+# Largest number of bytes of a small request, and number of small requests that are sent at the same
+# time. They have threads of their own, because they mostly wait for an answer, and would keep large
+# requests from being sent.
 SMALL = MIB // 2
 SMALL_IN_FLIGHT = 64
 
 
 @lru_cache(2)
 def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
-    """Returns the threads for requests to buckets.
+    """Returns the threads that send requests to buckets.
 
     Args:
-        process: Id of this process. A fork has another one, and none of the threads of its parent,
-            so it gets threads of its own.
-        small: Whether the requests are small.
+        process: Id of this process. A fork has another id, and lacks the threads of its parent, so
+            it gets threads of its own.
+        small: Whether the requests have at most SMALL bytes.
     """
     return ThreadPoolExecutor(SMALL_IN_FLIGHT if small else IN_FLIGHT, "requests")
 
 
 def read_by_ranges(commit: Commit) -> bool:
-    """Returns whether rows of a shard can be read without the rest of it."""
+    """Returns whether rows of a shard can be read without the rest of its file.
+
+    Args:
+        commit: Commit of the shard.
+    """
     return format_of(commit.file) is SAFETENSORS
 
 
 def front_bytes(commit: Commit) -> int:
-    """Returns how many bytes at the beginning of a shard usually contain all but the tokens.
+    """Returns the number of bytes before the tokens in a safetensors shard, which is an estimate.
 
-    These are the header and the two tensors with a value for each sample.
+    The bytes are the header and the two tensors with a value for each sample.
+
+    Args:
+        commit: Commit of the shard.
     """
     return HEADER + 16 * commit.count
 
 
 class ShardBytes:
-    """The bytes of a shard's file. All that are read are compared with a crc32c.
+    """The file of a shard, of which all bytes that are read are compared with a CRC-32C.
 
     A file on this machine is mapped into memory, and each MiB is compared when it is first read. In
     a bucket, `request_threads` read ranges of whole blocks, of about RANGE bytes each.
@@ -84,165 +93,191 @@ class ShardBytes:
         where: URL of the file, for messages.
 
     Raises:
-        RunError: The file is on this machine, and is missing or has another size than its JSON
+        RunError: If the file is on this machine, and is missing or has another size than its JSON
             says.
-        FolderError: The file is on this machine and cannot be opened.
+        FolderError: If the file is on this machine and cannot be opened.
     """
 
     def __init__(self, folder: Folder, commit: Commit, where: str) -> None:
         self._folder = folder
         self._commit = commit
         self._where = where
-        self._mibs = Blocks(0, commit.bytes, MIB, commit.files[commit.file].crc32c)
-        self._mapped: np.ndarray | None = None
+        self._mib_blocks = Blocks(0, commit.bytes, MIB, commit.files[commit.file].crc32c)
+        self._mapped_file: np.ndarray | None = None
         if folder.local:
-            self._mapped = np.frombuffer(_whole(folder, commit, where), np.uint8)
-            self._unseen = np.ones(-(-commit.bytes // MIB), bool)
+            self._mapped_file = np.frombuffer(_whole(folder, commit, where), np.uint8)
+            self._is_unchecked = np.ones(-(-commit.bytes // MIB), bool)
 
     def begin(
         self, start: int, stop: int, blocks: Blocks | None = None
     ) -> Callable[[], np.ndarray]:
-        """Asks for a range of bytes, and returns a function that waits for them.
+        """Begins to read a range of bytes.
 
         Args:
             start: Offset of the first byte.
             stop: Offset of the byte after the last one.
-            blocks: Blocks that contain the range, to read it with fewer other bytes than whole MiB
-                from a bucket. None to read whole MiB.
+            blocks: Blocks that contain the range, which are usually smaller than a MiB. From a
+                bucket, whole blocks are read. None to read whole MiB.
 
         Returns:
-            A function that returns the bytes, uint8 (stop - start,). It raises RunError if they are
-            damaged, missing or replaced, and FolderError if they cannot be read. On this machine,
-            `begin` itself raises RunError.
+            A function that waits for the bytes and returns them, uint8 (stop - start,). It raises
+            RunError if the bytes are damaged, missing or replaced, and FolderError if they cannot
+            be read. On this machine, `begin` itself raises RunError.
         """
         if start >= stop:
             return lambda: np.empty(0, np.uint8)
-        if self._mapped is not None:
-            part = self._mapped[start:stop]
-            first, last = start // MIB, -(-stop // MIB)
-            for number in first + np.flatnonzero(self._unseen[first:last]):
-                self._check(self._mapped[number * MIB :][:MIB], self._mibs, int(number))
-                self._unseen[number] = False
-            return lambda: part
-        blocks = blocks or self._mibs
-        first = (start - blocks.start) // blocks.size
-        last = -(-(stop - blocks.start) // blocks.size)
-        begun = blocks.start + first * blocks.size
-        requests = max((last - first) * blocks.size // RANGE, 1)
-        edges = np.linspace(first, last, min(requests, last - first) + 1).astype(int)
-        submit = request_threads(os.getpid(), (last - first) * blocks.size <= SMALL).submit
-        parts = [submit(self._read, blocks, a, b) for a, b in pairwise(edges.tolist())]
+        if self._mapped_file is not None:
+            requested_bytes = self._mapped_file[start:stop]
+            first_block, stop_block = start // MIB, -(-stop // MIB)
+            for block_number in first_block + np.flatnonzero(
+                self._is_unchecked[first_block:stop_block]
+            ):
+                self._check(
+                    self._mapped_file[block_number * MIB :][:MIB],
+                    self._mib_blocks,
+                    int(block_number),
+                )
+                self._is_unchecked[block_number] = False
+            return lambda: requested_bytes
+        blocks = blocks or self._mib_blocks
+        first_block = (start - blocks.start) // blocks.block_bytes
+        stop_block = -(-(stop - blocks.start) // blocks.block_bytes)
+        read_start = blocks.start + first_block * blocks.block_bytes
+        request_count = max((stop_block - first_block) * blocks.block_bytes // RANGE, 1)
+        block_edges = np.linspace(
+            first_block, stop_block, min(request_count, stop_block - first_block) + 1
+        ).astype(int)
+        submit = request_threads(
+            os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL
+        ).submit
+        futures = [
+            submit(self._read, blocks, first_of_part, end_of_part)
+            for first_of_part, end_of_part in pairwise(block_edges.tolist())
+        ]
 
         def wait() -> np.ndarray:
-            ranges = [part.result() for part in parts]
-            content = ranges[0] if len(ranges) == 1 else np.concatenate(ranges)
-            return content[start - begun : stop - begun]
+            byte_arrays = [requested_bytes.result() for requested_bytes in futures]
+            read_bytes = byte_arrays[0] if len(byte_arrays) == 1 else np.concatenate(byte_arrays)
+            return read_bytes[start - read_start : stop - read_start]
 
         return wait
 
-    def _read(self, blocks: Blocks, first: int, last: int) -> np.ndarray:
+    def _read(self, blocks: Blocks, first_block: int, stop_block: int) -> np.ndarray:
         """Reads consecutive blocks from a bucket, and compares each with its crc32c.
 
         Args:
-            blocks: All blocks, of which some are read.
-            first: Number of the first block to read, from 0.
-            last: Number of the block after the last one to read.
+            blocks: Blocks of the file or of a tensor, of which some are read.
+            first_block: Number of the first block to read, from 0.
+            stop_block: Number of the block after the last one to read.
 
         Raises:
-            RunError: The bytes are damaged, missing or replaced.
-            FolderError: The bytes cannot be read.
+            RunError: If the bytes are damaged, missing or replaced.
+            FolderError: If the bytes cannot be read.
         """
-        start = blocks.start + first * blocks.size
-        stop = min(blocks.start + last * blocks.size, blocks.stop)
+        start = blocks.start + first_block * blocks.block_bytes
+        stop = min(blocks.start + stop_block * blocks.block_bytes, blocks.stop)
         options = {"start": start, "stop": stop}
-        data = _read(self._folder, self._commit, self._commit.file, self._where, **options)
-        if len(data) != stop - start:
+        answer_bytes = _read(self._folder, self._commit, self._commit.file, self._where, **options)
+        if len(answer_bytes) != stop - start:
             raise RunError(f"{self._where}: is shorter than its JSON says")
-        content = np.frombuffer(data, np.uint8)
-        for number in range(first, last):
-            block = content[(number - first) * blocks.size :][: blocks.size]
-            self._check(block, blocks, number)
-        return content
+        read_bytes = np.frombuffer(answer_bytes, np.uint8)
+        for block_number in range(first_block, stop_block):
+            block_content = read_bytes[(block_number - first_block) * blocks.block_bytes :][
+                : blocks.block_bytes
+            ]
+            self._check(block_content, blocks, block_number)
+        return read_bytes
 
-    def _check(self, content: np.ndarray, blocks: Blocks, number: int) -> None:
-        """Raises RunError if the content of a block does not have the block's crc32c.
+    def _check(self, block_content: np.ndarray, blocks: Blocks, block_number: int) -> None:
+        """Compares the CRC-32C of a block with its recorded CRC-32C.
 
         Args:
-            content: Bytes of the block.
-            blocks: All blocks.
-            number: Number of the block, from 0.
+            block_content: Bytes of the block.
+            blocks: Blocks of the file or of a tensor.
+            block_number: Number of the block, from 0.
+
+        Raises:
+            RunError: If they differ.
         """
-        if f"{crc32c(content.data):08x}" != blocks.crc32c[8 * number : 8 * number + 8]:
-            start = blocks.start + number * blocks.size
-            first, last = start // MIB, (start + len(content) - 1) // MIB
-            place = f"MiB {first}" if first == last else f"MiB {first} or {last}"
+        if (
+            f"{crc32c(block_content.data):08x}"
+            != blocks.crc32c[8 * block_number : 8 * block_number + 8]
+        ):
+            block_start = blocks.start + block_number * blocks.block_bytes
+            first_mib, last_mib = block_start // MIB, (block_start + len(block_content) - 1) // MIB
+            damaged_mibs = (
+                f"MiB {first_mib}" if first_mib == last_mib else f"MiB {first_mib} or {last_mib}"
+            )
             raise RunError(
-                f"{self._where}: is damaged in {place}: its crc32c is not the one in its JSON"
+                f"{self._where}: is damaged in {damaged_mibs}: its crc32c is not the "
+                "one in its JSON"
             )
 
 
 def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> SafetensorsFile:
-    """Opens a shard.
+    """Opens a shard, and compares the dtypes and shapes of its tensors with its commit.
 
     Args:
-        folder: The folder of the shard.
-        commit: The commit of the shard.
-        hooks: The hooks that will be read.
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+        hooks: Hooks that will be read.
 
     Raises:
-        RunError: The file is missing or damaged, or does not match its JSON.
+        RunError: If the file is missing or damaged, or does not match its JSON.
     """
     hooks = list(hooks)
     where = f"{folder.url}/{commit.file}"
     file = ShardBytes(folder, commit, where)
     if read_by_ranges(commit):
         ranges = None if folder.local else commit.files[commit.file].ranges
-        front = 0 if folder.local else front_bytes(commit)
-        reader = SafetensorsFile(file.begin, commit.bytes, where, ranges, front)
+        max_front_bytes = 0 if folder.local else front_bytes(commit)
+        reader = SafetensorsFile(file.begin, commit.bytes, where, ranges, max_front_bytes)
     else:
-        content = pyarrow.py_buffer(file.begin(0, commit.bytes)())
-        by_key = {hook.key: hook for hook in hooks}
-        shard = read_pickle(pyarrow.BufferReader(content), where, commit.unpacked, by_key)
+        pickle_bytes = pyarrow.py_buffer(file.begin(0, commit.bytes)())
+        hooks_by_key = {hook.key: hook for hook in hooks}
+        shard = read_pickle(
+            pyarrow.BufferReader(pickle_bytes), where, commit.unpacked, hooks_by_key
+        )
         reader = _in_memory(shard, where)
     tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
-    expected: dict[str, tuple[np.dtype, Shape]] = {
+    expected_tensors: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
         "token_ids": (np.dtype(np.int32), (commit.tokens,)),
         "position": (np.dtype(np.int32), (commit.tokens,)),
     }
     for hook in hooks:
-        expected |= hook.expected_tensors(commit.tokens)
-    for name, dtype_and_shape in expected.items():
+        expected_tensors |= hook.expected_tensors(commit.tokens)
+    for name, dtype_and_shape in expected_tensors.items():
         expect(where, name, tensors.get(name), dtype_and_shape)
     return reader
 
 
 def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
-    """Returns a pickled shard as a safetensors file in memory.
+    """Converts a pickled shard to a safetensors file in memory.
 
     Args:
-        shard: The shard.
+        shard: Shard that was read from a pickle.
         where: URL of the pickle, for messages.
 
     Raises:
-        RunError: A sample has no token ids.
+        RunError: If a sample has no token ids.
     """
     for sample in shard.samples:
         if sample.token_ids is None:
             raise RunError(
                 f"{where}: sample {sample.facts.sample_idx}: has no token ids, which reading needs"
             )
-    pieces = safetensors_pieces(shard)
-    ends = np.cumsum([piece.nbytes for piece in pieces])
+    file_buffers = safetensors_pieces(shard)
+    buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def begin(start: int, stop: int, _blocks: Blocks | None) -> Callable[[], np.ndarray]:
-        first, last = np.searchsorted(ends, [start, stop], "right").tolist()
-        begun = int(ends[first - 1]) if first else 0
-        data = np.frombuffer(b"".join(pieces[first : last + 1]), np.uint8)
-        return lambda: data[start - begun : stop - begun]
+        first_piece, last_piece = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        read_start = int(buffer_ends[first_piece - 1]) if first_piece else 0
+        piece_bytes = np.frombuffer(b"".join(file_buffers[first_piece : last_piece + 1]), np.uint8)
+        return lambda: piece_bytes[start - read_start : stop - read_start]
 
-    return SafetensorsFile(begin, int(ends[-1]), where)
+    return SafetensorsFile(begin, int(buffer_ends[-1]), where)
 
 
 def expect(where: str, what: str, actual: Any, expected: Any) -> None:
@@ -251,99 +286,113 @@ def expect(where: str, what: str, actual: Any, expected: Any) -> None:
     Args:
         where: URL of the file, for messages.
         what: Name of the fact, for messages.
-        actual: The fact in the file.
-        expected: The fact in the JSON.
+        actual: Fact in the file.
+        expected: Fact that follows from the JSON.
 
     Raises:
-        RunError: They differ.
+        RunError: If the facts differ.
     """
     if actual != expected:
         raise RunError(f"{where}: {what}: found {actual}, its JSON says {expected}")
 
 
 def check_shard_file(folder: Folder, commit: Commit) -> None:
-    """Compares the sha256 of a shard's activations with its commit.
+    """Compares the SHA-256 of a shard's file of activations with the commit.
+
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
 
     Raises:
-        RunError: The file is missing, has another size, or is damaged.
-        FolderError: The file cannot be read, so that nobody knows whether it is damaged.
+        RunError: If the file is missing, has another size, or is damaged.
+        FolderError: If the file cannot be read, so that it is unknown whether it is damaged.
     """
     _check_digest(_whole(folder, commit, commit.file), commit.sha256, commit.file)
 
 
 def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
-    """Returns the whole file of a shard's activations.
+    """Returns the content of a shard's file of activations.
 
-    A file on a disk is mapped into memory; a file in a bucket is read.
+    A file on this machine is mapped into memory, and any other file is read.
+
+    Args:
+        folder: Folder of the shard.
+        commit: Commit of the shard.
+        where: URL of the file, for messages.
 
     Raises:
-        RunError: The file is missing, was replaced, or has another size than its JSON says.
-        FolderError: The file cannot be read.
+        RunError: If the file is missing, was replaced, or has another size than its JSON says.
+        FolderError: If the file cannot be read.
     """
-    content: bytes | mmap.mmap
+    file_content: bytes | mmap.mmap
     if not folder.local:
-        content = _read(folder, commit, commit.file, where, max_bytes=commit.bytes)
+        file_content = _read(folder, commit, commit.file, where, max_bytes=commit.bytes)
     else:
         try:
             with open(Path(local_path(folder.url)) / commit.file, "rb") as file:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                file_content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise RunError(f"{where}: is missing; {REPLACED}") from error
         except ValueError as error:
             raise RunError(f"{where}: is empty") from error
-        except OSError as error:  # which does not say that the file is damaged
+        except OSError as error:  # the file need not be damaged
             raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
-        _check_json(folder, commit, where)  # a file that was opened before keeps its content
-    if len(content) != commit.bytes:
-        raise RunError(f"{where}: has {len(content)} bytes, its JSON says {commit.bytes}")
-    return content
+        _check_json(
+            folder, commit, where
+        )  # even if the file is replaced later, the mapped content stays
+    if len(file_content) != commit.bytes:
+        raise RunError(f"{where}: has {len(file_content)} bytes, its JSON says {commit.bytes}")
+    return file_content
 
 
 def _check_json(folder: Folder, commit: Commit, where: str) -> None:
-    """Raises RunError if the shard has another JSON now.
+    """Checks that the JSON of a shard has not changed since it was read.
 
-    The JSON of a shard is replaced before its files are. So an unchanged JSON shows that the files
-    were not replaced before it was read.
+    The JSON of a shard is replaced before its other files. So an unchanged JSON shows that the
+    other files had not been replaced when the JSON was read again.
 
     Args:
         folder: Folder of the shard.
-        commit: The commit that was read before.
+        commit: Commit that was read before.
         where: URL of one of the shard's files, for the message.
+
+    Raises:
+        RunError: If the shard has another JSON now.
     """
-    data = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
+    json_bytes = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
-        if data is not None and parse_commit(data, commit.name) != commit:
+        if json_bytes is not None and parse_commit(json_bytes, commit.name) != commit:
             raise RunError(f"{where}: {REPLACED}")
 
 
 def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any) -> bytes:
     """Reads a file of a shard, or a range of it.
 
-    The version of the file must be the one in its JSON. Versions are not compared on a disk, which
-    has none, and in a copy of the folder, which has others.
+    The file must have the version that the commit records. Versions are not compared on this
+    machine, or in a copy of the folder, whose files have other versions.
 
     Args:
         folder: Folder of the shard.
         commit: Commit of the shard.
         name: Name of the file.
         where: URL of the file, for messages.
-        **options: `start` and `stop` of a range in bytes; for a whole file `max_bytes`, the
-            most bytes that it may have.
+        **options: `start` and `stop`, the offsets of the first byte of a range and of the byte
+            after the last one. For a whole file `max_bytes`, its largest allowed size in bytes.
 
     Raises:
-        RunError: The file is missing or was replaced.
-        FolderError: The file cannot be read.
+        RunError: If the file is missing or was replaced.
+        FolderError: If the file cannot be read.
     """
-    pinned = not folder.local and commit.url == folder.url
+    has_versions = not folder.local and commit.url == folder.url
     try:
-        version = commit.files[name].version if pinned else None
+        version = commit.files[name].version if has_versions else None
         read = folder.read_range if "start" in options else folder.read
-        data: Any = read(name, version=version, **options)
+        file_bytes: Any = read(name, version=version, **options)
     except ChangedError as error:
         raise RunError(f"{where}: {REPLACED}") from error
-    if data is None:
+    if file_bytes is None:
         raise RunError(f"{where}: is missing; {REPLACED}")
-    return data
+    return file_bytes
 
 
 def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
@@ -352,7 +401,7 @@ def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
 
 
 def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Returns the sums of a shard at some hooks.
+    """Returns the sums of a shard at some hooks, by the full names of the hooks.
 
     Args:
         folder: Folder of the shard.
@@ -360,13 +409,13 @@ def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str,
         hooks: Names of the hooks.
 
     Raises:
-        RunError: The statistics file is missing, damaged or replaced.
+        RunError: If the statistics file is missing, damaged or replaced.
     """
     return unpack_sums(read_beside(folder, commit, commit.statistics_file)[0], hooks)
 
 
 def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
-    """Reads a small file of a shard, and compares its sha256 with the commit.
+    """Reads a small file of a shard, and compares its SHA-256 with the commit.
 
     Args:
         folder: Folder of the shard.
@@ -374,18 +423,18 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
         name: Name of the file.
 
     Returns:
-        The content of the file, and its URL for messages.
+        A tuple of the content of the file, and its URL for messages.
 
     Raises:
-        RunError: The file is missing, damaged or replaced.
+        RunError: If the file is missing, damaged or replaced.
     """
-    facts = commit.files[name]
+    file_facts = commit.files[name]
     where = f"{folder.url}/{name}"
     try:
-        data = _read(folder, commit, name, where, max_bytes=facts.bytes)
-        _check_digest(data, facts.sha256, where)
+        file_bytes = _read(folder, commit, name, where, max_bytes=file_facts.bytes)
+        _check_digest(file_bytes, file_facts.sha256, where)
     except RunError:
-        if folder.local:  # elsewhere, the file is pinned to its version
+        if folder.local:  # in other folders, the file was read in its recorded version
             _check_json(folder, commit, where)
         raise
-    return data, where
+    return file_bytes, where
