@@ -71,8 +71,8 @@ class FileFacts:
             folder has another version. None if the store has no versions.
         crc32c: CRC-32C of every MiB of the file of activations, 8 hexadecimal digits each,
             concatenated. "" for the other files of a shard.
-        ranges: Checksums with which a reader can compare ranges of the file. None for the files
-            that are no safetensors, and for shards that were stored before `ranges` existed.
+        ranges: Checksums with which a reader can compare ranges of the file. None for files in
+            other formats than safetensors, and for shards that older versions have stored.
     """
 
     bytes: int
@@ -86,14 +86,14 @@ class FileFacts:
         """Returns the facts that a commit records.
 
         Args:
-            fields: The facts by the name of the field. Unknown names are ignored.
+            fields: Values of the fields by name. Fields with unknown names are ignored.
 
         Raises:
             KeyError: If a field is missing.
             TypeError: If a field has a value of another type.
             ValueError: If a number cannot be read.
         """
-        ranges = fields.get("ranges")  # shards that were stored earlier lack the field
+        ranges = fields.get("ranges")  # older files lack this field
         return cls(
             bytes=fields["bytes"],
             sha256=fields["sha256"],
@@ -160,7 +160,7 @@ class ShardFormat:
             returns consecutive buffers of the uncompressed file. The id "" is left out.
         compressed: Whether the bytes are compressed with gzip.
         ranges: Function that takes a shard and the buffers of its file, and returns the checksums
-            of ranges of the file. None for a format of which readers read whole files.
+            of ranges of the file. None for a format whose files are always read as a whole.
     """
 
     suffix: str

@@ -11,8 +11,7 @@ readers, and for each check the damage that no other check finds:
 - *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
   because the run was overwritten or repaired. Its content is not damaged.
 - *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
-  damage in a range of the file, for readers that do not read
-  the rest of the file.
+  damage in a range of the file, for readers that do not read the rest of the file.
 - *SHA-256* of a whole file (shard_reader.py): any damage, with certainty. The small files are
   compared whenever they are read, the activations only here.
 - *Dtypes, shapes and counts* of the tensors (`open_shard`) and of the table (`read_table`): files

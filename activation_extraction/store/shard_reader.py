@@ -151,12 +151,12 @@ class ShardBytes:
             os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL
         ).submit
         futures = [
-            submit(self._read, blocks, first_of_part, end_of_part)
-            for first_of_part, end_of_part in pairwise(block_edges.tolist())
+            submit(self._read, blocks, first_of_request, stop_of_request)
+            for first_of_request, stop_of_request in pairwise(block_edges.tolist())
         ]
 
         def wait() -> np.ndarray:
-            byte_arrays = [requested_bytes.result() for requested_bytes in futures]
+            byte_arrays = [future.result() for future in futures]
             read_bytes = byte_arrays[0] if len(byte_arrays) == 1 else np.concatenate(byte_arrays)
             return read_bytes[start - read_start : stop - read_start]
 
