@@ -39,8 +39,6 @@ from activation_extraction.store.chosen_samples import RecomputeStates
 # computed, (tokens,) each, and the width of the stored states.
 LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
 Matches = Mapping[tuple[str, int], HookMatch]  # result of match_hooks
-# Largest number of parts of a layer, with states of different samples, that a message describes.
-MAX_PARTS = 3
 
 
 class ExpectedHook(NamedTuple):
@@ -129,7 +127,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         hooks = [_nearest_hook(checks, layer) for layer in range(layer_count - 1)]
         hooks.append(ExpectedHook(folder.last_hook(model.depth)))
     lines = [_line_of_layer(layer, hooks[layer], checks) for layer in range(layer_count)]
-    order_problem = _order_problem(hooks)
+    order_problem = "" if model.requested_hooks is not None else _order_problem(hooks)
     if order_problem:
         lines.append(order_problem)
     wrong_rows = {number for number in numbers if number not in rows}
@@ -224,9 +222,9 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
         states, "verifying", len(numbers), leave=False, unit=" rows", disable=None
     ):
         row = rows[numbers[index]]
-        check = RowCheck(numbers[index], row, Limits.of(row.dtype, model.dtype))
+        check = RowCheck(numbers[index], row, Limits.of(row.dtype, model.dtype, model.has_experts))
         for layer in range(len(row.layers)):
-            check.matches.append(match_hooks(row, layer, computed))
+            check.matches.append(match_hooks(row, layer, computed, check.limits))
         checks[check.number] = check
     return [checks[number] for number in numbers]
 
@@ -295,16 +293,20 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     layer_name = f"layer {layer + 1} of {len(checks[0].row.layers)}"
     if not hook.is_known:
         return f"{layer_name}: no row matches a hook"
-    errors = []
+    matches = []
     for check in checks:
         if check.is_right(layer, hook.name):
-            errors.append(check.matches[layer][hook.name, 0].error)
-    right = f"right in {len(errors)} of {counted(len(checks), 'row')}"
-    if not errors:
+            matches.append(check.matches[layer][hook.name, 0])
+    right = f"right in {len(matches)} of {counted(len(checks), 'row')}"
+    if not matches:
         return f"{layer_name}: {hook.name}, {right}"
-    largest = _percent(max(errors))
+    largest = _percent(max(match.error for match in matches))
     at_most = "" if largest.startswith("below") else "at most "
-    return f"{layer_name}: {hook.name}, {right}, error {at_most}{largest}"
+    other_experts = sum(match.other_experts for match in matches)
+    exception = ""
+    if other_experts:
+        exception = f" (without {counted(other_experts, 'token')} that may have other experts)"
+    return f"{layer_name}: {hook.name}, {right}, error {at_most}{largest}{exception}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
@@ -322,7 +324,15 @@ def _place(hook: str) -> float:
 
 
 def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[tuple[int, str]]:
-    """Yields the number of, and a message about, each row whose token ids the data set lacks."""
+    """Yields the rows whose token ids differ from those of the data set.
+
+    Args:
+        folder: Folder with the hidden states.
+        rows: Rows by number.
+
+    Yields:
+        The number of a row, and a message about it.
+    """
     for number, row in rows.items():
         ids = folder.data_set_ids(number)
         if ids is None or np.array_equal(ids, row.token_ids):
@@ -371,21 +381,20 @@ def _describe(
         samples: Token ids of the samples to which wrong states may belong, by the number of the
             row, (tokens,) each.
     """
-    found = {layer: _own_states(check, layer, hooks[layer], model) for layer in wrong_layers}
-    unexplained = [layer for layer in wrong_layers if found[layer] is None]
+    descriptions = {layer: _own_states(check, layer, hooks[layer], model) for layer in wrong_layers}
+    unexplained = [layer for layer in wrong_layers if descriptions[layer] is None]
     alignments: dict[int, list[Alignment]] = {layer: [] for layer in unexplained}
     if unexplained:
         numbers = [*samples]
         for index, computed in model.states([samples[number] for number in numbers]):
             for layer in unexplained:
                 for hook in _hooks_to_align(hooks[layer], computed):
-                    alignment = align(
+                    alignments[layer] += align(
                         check.row, layer, numbers[index], hook, computed[hook], check.limits
                     )
-                    alignments[layer].append(alignment)
     messages = []
     for layer in wrong_layers:
-        description = found[layer]
+        description = descriptions[layer]
         if description is None:
             description = _parts(check, layer, hooks[layer], alignments[layer], model)
         expected = f"expected {hooks[layer].name}, " if hooks[layer].is_known else ""
@@ -428,16 +437,13 @@ def _own_states(
     if not_finite.any():
         return f"NaN or infinity in {_tokens(not_finite)}"
     if not states.any():
-        counts = (
-            ""
-            if len(states) == tokens
-            else f", {counted(len(states), 'state')} for {tokens} tokens"
-        )
-        return f"zeros{counts}"
+        if len(states) == tokens:
+            return "zeros"
+        return f"{counted(len(states), 'state')} of zeros for {counted(tokens, 'token')}"
     best = check.best(layer)
-    if not best.within(check.limits):
+    if not best.within(check.limits) or len(states) > tokens:
         return None
-    if len(states) != tokens:
+    if len(states) < tokens:
         cut = f"{counted(len(states), 'state')} for {counted(tokens, 'token')}"
         if best.offset not in (0, tokens - len(states)):
             return None
@@ -450,36 +456,36 @@ def _own_states(
     return f"{best.hook}{_relation(best.hook, hook, model)} ({_error(best)})"
 
 
-def _other_hook(found: str, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
     """Returns ", of HOOK, ..." if the states belong to another hook than expected, otherwise ""."""
-    if hook.is_known and found == hook.name:
+    if hook.is_known and actual_hook == hook.name:
         return ""
-    return f", of {found}{_relation(found, hook, model)}"
+    return f", of {actual_hook}{_relation(actual_hook, hook, model)}"
 
 
-def _relation(found: str, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
     """Returns how far a hook is from the expected one, in words that follow its name.
 
     It returns "" if the two are the same, or if the expected hook is not known.
     """
     expected = hook.name
-    if not hook.is_known or found == expected:
+    if not hook.is_known or actual_hook == expected:
         return ""
     last_stream = f"blocks.{model.depth - 1}.hook_resid_post"
-    if (found, expected) == (FINAL_NORM_HOOK, last_stream):
+    if (actual_hook, expected) == (FINAL_NORM_HOOK, last_stream):
         return ", after the final norm instead of before it"
-    if (found, expected) == (last_stream, FINAL_NORM_HOOK):
+    if (actual_hook, expected) == (last_stream, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
     names = [*streams_by_number([*_stream_names(model.depth)]).values(), FINAL_NORM_HOOK]
-    distance = names.index(found) - names.index(expected)
+    distance = names.index(actual_hook) - names.index(expected)
     if expected == FINAL_NORM_HOOK:
         distance += 1  # the final norm belongs to the last block's output, which it normalises
-    elif found == FINAL_NORM_HOOK:
+    elif actual_hook == FINAL_NORM_HOOK:
         distance -= 1
     direction = "late" if distance > 0 else "early"
     number = "one layer" if abs(distance) == 1 else f"{abs(distance)} layers"
     norm = ", and without the final norm" if expected == FINAL_NORM_HOOK else ""
-    norm = ", and after the final norm" if found == FINAL_NORM_HOOK else norm
+    norm = ", and after the final norm" if actual_hook == FINAL_NORM_HOOK else norm
     return f", {number} too {direction}{norm}"
 
 
@@ -520,23 +526,31 @@ def _parts(
     zeros = np.array(~states.any(axis=1))
     if zeros.any():
         phrases.append(f"zeros in {_tokens(zeros)}")
+    best = check.best(layer)
+    errors = f"{_error(best)}, a token up to {_percent(best.largest_error)}"
+    if (best.hook, best.offset) == (hook.name, 0) and any(
+        (a.hook, a.number, a.offset) == (hook.name, check.number, 0) and a.states.all()
+        for a in alignments
+    ):
+        limit = f"at most {_percent(check.limits.row)} is explained by rounding"
+        phrases.append(f"the right hook and tokens, but other values ({errors}; {limit})")
+        return "; ".join(phrases)
     left = ~zeros
-    for alignment in [*best_alignments(nearest_first)][:MAX_PARTS]:
+    for alignment in best_alignments(nearest_first):
         left &= ~alignment.states
         phrases.append(_part(alignment, check.number, hook, model))
     if left.all():
-        best = check.best(layer)
         nearest = f"{best.hook}{_relation(best.hook, hook, model)}"
         if best.offset:
             nearest += f" of the {'next' if best.offset > 0 else 'previous'} token"
         hint = ""
-        rounded = Limits.of(check.row.dtype, "bfloat16")
+        rounded = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
         if best.hook == hook.name and not best.offset and best.within(rounded):
             hint = "; rounding to bfloat16 explains it (--dtype bfloat16)"
-        worst = f"a token up to {_percent(best.largest_error)}"
-        phrases.append(f"no match; nearest is {nearest} ({_error(best)}, {worst}{hint})")
+        phrases.append(f"no match; nearest is {nearest} ({errors}{hint})")
     elif left.any():
-        phrases.append(f"no match for {_tokens(left)}")
+        experts = ", perhaps because of other experts" if check.limits.other_experts else ""
+        phrases.append(f"no match for {_tokens(left)}{experts}")
     return "; ".join(phrases)
 
 

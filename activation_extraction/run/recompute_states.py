@@ -122,5 +122,9 @@ def load_for_hidden_states(
                 )
 
     return RecomputeStates(
-        model.num_hidden_layers, str(forward.model.dtype), requested_hooks, states
+        model.num_hidden_layers,
+        str(forward.model.dtype),
+        "E" in model.sizes,
+        requested_hooks,
+        states,
     )

@@ -112,6 +112,7 @@ class RecomputeStates(NamedTuple):
     Attributes:
         depth: Number of blocks of the model.
         dtype: Name of the dtype of the computation.
+        has_experts: Whether the model chooses experts for each token.
         requested_hooks: Full names of the hooks that the flags name, in the order of the flags.
             None if no flag names hooks.
         states: Function that takes the token ids of samples, int32 (tokens,) each, and yields the
@@ -122,6 +123,7 @@ class RecomputeStates(NamedTuple):
 
     depth: int
     dtype: str
+    has_experts: bool
     requested_hooks: Sequence[str] | None
     states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]
 
