@@ -104,19 +104,19 @@ class Codes:
             features: The number of all features of the autoencoder.
             dtype: The dtype of the values in the returned codes.
         """
-        record_features = (records.shape[1] - RECORD_IDS) // 2
-        values_start = RECORD_IDS + record_features
-        active = records[:, 0].astype(np.int64)
+        num_record_features = (records.shape[1] - RECORD_IDS) // 2
+        values_start = RECORD_IDS + num_record_features
+        active_counts = records[:, 0].astype(np.int64)
         float_records = records.view(np.float32)
-        is_defined = np.arange(record_features) < active[:, None]
+        is_defined = np.arange(num_record_features) < active_counts[:, None]
         return cls(
-            indptr=np.cumsum([0, *np.minimum(active, record_features)], dtype=np.int64),
+            indptr=np.cumsum([0, *np.minimum(active_counts, num_record_features)], dtype=np.int64),
             indices=records[:, RECORD_IDS:values_start][is_defined],
             data=float_records[:, values_start:][is_defined].astype(dtype, copy=False),
             error=float_records[:, 1].copy(),
             norm=float_records[:, 2].copy(),
             features=features,
-            active=active,
+            active=active_counts,
         )
 
     @classmethod
@@ -130,16 +130,16 @@ class Codes:
         if len(codes_of_parts) == 1:
             return codes_of_parts[0]
         indptrs = [np.zeros(1, np.int64)]
-        previous_entries = 0
-        for codes in codes_of_parts:
-            indptrs.append(codes.indptr[1:] + previous_entries)
-            previous_entries += len(codes.indices)
+        num_previous_entries = 0
+        for part_codes in codes_of_parts:
+            indptrs.append(part_codes.indptr[1:] + num_previous_entries)
+            num_previous_entries += len(part_codes.indices)
         return cls(
             indptr=np.concatenate(indptrs),
-            indices=np.concatenate([codes.indices for codes in codes_of_parts]),
-            data=np.concatenate([codes.data for codes in codes_of_parts]),
-            error=np.concatenate([codes.error for codes in codes_of_parts]),
-            norm=np.concatenate([codes.norm for codes in codes_of_parts]),
+            indices=np.concatenate([part_codes.indices for part_codes in codes_of_parts]),
+            data=np.concatenate([part_codes.data for part_codes in codes_of_parts]),
+            error=np.concatenate([part_codes.error for part_codes in codes_of_parts]),
+            norm=np.concatenate([part_codes.norm for part_codes in codes_of_parts]),
             features=codes_of_parts[0].features,
         )
 
@@ -211,8 +211,8 @@ class Codes:
         Args:
             convert: A function that takes an array and returns an array.
         """
-        arrays = {field: convert(getattr(self, field)) for field in ARRAYS.values()}
-        return replace(self, **arrays, active=None)
+        array_of_field = {field: convert(getattr(self, field)) for field in ARRAYS.values()}
+        return replace(self, **array_of_field, active=None)
 
     def to_scipy(self) -> Any:
         """Returns the values as a scipy.sparse.csr_array, (tokens, features).

@@ -57,7 +57,7 @@ class Float8Array:
         Args:
             x: The activations, (tokens, width), of any floating-point dtype.
         """
-        values = np.empty(x.shape, VALUE_DTYPE)
+        float8_values = np.empty(x.shape, VALUE_DTYPE)
         scales = np.empty((len(x), 1), SCALE_DTYPE)
         # NumPy would warn about activations with NaN or infinity.
         with np.errstate(invalid="ignore", over="ignore"):
@@ -67,8 +67,8 @@ class Float8Array:
                 exact_scales = largest_values * np.float32(1 / LARGEST_E4M3)
                 scales[token_slice] = np.maximum(exact_scales, SMALLEST_SCALE)
                 activations /= scales[token_slice]
-                values[token_slice] = activations
-        return cls(values, scales)
+                float8_values[token_slice] = activations
+        return cls(float8_values, scales)
 
     @classmethod
     def concatenate(cls, arrays: Sequence["Float8Array"]) -> "Float8Array":
@@ -77,9 +77,9 @@ class Float8Array:
         Args:
             arrays: At least one array, all of the same width.
         """
-        values = np.concatenate([array.values for array in arrays])
+        float8_values = np.concatenate([array.values for array in arrays])
         scales = np.concatenate([array.scales for array in arrays])
-        return cls(values, scales)
+        return cls(float8_values, scales)
 
     def split(self, first_tokens: np.ndarray) -> list["Float8Array"]:
         """Splits the array into consecutive arrays, which share its memory.
@@ -146,9 +146,9 @@ def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:
     Yields:
         A slice of at least one token, with at most VALUES_AT_ONCE values if it has several tokens.
     """
-    block_tokens = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
-    for first_token in range(0, len(x), block_tokens):
-        yield slice(first_token, min(first_token + block_tokens, len(x)))
+    tokens_per_block = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
+    for first_token in range(0, len(x), tokens_per_block):
+        yield slice(first_token, min(first_token + tokens_per_block, len(x)))
 
 
 def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:

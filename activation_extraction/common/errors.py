@@ -108,8 +108,8 @@ def reworded(error: BaseException, message: str, error_type: type[RunErrorType])
         error_type: The type of the new error.
     """
     remedy = getattr(error, "remedy", None)
-    recurs = getattr(error, "recurs", False)
-    return error_type(message, remedy=remedy, recurs=recurs)
+    is_recurring = getattr(error, "recurs", False)
+    return error_type(message, remedy=remedy, recurs=is_recurring)
 
 
 def for_the_user(error: BaseException) -> Exception:
@@ -142,8 +142,8 @@ def exit_status(action: Callable[[], int]) -> int:
         say_error(f"error: {error}")
         return 2
     except RunError as error:
-        remedy = f"; {error.remedy}" if error.remedy else ""
-        say_error(f"error: {error}{remedy}")
+        remedy_text = f"; {error.remedy}" if error.remedy else ""
+        say_error(f"error: {error}{remedy_text}")
         return 2 if error.recurs else 1
     except MemoryError as error:
         say_error(f"error: out of memory on the host: {error}")

@@ -76,8 +76,8 @@ def host_memory() -> int:
 
     It is the memory of the computer, or the smallest limit of a control group if that is less.
     """
-    limits = [group.limit_bytes for group in _limited_groups()]
-    return min([_computer_memory(), *limits])
+    group_limits = [group.limit_bytes for group in _limited_groups()]
+    return min([_computer_memory(), *group_limits])
 
 
 def available_memory() -> int:

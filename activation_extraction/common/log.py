@@ -17,7 +17,7 @@ log = logging.getLogger("extract_activations")
 # The names of libraries that log to stderr with handlers of their own.
 LIBRARIES = ("datasets", "huggingface_hub", "transformers")
 # Identifier of a thread -> description of its present activity.
-activities: dict[int, str] = {}
+activity_of_thread: dict[int, str] = {}
 
 
 def start_logging(verbose: bool, machine: int, host: int | None) -> None:
@@ -76,11 +76,11 @@ def activity(description: str) -> Iterator[None]:
     Args:
         description: The activity, such as "reading x.jsonl line 5".
     """
-    activities[threading.get_ident()] = description
+    activity_of_thread[threading.get_ident()] = description
     try:
         yield
     finally:
-        activities.pop(threading.get_ident(), None)
+        activity_of_thread.pop(threading.get_ident(), None)
 
 
 class VisibleFormatter(logging.Formatter):

@@ -124,26 +124,26 @@ def parse_positions(typed: str) -> Positions:
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
     if named_rule := NAMED.fullmatch(typed):
-        argument = int(named_rule[2])
+        number_in_rule = int(named_rule[2])
         if named_rule[1] == "first":
-            return Positions(stop=argument)
+            return Positions(stop=number_in_rule)
         if named_rule[1] == "last":
-            return Positions(start=-argument)
-        return Positions(step=argument)
+            return Positions(start=-number_in_rule)
+        return Positions(step=number_in_rule)
     # In the following rules, a start of 0 becomes None. Both mean the first position of the sample,
     # and rules with equal meanings are equal objects.
     if count_rule := RANDOM_COUNT.fullmatch(typed):
-        count, seed, start = (int(digits or 0) for digits in count_rule.groups())
-        if count < 1:
+        token_count, seed, first_position = (int(digits or 0) for digits in count_rule.groups())
+        if token_count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
-        return Positions(start=start or None, count=count, seed=seed)
+        return Positions(start=first_position or None, count=token_count, seed=seed)
     if share_rule := RANDOM_SHARE.fullmatch(typed):
-        share = float(share_rule[1])
-        if not 0 < share < 1:
+        token_share = float(share_rule[1])
+        if not 0 < token_share < 1:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
-        return Positions(share=share, seed=int(share_rule[2] or 0))
+        return Positions(share=token_share, seed=int(share_rule[2] or 0))
     if slice_rule := SLICE.fullmatch(typed):
-        start = int(slice_rule[1] or 0)
-        stop = None if slice_rule[2] is None else int(slice_rule[2])
-        return Positions(start or None, stop, step=int(slice_rule[3] or 1))
+        first_position = int(slice_rule[1] or 0)
+        stop_position = None if slice_rule[2] is None else int(slice_rule[2])
+        return Positions(first_position or None, stop_position, step=int(slice_rule[3] or 1))
     raise FlagValueError(f"{typed!r} is no choice of positions; {EXPECTED}")

@@ -121,35 +121,35 @@ def read_header(
         InputError: If the file is not valid and `error_type` is InputError.
         RunError: If the file is not valid and `error_type` is RunError.
     """
-    incomplete_file = (
+    incomplete_file_message = (
         f"{file_name}: not a complete safetensors file: has {size:,} bytes, its header"
     )
     first_bytes = read(0, min(FIRST_BYTES, size))
     header_length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if not 0 < header_length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise error_type(f"{incomplete_file} would have {header_length:,}")
+        raise error_type(f"{incomplete_file_message} would have {header_length:,}")
     header_end = LENGTH_BYTES + header_length
     header_json = first_bytes[LENGTH_BYTES:header_end]
     if header_end > len(first_bytes):
         header_json += read(len(first_bytes), header_end)
     try:
-        tensor_fields = json.loads(header_json)
-        metadata = tensor_fields.pop(METADATA_KEY, {})
+        fields_of_tensor = json.loads(header_json)
+        metadata = fields_of_tensor.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict):
             raise ValueError(f"{METADATA_KEY} is {metadata!r:.40}")
-        tensors = {}
-        for tensor_name, fields in tensor_fields.items():
+        tensor_of_name = {}
+        for tensor_name, fields in fields_of_tensor.items():
             if fields["dtype"] not in DTYPES:
                 raise error_type(
                     f"{file_name}: tensor {tensor_name} is {fields['dtype']}, which is not read"
                 )
-            tensors[tensor_name] = _parse_tensor(fields, header_end)
+            tensor_of_name[tensor_name] = _parse_tensor(fields, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
-    described_size = max((tensor.end for tensor in tensors.values()), default=header_end)
+    described_size = max((tensor.end for tensor in tensor_of_name.values()), default=header_end)
     if described_size != size:
-        raise error_type(f"{incomplete_file} describes {described_size:,}")
-    return Header(tensors, metadata, header_end)
+        raise error_type(f"{incomplete_file_message} describes {described_size:,}")
+    return Header(tensor_of_name, metadata, header_end)
 
 
 def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:
@@ -190,18 +190,18 @@ def pack_header(
             follow the header in this order.
         metadata: Key -> text to add to the header. Empty for none.
     """
-    header: dict[str, Any] = {}
+    header_fields: dict[str, Any] = {}
     if metadata:
-        header[METADATA_KEY] = dict(metadata)
+        header_fields[METADATA_KEY] = dict(metadata)
     tensor_start = 0
     for tensor_name, (dtype, shape) in tensors.items():
         tensor_stop = tensor_start + dtype.itemsize * math.prod(shape)
-        header[tensor_name] = {
+        header_fields[tensor_name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [tensor_start, tensor_stop],
         }
         tensor_start = tensor_stop
-    header_json = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    header_json = json.dumps(header_fields, ensure_ascii=False, separators=(",", ":")).encode()
     header_json += b" " * (-len(header_json) % 8)
     return struct.pack("<Q", len(header_json)) + header_json

@@ -52,16 +52,16 @@ def _stripped_url(url: re.Match[str]) -> str:
     Args:
         url: A match of the pattern URL.
     """
-    scheme = url["scheme"]
-    user = url["user"]
-    query = url["query"] or ""
-    if user is None or ":" in user or scheme not in NAMES_BEFORE_AT:
+    url_scheme = url["scheme"]
+    user_and_password = url["user"]
+    url_query = url["query"] or ""
+    if user_and_password is None or ":" in user_and_password or url_scheme not in NAMES_BEFORE_AT:
         public_user = ""
     else:
-        public_user = f"{user}@"
-    if scheme in ("http", "https") or "=" in query:
-        query = ""
-    return f"{scheme}://{public_user}{url['path']}{query}"
+        public_user = f"{user_and_password}@"
+    if url_scheme in ("http", "https") or "=" in url_query:
+        url_query = ""
+    return f"{url_scheme}://{public_user}{url['path']}{url_query}"
 
 
 def visible(text: object) -> str:
@@ -99,15 +99,15 @@ def make_streams_safe() -> None:
     character that the stream cannot encode becomes an escape.
     """
     for stream_name in ("stdout", "stderr"):
-        stream = getattr(sys, stream_name)
-        if stream is None:
+        output_stream = getattr(sys, stream_name)
+        if output_stream is None:
             setattr(sys, stream_name, open(os.devnull, "w"))
             continue
         safe_stream = io.TextIOWrapper(
-            io.BufferedWriter(_SafeFile(stream.fileno(), "w", closefd=False)),
-            stream.encoding,
+            io.BufferedWriter(_SafeFile(output_stream.fileno(), "w", closefd=False)),
+            output_stream.encoding,
             "backslashreplace",
-            line_buffering=stream.line_buffering or stream.write_through,
+            line_buffering=output_stream.line_buffering or output_stream.write_through,
         )
         setattr(sys, stream_name, safe_stream)
 
@@ -122,12 +122,12 @@ class _SafeFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            written_bytes = super().write(data)
+            num_written_bytes = super().write(data)
             # The result is None if the stream is full and does not block.
-            while written_bytes is None:
+            while num_written_bytes is None:
                 select.select([], [self], [])
-                written_bytes = super().write(data)
-            return written_bytes
+                num_written_bytes = super().write(data)
+            return num_written_bytes
         except BrokenPipeError:
             # The process that reads the pipe has ended, as `head` does after some lines.
             return len(data)

@@ -104,8 +104,8 @@ def use_compilation_cache(flag: str | None, output: Path, several_hosts: bool) -
 
 def default_folder() -> Path:
     """Returns the default folder of the compilation cache, which is in the user's cache folder."""
-    user_caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return user_caches / "activation_extraction/jax"
+    user_cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return user_cache_folder / "activation_extraction/jax"
 
 
 def _usable_folder(folder: Path, output: Path) -> str:

@@ -120,10 +120,10 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
         ) from error
     if all_of_host:
         return devices
-    first_devices: dict[int, Any] = {}
+    first_device_of_host: dict[int, Any] = {}
     for device in devices:
-        first_devices.setdefault(device.process_index, device)
-    return list(first_devices.values())
+        first_device_of_host.setdefault(device.process_index, device)
+    return list(first_device_of_host.values())
 
 
 def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
@@ -149,8 +149,8 @@ def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
     """
     if dtype != jnp.float32:
         return chip
-    float32_time = FLOAT32_TIME.get(platform, 1.0)
-    return chip._replace(flops_per_second=chip.flops_per_second / float32_time)
+    float32_slowdown = FLOAT32_TIME.get(platform, 1.0)
+    return chip._replace(flops_per_second=chip.flops_per_second / float32_slowdown)
 
 
 def memory_of(device: Any) -> float | None:
@@ -162,12 +162,12 @@ def memory_of(device: Any) -> float | None:
     if device.platform == "cpu":
         return host_memory() / jax.local_device_count()
     try:
-        statistics = device.memory_stats() or {}
+        memory_statistics = device.memory_stats() or {}
     except jax.errors.JaxRuntimeError:
         # The device belongs to another host, or it is a device that --plan describes.
-        statistics = {}
-    if statistics.get("bytes_limit"):
-        return statistics["bytes_limit"]
+        memory_statistics = {}
+    if memory_statistics.get("bytes_limit"):
+        return memory_statistics["bytes_limit"]
     chip = chip_of(device)
     return None if chip is None else chip.memory_bytes
 

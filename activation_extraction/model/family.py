@@ -118,10 +118,10 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
     weights_in_words = DEQUANTIZED if float8_format(raw, source) else None
     hf_config = complete(raw, source)
     if family.multimodal:
-        config = multimodal_config(family.read_config, hf_config, source)
+        model_config = multimodal_config(family.read_config, hf_config, source)
     else:
-        config = family.read_config(hf_config, source)
-    return dataclasses.replace(config, weights=weights_in_words)
+        model_config = family.read_config(hf_config, source)
+    return dataclasses.replace(model_config, weights=weights_in_words)
 
 
 def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
@@ -132,13 +132,13 @@ def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
         source: The path of config.json, for the message.
     """
     vision_note = " (a model with vision inputs)" if "vision_config" in raw else ""
-    supported_families = []
+    supported_family_texts = []
     for model_type, family in FAMILIES.items():
         text_note = "the text of " if family.multimodal else ""
-        supported_families.append(f"{model_type} ({text_note}{family.released_models})")
+        supported_family_texts.append(f"{model_type} ({text_note}{family.released_models})")
     return InputError(
         f"{source}: model_type {raw.get('model_type')!r}{vision_note} is not supported; supported "
-        f"are: {', '.join(supported_families)}"
+        f"are: {', '.join(supported_family_texts)}"
     )
 
 
@@ -159,15 +159,15 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
     # transformers and check_rope change the dictionary.
     config_fields = copy.deepcopy(dict(raw))
     text_section = _text_section(config_fields)
-    for section in (config_fields, text_section):
+    for config_section in (config_fields, text_section):
         for size_field in SIZES:
-            size = section.get(size_field)
-            limit = LARGEST_DEPTH if size_field == "num_hidden_layers" else LARGEST_SIZE
-            if isinstance(size, int | float) and size > limit:
+            field_value = config_section.get(size_field)
+            size_limit = LARGEST_DEPTH if size_field == "num_hidden_layers" else LARGEST_SIZE
+            if isinstance(field_value, int | float) and field_value > size_limit:
                 raise InputError(
-                    f"{source}: {size_field} is {size:.6g}, expected at most {limit:,}"
+                    f"{source}: {size_field} is {field_value:.6g}, expected at most {size_limit:,}"
                 )
-        check_rope(section, source)
+        check_rope(config_section, source)
     required_field = REQUIRED_FIELD.get(raw["model_type"])
     if required_field is not None and not _states(text_section, required_field):
         raise InputError(

@@ -95,28 +95,28 @@ class HostRows:
         Returns:
             Vector type -> activations of this host's rows, (hooks, B, T, width).
         """
-        shards_on_devices = {
+        device_shards_of_type = {
             vector_type: shards_of_host(array) for vector_type, array in activations.items()
         }
         # All copies are started before the first copy is awaited.
-        copies_of_type = {}
-        for vector_type, shards_of_type in shards_on_devices.items():
-            copies_of_type[vector_type] = [to_host(shard.data) for shard in shards_of_type]
-        received_arrays = {}
-        for vector_type, copied_shards in copies_of_type.items():
+        host_copies_of_type = {}
+        for vector_type, shards_of_type in device_shards_of_type.items():
+            host_copies_of_type[vector_type] = [to_host(shard.data) for shard in shards_of_type]
+        received_array_of_type = {}
+        for vector_type, copied_shards in host_copies_of_type.items():
             if len(copied_shards) == 1:
-                received_arrays[vector_type] = np.asarray(copied_shards[0])
+                received_array_of_type[vector_type] = np.asarray(copied_shards[0])
                 continue
-            slices_of_shards = rows_and_tokens(shards_on_devices[vector_type])
+            slices_of_shards = rows_and_tokens(device_shards_of_type[vector_type])
             num_hooks = len(copied_shards[0])
             num_rows = max(row_slice.stop for row_slice, _ in slices_of_shards)
             received_shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
-            received_arrays[vector_type] = np.empty(received_shape, copied_shards[0].dtype)
+            received_array_of_type[vector_type] = np.empty(received_shape, copied_shards[0].dtype)
             for (row_slice, token_slice), copied_shard in zip(
                 slices_of_shards, copied_shards, strict=True
             ):
-                received_arrays[vector_type][:, row_slice, token_slice] = copied_shard
-        return received_arrays
+                received_array_of_type[vector_type][:, row_slice, token_slice] = copied_shard
+        return received_array_of_type
 
 
 def count_hosts(devices: Sequence[Any]) -> int:
@@ -130,11 +130,13 @@ def count_hosts(devices: Sequence[Any]) -> int:
     """
     devices_of_host = Counter(device.process_index for device in devices)
     if len(set(devices_of_host.values())) > 1:
-        device_counts = ", ".join(
-            f"{count} on host {host}" for host, count in sorted(devices_of_host.items())
+        device_counts_text = ", ".join(
+            f"{device_count} on host {host}"
+            for host, device_count in sorted(devices_of_host.items())
         )
         raise InputError(
-            f"hosts have different numbers of devices: {device_counts}; expected the same on all"
+            f"hosts have different numbers of devices: {device_counts_text}; expected the same on "
+            "all"
         )
     return len(devices_of_host)
 
@@ -149,8 +151,8 @@ def host_rows(layout: Layout) -> HostRows:
         InputError: If the hosts have different numbers of devices in the mesh.
     """
     assert isinstance(layout.mesh, Mesh)
-    devices = layout.mesh.devices
-    devices_by_host = devices.reshape(count_hosts([*devices.flat]), -1)
+    mesh_devices = layout.mesh.devices
+    devices_by_host = mesh_devices.reshape(count_hosts([*mesh_devices.flat]), -1)
     return HostRows(Mesh(devices_by_host, ("host", "device")))
 
 
@@ -182,11 +184,14 @@ def shards_of_host(array: Array) -> list[Any]:
         array: The activations, (hooks, rows of all hosts, T, width).
     """
     # Index of a shard's first row and of its first token -> the shard.
-    shard_of_start = {}
+    shard_of_first_row_and_token = {}
     for shard in array.addressable_shards:
         row_slice, token_slice = shard.index[1:3]
-        shard_of_start[row_slice.start or 0, token_slice.start or 0] = shard
-    return [shard_of_start[first_row_and_token] for first_row_and_token in sorted(shard_of_start)]
+        shard_of_first_row_and_token[row_slice.start or 0, token_slice.start or 0] = shard
+    return [
+        shard_of_first_row_and_token[first_row_and_token]
+        for first_row_and_token in sorted(shard_of_first_row_and_token)
+    ]
 
 
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
@@ -203,7 +208,7 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
     first_row_of_host = min(first_rows)
     slices_of_shards = []
     for first_row, shard in zip(first_rows, shards, strict=True):
-        row_of_host = first_row - first_row_of_host
-        row_slice = slice(row_of_host, row_of_host + shard.data.shape[1])
+        first_row_in_host = first_row - first_row_of_host
+        row_slice = slice(first_row_in_host, first_row_in_host + shard.data.shape[1])
         slices_of_shards.append((row_slice, shard.index[2]))
     return slices_of_shards

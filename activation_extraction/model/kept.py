@@ -68,7 +68,7 @@ class KeptTokens(NamedTuple):
         """
         # All copies are started before the first copy is awaited.
         copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
-        received_arrays = {
+        received_array_of_type = {
             vector_type: np.empty(shape, vector_type.dtype)
             for vector_type, shape in self.shapes.items()
         }
@@ -77,8 +77,10 @@ class KeptTokens(NamedTuple):
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
                 kept_bits = np.asarray(copied_block).view(bits_dtype)[:, block.block_indices]
-                received_arrays[vector_type].view(bits_dtype)[:, block.batch_indices] = kept_bits
-        return received_arrays
+                received_array_of_type[vector_type].view(bits_dtype)[:, block.batch_indices] = (
+                    kept_bits
+                )
+        return received_array_of_type
 
 
 def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> KeptTokens:
@@ -92,44 +94,46 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     Returns:
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
-    shards = {vector_type: shards_of_host(array) for vector_type, array in activations.items()}
+    device_shards_of_type = {
+        vector_type: shards_of_host(array) for vector_type, array in activations.items()
+    }
     # The shards of all vector types have the same devices, rows and tokens.
-    shards_of_a_type = next(iter(shards.values()))
+    shards_of_a_type = next(iter(device_shards_of_type.values()))
     mesh = Mesh(np.array([shard.device for shard in shards_of_a_type]), ("device",))
     index_sharding = NamedSharding(mesh, PartitionSpec("device"))
-    host_arrays = {
+    host_array_of_type = {
         vector_type: _array_of_host(mesh, shards_of_type)
-        for vector_type, shards_of_type in shards.items()
+        for vector_type, shards_of_type in device_shards_of_type.items()
     }
     kept_blocks = []
     for block_plan in _block_plans(kept, rows_and_tokens(shards_of_a_type)):
-        device_indices = jax.device_put(block_plan.device_indices, index_sharding)
-        gathered_arrays = {
-            vector_type: take(mesh, array, device_indices)
-            for vector_type, array in host_arrays.items()
+        device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
+        gathered_array_of_type = {
+            vector_type: take(mesh, array, device_token_indices)
+            for vector_type, array in host_array_of_type.items()
         }
         kept_blocks.append(
-            KeptBlock(gathered_arrays, block_plan.block_indices, block_plan.batch_indices)
+            KeptBlock(gathered_array_of_type, block_plan.block_indices, block_plan.batch_indices)
         )
     num_kept = int(kept.sum())
-    received_shapes = {
+    received_shape_of_type = {
         vector_type: (len(array), num_kept, array.shape[-1])
         for vector_type, array in activations.items()
     }
-    return KeptTokens(kept_blocks, received_shapes)
+    return KeptTokens(kept_blocks, received_shape_of_type)
 
 
 class _BlockPlan(NamedTuple):
     """The tokens of a block, before they are gathered.
 
     Attributes:
-        device_indices: Indices of the tokens that each device gathers, (devices, N) int32, padded
-            with zeros. They count the tokens of the device's part of the rows, row by row.
+        device_token_indices: Indices of the tokens that each device gathers, (devices, N) int32,
+            padded with zeros. They count the tokens of the device's part of the rows, row by row.
         block_indices: Indices of the tokens in the gathered block (see `KeptBlock`).
         batch_indices: Indices of the tokens among all kept tokens of the batch.
     """
 
-    device_indices: np.ndarray
+    device_token_indices: np.ndarray
     block_indices: np.ndarray
     batch_indices: np.ndarray
 
@@ -144,23 +148,27 @@ def _block_plans(
         slices_of_shards: For each device of this host, a tuple of the slice of its rows and the
             slice of its tokens in these rows.
     """
-    batch_index = np.cumsum(kept).reshape(kept.shape) - 1
-    shard_indices_of_devices = [np.flatnonzero(kept[slices]) for slices in slices_of_shards]
-    batch_indices_of_devices = [batch_index[slices][kept[slices]] for slices in slices_of_shards]
+    batch_index_of_token = np.cumsum(kept).reshape(kept.shape) - 1
+    shard_indices_of_devices = [
+        np.flatnonzero(kept[shard_slices]) for shard_slices in slices_of_shards
+    ]
+    batch_indices_of_devices = [
+        batch_index_of_token[shard_slices][kept[shard_slices]] for shard_slices in slices_of_shards
+    ]
     tokens_of_shard = kept[slices_of_shards[0]].size
     block_size = -(-tokens_of_shard // MAX_BLOCKS)
     for block_start in range(0, max(map(len, shard_indices_of_devices)), block_size):
         block_stop = block_start + block_size
-        device_indices = np.zeros((len(slices_of_shards), block_size), np.int32)
+        device_token_indices = np.zeros((len(slices_of_shards), block_size), np.int32)
         block_indices = []
         batch_indices = []
-        for device, shard_indices in enumerate(shard_indices_of_devices):
+        for device_number, shard_indices in enumerate(shard_indices_of_devices):
             num_tokens = len(shard_indices[block_start:block_stop])
-            device_indices[device, :num_tokens] = shard_indices[block_start:block_stop]
-            block_indices.append(device * block_size + np.arange(num_tokens))
-            batch_indices.append(batch_indices_of_devices[device][block_start:block_stop])
+            device_token_indices[device_number, :num_tokens] = shard_indices[block_start:block_stop]
+            block_indices.append(device_number * block_size + np.arange(num_tokens))
+            batch_indices.append(batch_indices_of_devices[device_number][block_start:block_stop])
         yield _BlockPlan(
-            device_indices, np.concatenate(block_indices), np.concatenate(batch_indices)
+            device_token_indices, np.concatenate(block_indices), np.concatenate(batch_indices)
         )
 
 
@@ -181,15 +189,15 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def take(mesh: Mesh, activations: Array, device_indices: Array) -> Array:
+def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
     """Gathers the activations of some tokens on each device.
 
     Args:
         mesh: The devices of this host, with the axis "device".
         activations: The activations, (hooks, rows, tokens, width), of which each device has a part
             of the tokens.
-        device_indices: The indices of the tokens that each device gathers, (devices, N) int32. They
-            count the tokens of the device's part row by row.
+        device_token_indices: The indices of the tokens that each device gathers, (devices, N)
+            int32. They count the tokens of the device's part row by row.
 
     Returns:
         The gathered activations, (hooks, devices * N, width).
@@ -210,4 +218,4 @@ def take(mesh: Mesh, activations: Array, device_indices: Array) -> Array:
         in_specs=(PartitionSpec(None, None, "device"), PartitionSpec("device")),
         out_specs=PartitionSpec(None, "device"),
     )
-    return take_on_devices(activations, device_indices)
+    return take_on_devices(activations, device_token_indices)

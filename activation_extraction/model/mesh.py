@@ -80,10 +80,10 @@ class Layout:
 
         The names are the user's, so the size of `model` includes the axis `query` of JAX's mesh.
         """
-        axis_sizes = {} if self.mesh is None else dict(self.mesh.shape)
-        if "query" in axis_sizes:
-            axis_sizes["model"] *= axis_sizes.pop("query")
-        return axis_sizes
+        size_of_axis = {} if self.mesh is None else dict(self.mesh.shape)
+        if "query" in size_of_axis:
+            size_of_axis["model"] *= size_of_axis.pop("query")
+        return size_of_axis
 
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
@@ -99,17 +99,24 @@ class Layout:
             The indices of the devices along the axis, in the order of the ring.
         """
         assert isinstance(self.mesh, Mesh)
-        devices_by_axis = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
-        devices_of_axis = devices_by_axis.reshape(len(devices_by_axis), -1)[:, 0]
-        coordinates = np.array(
-            [getattr(device, "coords", (index, 0)) for index, device in enumerate(devices_of_axis)]
+        devices_axis_first = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), 0)
+        devices_of_axis = devices_axis_first.reshape(len(devices_axis_first), -1)[:, 0]
+        device_coordinates = np.array(
+            [
+                getattr(device, "coords", (device_index, 0))
+                for device_index, device in enumerate(devices_of_axis)
+            ]
         )
         # The ring follows the longer side of the rectangle. It changes its direction after each
         # step along the shorter side.
-        dimensions_by_extent = np.argsort(np.ptp(coordinates, axis=0))
-        short_side, long_side = coordinates.T[dimensions_by_extent[-2:]]
-        directed_long_side = np.where(short_side % 2, -long_side, long_side)
-        return np.lexsort([directed_long_side, short_side]).tolist()
+        dimensions_by_extent = np.argsort(np.ptp(device_coordinates, axis=0))
+        short_side_coordinates, long_side_coordinates = device_coordinates.T[
+            dimensions_by_extent[-2:]
+        ]
+        directed_long_coordinates = np.where(
+            short_side_coordinates % 2, -long_side_coordinates, long_side_coordinates
+        )
+        return np.lexsort([directed_long_coordinates, short_side_coordinates]).tolist()
 
     @property
     def adds_up_parts(self) -> bool:
@@ -130,16 +137,16 @@ class Layout:
                 mesh axes that RULES lists for its logical axes.
         """
         assert self.mesh is not None
-        axes_of_dimensions: list[tuple[str, ...] | None] = []
-        for logical_axis, size in zip(axes, shape, strict=True):
+        mesh_axes_of_dimensions: list[tuple[str, ...] | None] = []
+        for logical_axis, dimension_size in zip(axes, shape, strict=True):
             mesh_axes = tuple(
                 mesh_axis
                 for mesh_axis in RULES.get(logical_axis, ())
                 if mesh_axis in self.mesh.axis_names and mesh_axis != unsplit_axis
             )
-            is_split = bool(mesh_axes) and size % self.size(*mesh_axes) == 0
-            axes_of_dimensions.append(mesh_axes if is_split else None)
-        return NamedSharding(self.mesh, PartitionSpec(*axes_of_dimensions))
+            is_split = bool(mesh_axes) and dimension_size % self.size(*mesh_axes) == 0
+            mesh_axes_of_dimensions.append(mesh_axes if is_split else None)
+        return NamedSharding(self.mesh, PartitionSpec(*mesh_axes_of_dimensions))
 
     def shard_shape(
         self, axes: Sequence[str], shape: tuple[int, ...], unsplit_axis: str | None = None
@@ -234,10 +241,10 @@ class Layout:
         """
 
         def attend_on_device(q: Array, k: Array, v: Array, *segments: Array) -> Array:
-            first_query: Array | int = 0
+            first_query_position: Array | int = 0
             if self.size("query") > 1:
-                first_query = lax.axis_index("query") * q.shape[1]
-            return attention(q, k, v, Segments(*segments), first_query)
+                first_query_position = lax.axis_index("query") * q.shape[1]
+            return attention(q, k, v, Segments(*segments), first_query_position)
 
         query_axes = "batch", "query_sequence", "heads", "head_dim"
         key_axes = "batch", "sequence", "kv_heads", "head_dim"
@@ -283,15 +290,15 @@ def mesh_axes(shape: Mapping[str, int], kv_heads: int) -> tuple[list[str], list[
     Returns:
         A tuple of the names of the axes and the sizes of the axes, in the same order.
     """
-    head_devices = math.gcd(kv_heads, shape.get("model", 1))
-    axis_sizes: dict[str, int] = {}
-    for axis, size in shape.items():
-        if axis == "model":
-            axis_sizes["model"] = head_devices
-            axis_sizes["query"] = size // head_devices
+    num_head_devices = math.gcd(kv_heads, shape.get("model", 1))
+    size_of_axis: dict[str, int] = {}
+    for axis_name, axis_size in shape.items():
+        if axis_name == "model":
+            size_of_axis["model"] = num_head_devices
+            size_of_axis["query"] = axis_size // num_head_devices
         else:
-            axis_sizes[axis] = size
-    return list(axis_sizes), list(axis_sizes.values())
+            size_of_axis[axis_name] = axis_size
+    return list(size_of_axis), list(size_of_axis.values())
 
 
 def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:

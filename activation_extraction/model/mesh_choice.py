@@ -105,10 +105,10 @@ def choose_mesh(
 
 def _default_2d(devices: int, hosts: int) -> dict[str, int]:
     """Returns the shape of a 2d mesh if --mesh_shape is not given (see `choose_mesh`)."""
-    data_size = hosts
+    data_axis_size = hosts
     if hosts == 1:
-        data_size = 2 if devices >= 8 and devices % 2 == 0 else 1
-    return {"data": data_size, "model": devices // data_size}
+        data_axis_size = 2 if devices >= 8 and devices % 2 == 0 else 1
+    return {"data": data_axis_size, "model": devices // data_axis_size}
 
 
 def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]:
@@ -128,12 +128,12 @@ def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]
     axis_names = tuple(mesh_axes or DEFAULT_AXES[3])
     if len(axis_names) != 3:
         raise InputError(f"--mesh_axes {','.join(axis_names)}: a 3d mesh has three axes")
-    largest_axis = axis_names[0]
-    for row_axis in ("fsdp", "data"):
-        if row_axis in axis_names:
-            largest_axis = row_axis
+    name_of_largest_axis = axis_names[0]
+    for row_axis_name in ("fsdp", "data"):
+        if row_axis_name in axis_names:
+            name_of_largest_axis = row_axis_name
     size_of_axis = dict.fromkeys(axis_names, 4)
-    size_of_axis[largest_axis] = devices // 16
+    size_of_axis[name_of_largest_axis] = devices // 16
     return size_of_axis
 
 
@@ -151,10 +151,11 @@ def _with_axes(
         InputError: If the shape contradicts the axes or the number of devices.
     """
     typed_shape = ",".join(map(str, mesh_shape))
-    dimensions = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
-    if len(mesh_shape) != dimensions:
+    num_dimensions = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
+    if len(mesh_shape) != num_dimensions:
         raise InputError(
-            f"--mesh_shape {typed_shape}: has {len(mesh_shape)} axes, --mesh_type has {dimensions}"
+            f"--mesh_shape {typed_shape}: has {len(mesh_shape)} axes, --mesh_type has "
+            f"{num_dimensions}"
         )
     axis_names = tuple(mesh_axes or DEFAULT_AXES.get(len(mesh_shape), MESH_AXES))
     if len(axis_names) != len(mesh_shape):
@@ -181,13 +182,13 @@ def _fitting_shapes(dimensions: int, devices: int) -> str:
     Returns:
         At most SHAPES_SHOWN shapes, such as "2,4; 4,2; 1,8; 8,1".
     """
-    shapes = [
-        shape
-        for shape in product(_divisors(devices), repeat=dimensions)
-        if math.prod(shape) == devices
+    mesh_shapes = [
+        mesh_shape
+        for mesh_shape in product(_divisors(devices), repeat=dimensions)
+        if math.prod(mesh_shape) == devices
     ]
-    shapes.sort(key=lambda shape: (max(shape) - min(shape), shape))
-    return "; ".join(",".join(map(str, shape)) for shape in shapes[:SHAPES_SHOWN])
+    mesh_shapes.sort(key=lambda mesh_shape: (max(mesh_shape) - min(mesh_shape), mesh_shape))
+    return "; ".join(",".join(map(str, mesh_shape)) for mesh_shape in mesh_shapes[:SHAPES_SHOWN])
 
 
 def _divisors(number: int) -> list[int]:
@@ -211,19 +212,19 @@ def cheapest_mesh(
     Raises:
         InputError: If no mesh divides the rows of a step and the widths of the model.
     """
-    costs = _costs(cost_model, devices)
+    step_costs = _costs(cost_model, devices)
     fitting_costs = [
         cost
-        for cost in costs
+        for cost in step_costs
         if device_memory is None or cost.memory_bytes <= USABLE * device_memory
     ]
     if not fitting_costs:
-        best_cost = min(costs, key=lambda cost: cost.memory_bytes)
+        best_cost = min(step_costs, key=lambda cost: cost.memory_bytes)
         memory_in_words = _memory_in_words(best_cost, device_memory)
         return MeshChoice(
             best_cost.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
         )
-    shortest_seconds = min(cost.seconds for cost in fitting_costs)
+    shortest_seconds = min(step_cost.seconds for step_cost in fitting_costs)
     similar_costs = [
         cost for cost in fitting_costs if cost.seconds <= SIMILAR_FACTOR * shortest_seconds
     ]
@@ -251,22 +252,22 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
     Raises:
         InputError: If there is no such mesh.
     """
-    config = cost_model.model.config
-    costs: list[StepCost] = []
-    for shape in _shapes(cost_model, len(devices)):
-        layout = abstract_layout(shape, config.num_key_value_heads)
+    model_config = cost_model.model.config
+    step_costs: list[StepCost] = []
+    for mesh_shape in _shapes(cost_model, len(devices)):
+        layout = abstract_layout(mesh_shape, model_config.num_key_value_heads)
         try:
-            check_divisibility(layout, cost_model.rows, cost_model.row_length, config.sizes)
+            check_divisibility(layout, cost_model.rows, cost_model.row_length, model_config.sizes)
         except InputError as error:
-            is_last_shape = shape.get("model", 1) == len(devices)
-            if is_last_shape and not costs:
+            is_last_shape = mesh_shape.get("model", 1) == len(devices)
+            if is_last_shape and not step_costs:
                 raise InputError(
                     f"--batch_size: the {cost_model.rows} rows of all hosts can be split on no "
                     f"mesh: {error}"
                 ) from error
             continue
-        costs.append(cost_model.estimate(layout, devices))
-    return costs
+        step_costs.append(cost_model.estimate(layout, devices))
+    return step_costs
 
 
 def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
@@ -281,15 +282,17 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     Yields:
         Name of a mesh axis -> its size. Axes of the size 1 are left out, except `data`.
     """
-    config: ModelConfig = cost_model.model.config
-    num_experts = 1 if config.experts is None else config.experts.count
-    for model_size, expert_size, fsdp_size in product(_divisors(devices), repeat=3):
-        data_size, remaining_devices = divmod(devices, model_size * expert_size * fsdp_size)
-        if remaining_devices or num_experts % expert_size:
+    model_config: ModelConfig = cost_model.model.config
+    num_experts = 1 if model_config.experts is None else model_config.experts.count
+    for model_axis_size, expert_axis_size, fsdp_axis_size in product(_divisors(devices), repeat=3):
+        data_axis_size, remaining_devices = divmod(
+            devices, model_axis_size * expert_axis_size * fsdp_axis_size
+        )
+        if remaining_devices or num_experts % expert_axis_size:
             continue
-        if cost_model.rows % (data_size * fsdp_size * expert_size):
+        if cost_model.rows % (data_axis_size * fsdp_axis_size * expert_axis_size):
             continue
-        axis_sizes = data_size, fsdp_size, expert_size, model_size
+        axis_sizes = data_axis_size, fsdp_axis_size, expert_axis_size, model_axis_size
         size_of_axis = dict(zip(AXES, axis_sizes, strict=True))
         yield {axis: size for axis, size in size_of_axis.items() if size > 1 or axis == "data"}
 
@@ -301,24 +304,24 @@ def _reason(best_cost: StepCost, device_memory: float | None) -> str:
         best_cost: The cost of a step on this mesh.
         device_memory: The bytes of memory of each device. None if they are unknown.
     """
-    shape = best_cost.layout.shape
+    mesh_shape = best_cost.layout.shape
     reasons = [_memory_in_words(best_cost, device_memory)]
-    if shape.keys() == {"data"} and shape["data"] > 1:
+    if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
         reasons.append("every device holds all weights and computes its own rows")
-    if "fsdp" in shape:
+    if "fsdp" in mesh_shape:
         gathers_are_hidden = best_cost.gather_seconds <= best_cost.product_seconds
         gather_verb = "hide behind" if gathers_are_hidden else "outlast"
         reasons.append(f"gathers of weights {gather_verb} products")
     if best_cost.exchange_seconds:
         exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds
-        exchange_axes = " and ".join(axis for axis in shape if axis in ("expert", "model"))
+        exchange_axes = " and ".join(axis for axis in mesh_shape if axis in ("expert", "model"))
         reasons.append(f"exchanges along {exchange_axes} take {exchange_percent:.0f} %")
     return "; ".join(reasons)
 
 
 def _memory_in_words(cost: StepCost, device_memory: float | None) -> str:
-    memory_limit = "" if device_memory is None else f" of {device_memory / 1e9:.3g}"
-    return f"about {cost.memory_bytes / 1e9:.2g}{memory_limit} GB per device"
+    memory_limit_text = "" if device_memory is None else f" of {device_memory / 1e9:.3g}"
+    return f"about {cost.memory_bytes / 1e9:.2g}{memory_limit_text} GB per device"
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[str, int]) -> None:

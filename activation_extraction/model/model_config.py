@@ -165,24 +165,24 @@ class ModelConfig:
         The docstrings of qwen2_jax.py and delta_net.py explain the letters. Letters of parts that
         the model lacks, such as experts, are left out.
         """
-        sizes = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
-        sizes |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
-        sizes["Q"] = self.num_attention_heads * (1 + self.q_gate)
+        size_of_letter = {"D": self.hidden_size, "H": self.head_dim, "V": self.vocab_size}
+        size_of_letter |= {"N": self.num_attention_heads, "K": self.num_key_value_heads}
+        size_of_letter["Q"] = self.num_attention_heads * (1 + self.q_gate)
         if len(self.sparse_layers) < self.num_hidden_layers:
-            sizes["F"] = self.intermediate_size
+            size_of_letter["F"] = self.intermediate_size
         experts = self.experts
         if experts is not None:
-            sizes |= {"E": experts.count, "R": experts.count}
-            sizes |= {"X": experts.per_token, "M": experts.width}
+            size_of_letter |= {"E": experts.count, "R": experts.count}
+            size_of_letter |= {"X": experts.per_token, "M": experts.width}
             if experts.shared_width:
-                sizes |= {"P": experts.shared_width, "U": 1}
+                size_of_letter |= {"P": experts.shared_width, "U": 1}
         delta = self.delta
         if delta is not None:
-            value_heads = delta.key_heads * delta.values_per_key
-            sizes |= {"J": delta.key_heads, "G": delta.values_per_key}
-            sizes |= {"C": delta.key_size, "Z": delta.value_size}
-            sizes |= {"O": value_heads * delta.value_size, "I": 1, "W": delta.taps}
-        return sizes
+            num_value_heads = delta.key_heads * delta.values_per_key
+            size_of_letter |= {"J": delta.key_heads, "G": delta.values_per_key}
+            size_of_letter |= {"C": delta.key_size, "Z": delta.value_size}
+            size_of_letter |= {"O": num_value_heads * delta.value_size, "I": 1, "W": delta.taps}
+        return size_of_letter
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -255,17 +255,17 @@ class ModelConfig:
         """
         if self.delta is not None and layer in self.delta.layers:
             # Each number in the states of all heads is a factor of three products per token.
-            state_products = 3 * self.sizes["O"] * self.delta.key_size
-            return 2.0 * (weights + state_products) * sum(lengths)
+            products_per_token = 3 * self.sizes["O"] * self.delta.key_size
+            return 2.0 * (weights + products_per_token) * sum(lengths)
         query_size = self.num_attention_heads * self.head_dim
         window_length = self.sliding_window if layer in self.sliding_layers else None
         num_products = 0
         for length in lengths:
-            seen_tokens = length if window_length is None else min(window_length, length)
+            num_seen_tokens = length if window_length is None else min(window_length, length)
             # About twice the number of pairs of a token and a token that it sees. A pair takes two
             # products for each number of the queries: one for the score, and one for the output.
-            twice_pairs = seen_tokens * (2 * length - seen_tokens)
-            num_products += weights * length + query_size * twice_pairs
+            twice_num_pairs = num_seen_tokens * (2 * length - num_seen_tokens)
+            num_products += weights * length + query_size * twice_num_pairs
         return 2.0 * num_products
 
 
@@ -449,9 +449,9 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
     head_dim = getattr(hf, "head_dim", None)
     if head_dim is None:
         head_dim = size_of_field["hidden_size"] // size_of_field["num_attention_heads"]
-    supported_types = (ATTENTION, LINEAR if has_delta_net else SLIDING)
-    sliding_window, sliding_layers = _sliding(hf, supported_types, source)
-    config = ModelConfig(
+    supported_layer_types = (ATTENTION, LINEAR if has_delta_net else SLIDING)
+    sliding_window, sliding_layers = _sliding(hf, supported_layer_types, source)
+    model_config = ModelConfig(
         model_type=hf.model_type,
         head_dim=head_dim,
         rope=Rope.from_hf(
@@ -465,14 +465,14 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
         **size_of_field,
         **more_fields,
     )
-    if config.num_attention_heads % config.num_key_value_heads:
+    if model_config.num_attention_heads % model_config.num_key_value_heads:
         raise InputError(
-            f"{source}: num_attention_heads {config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
+            f"{source}: num_attention_heads {model_config.num_attention_heads} is not a multiple "
+            f"of num_key_value_heads {model_config.num_key_value_heads}"
         )
     if type(head_dim) is not int or head_dim < 2 or head_dim % 2:
         raise InputError(f"{source}: head_dim {head_dim!r} is not a positive even number")
-    return config
+    return model_config
 
 
 def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str, Any]:
@@ -489,15 +489,19 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
     Raises:
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
-    value_of_key = {}
-    for key, field in fields.items():
-        value = getattr(hf, field)
-        if type(value) is not int or value < 1:
-            raise InputError(f"{source}: {field} must be a positive integer, found {value!r}")
-        if value > LARGEST_SIZE:
-            raise InputError(f"{source}: {field} is {value:.6g}, expected at most {LARGEST_SIZE:,}")
-        value_of_key[key] = value
-    return value_of_key
+    positive_int_of_key = {}
+    for key, field_name in fields.items():
+        field_value = getattr(hf, field_name)
+        if type(field_value) is not int or field_value < 1:
+            raise InputError(
+                f"{source}: {field_name} must be a positive integer, found {field_value!r}"
+            )
+        if field_value > LARGEST_SIZE:
+            raise InputError(
+                f"{source}: {field_name} is {field_value:.6g}, expected at most {LARGEST_SIZE:,}"
+            )
+        positive_int_of_key[key] = field_value
+    return positive_int_of_key
 
 
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
@@ -517,10 +521,10 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     """
     hf.standardize_rope_params()
     rope_settings = hf.rope_parameters
-    is_flat = isinstance(rope_settings, Mapping) and not any(
+    has_one_flat_set = isinstance(rope_settings, Mapping) and not any(
         isinstance(rope_setting, Mapping) for rope_setting in rope_settings.values()
     )
-    if not is_flat:
+    if not has_one_flat_set:
         raise InputError(
             f"{source}: rope_parameters {rope_settings!r} is not supported, only one flat set"
         )
@@ -556,10 +560,10 @@ def _chunk(hf: Any, source: str) -> int | None:
         raise InputError(
             f"{source}: dual_chunk_attention_config {chunk_settings!r} is not a set of fields"
         )
-    longest_row = positive_field({"chunk_size": 8192, **chunk_settings}, "chunk_size", source)
+    max_row_length = positive_field({"chunk_size": 8192, **chunk_settings}, "chunk_size", source)
     if chunk_settings.get(TRAINED):
-        longest_row = min(longest_row, positive_field(chunk_settings, TRAINED, source))
-    return int(longest_row)
+        max_row_length = min(max_row_length, positive_field(chunk_settings, TRAINED, source))
+    return int(max_row_length)
 
 
 def _sliding(
@@ -584,8 +588,8 @@ def _sliding(
     if layer_types is None:
         # Either all layers have the window, or no layer has it. In families without
         # use_sliding_window, transformers ignores the window.
-        all_have_window = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
-        layer_types = [SLIDING if all_have_window else ATTENTION] * hf.num_hidden_layers
+        has_window_in_all_layers = hasattr(type(hf), "use_sliding_window") and hf.sliding_window
+        layer_types = [SLIDING if has_window_in_all_layers else ATTENTION] * hf.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
         if layer_type not in supported_types:
             raise InputError(
@@ -621,13 +625,15 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
     Raises:
         InputError: If no layer has experts, or if the sizes are not valid.
     """
-    layer_step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
-    layers_of_step = range(layer_step - 1, hf.num_hidden_layers, layer_step)
-    sparse_layers = tuple(layer for layer in layers_of_step if layer not in hf.mlp_only_layers)
+    sparse_layer_step = _positive_ints(hf, source, {"step": "decoder_sparse_step"})["step"]
+    layers_at_sparse_step = range(sparse_layer_step - 1, hf.num_hidden_layers, sparse_layer_step)
+    sparse_layers = tuple(
+        layer for layer in layers_at_sparse_step if layer not in hf.mlp_only_layers
+    )
     if not sparse_layers:
         raise InputError(
-            f"{source}: no layer has experts (decoder_sparse_step {layer_step}, mlp_only_layers "
-            f"{hf.mlp_only_layers}); such a model is not supported"
+            f"{source}: no layer has experts (decoder_sparse_step {sparse_layer_step}, "
+            f"mlp_only_layers {hf.mlp_only_layers}); such a model is not supported"
         )
     # Families whose configuration class lacks norm_topk_prob always renormalise.
     renormalise = not hasattr(type(hf), "norm_topk_prob") or bool(hf.norm_topk_prob)
@@ -664,20 +670,22 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
         interleaved: Whether a delta net has two input projections (see `DeltaNet`).
     """
     delta_sizes = _positive_ints(hf, source, DELTA_SIZES)
-    key_heads = delta_sizes["key_heads"]
+    num_key_heads = delta_sizes["key_heads"]
     # config.json contains the number of value heads of all key heads together.
-    value_heads = delta_sizes.pop("values_per_key")
-    if value_heads % key_heads:
+    num_value_heads = delta_sizes.pop("values_per_key")
+    if num_value_heads % num_key_heads:
         raise InputError(
-            f"{source}: linear_num_value_heads {value_heads} is not a multiple of "
-            f"linear_num_key_heads {key_heads}"
+            f"{source}: linear_num_value_heads {num_value_heads} is not a multiple of "
+            f"linear_num_key_heads {num_key_heads}"
         )
-    output_gate = getattr(hf, "output_gate_type", None)
-    if output_gate not in (None, "swish", "silu"):
-        raise InputError(f"{source}: output_gate_type {output_gate!r} is not supported, 'swish' is")
+    output_gate_type = getattr(hf, "output_gate_type", None)
+    if output_gate_type not in (None, "swish", "silu"):
+        raise InputError(
+            f"{source}: output_gate_type {output_gate_type!r} is not supported, 'swish' is"
+        )
     return DeltaNet(
         _layers_of_type(hf.layer_types, LINEAR),
-        values_per_key=value_heads // key_heads,
+        values_per_key=num_value_heads // num_key_heads,
         interleaved=interleaved,
         **delta_sizes,
     )

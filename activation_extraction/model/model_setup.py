@@ -104,16 +104,16 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     if previous is None and model_options.lora is not None:
         adapter = LoraAdapter(model_options.lora, checkpoint, stated_config.tie_word_embeddings)
         checkpoint.adapter = adapter
-    config = as_stored(stated_config, checkpoint.tensors)
-    model, host_rows_of_mesh = build_model(request, config)
+    model_config = as_stored(stated_config, checkpoint.tensors)
+    model, host_rows_of_mesh = build_model(request, model_config)
     if previous is None:
         _log_peculiarities(checkpoint, stated_config, model)
     if previous is not None and previous.layout == model.layout:
         kernels = previous.kernels
     else:
-        kernels = try_kernels(config, model.layout, request.shape[1], jnp.dtype(model.dtype))
+        kernels = try_kernels(model_config, model.layout, request.shape[1], jnp.dtype(model.dtype))
     model = _with_kernels(model, kernels)
-    if model.predicts and not config.tie_word_embeddings and HEAD not in checkpoint.tensors:
+    if model.predicts and not model_config.tie_word_embeddings and HEAD not in checkpoint.tensors:
         raise InputError(
             f"--hook_names: losses and logits need {HEAD}, which "
             f"--model_path {model_options.model_path} lacks; its other hooks can be stored"
@@ -122,17 +122,24 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     weights = orient_experts(
         weight_specs, lambda tensor_name: checkpoint.locate(tensor_name)[1].shape
     )
-    check_tensors(checkpoint, weights.values(), tensor_names(config, checkpoint.tensors))
+    check_tensors(checkpoint, weights.values(), tensor_names(model_config, checkpoint.tensors))
     if adapter is not None:
         # The adapter may also change the head and the layers after the last hook, which are not
         # computed.
         tensors_of_model = {HEAD}
-        for spec in weight_table(Qwen2(config), checkpoint.tensors).values():
+        for spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
             tensors_of_model.update(spec.hf_names)
         adapter.check_read(tensors_of_model)
-    hooks, encoders = choose_hooks(request, config)
+    stored_hook_of_key, encoders = choose_hooks(request, model_config)
     return Forward(
-        model, weights, host_rows_of_mesh, request.shape, hooks, encoders, checkpoint, kernels
+        model,
+        weights,
+        host_rows_of_mesh,
+        request.shape,
+        stored_hook_of_key,
+        encoders,
+        checkpoint,
+        kernels,
     )
 
 
@@ -182,8 +189,10 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
     Returns:
         A copy of the model. Fields that are not in `kernels` keep their kernels.
     """
-    kernel_functions = {kernel_field: choice.function for kernel_field, choice in kernels.items()}
-    return model.clone(kernels=model.kernels._replace(**kernel_functions))
+    function_of_kernel_field = {
+        kernel_field: choice.function for kernel_field, choice in kernels.items()
+    }
+    return model.clone(kernels=model.kernels._replace(**function_of_kernel_field))
 
 
 def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel, HostRows]:
@@ -202,36 +211,36 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     Raises:
         InputError: If the requested step cannot be computed.
     """
-    rows_of_host, length = request.shape
-    computing = request.computing
-    longest_row, reason_for_limit = config.longest_row
-    if length > longest_row:
-        raise InputError(f"--max_seq_length {length}: {reason_for_limit}")
-    devices = usable_devices(computing.use_data_parallel, request.devices)
+    num_rows_of_host, row_length = request.shape
+    computing_options = request.computing
+    max_row_length, reason_for_limit = config.longest_row
+    if row_length > max_row_length:
+        raise InputError(f"--max_seq_length {row_length}: {reason_for_limit}")
+    devices = usable_devices(computing_options.use_data_parallel, request.devices)
     platform = devices[0].platform
     dtype, activation_dtype = choose_dtypes(request, platform)
-    hooks, encoders = _computed_hooks(request, config)
-    for hook in hooks:
-        _check_bytes_of_a_row(hook, config, length, activation_dtype)
+    computed_hooks, encoders = _computed_hooks(request, config)
+    for hook in computed_hooks:
+        _check_bytes_of_a_row(hook, config, row_length, activation_dtype)
     num_hosts = count_hosts(devices)
-    rows_of_step = rows_of_host * num_hosts
+    num_rows_of_step = num_rows_of_host * num_hosts
 
     def choose_automatically() -> MeshChoice:
         """Chooses the fastest mesh by estimates, for `--mesh_type auto`."""
-        model = create_model_with_hooks(config, hooks, dtype, activation_dtype)
+        model = create_model_with_hooks(config, computed_hooks, dtype, activation_dtype)
         device_memory = request.device_memory
         if device_memory is None:
             device_memory = memory_of((devices_of_this_host(devices) or devices)[0])
-        cost_model = CostModel(model, weight_table(model), rows_of_step, length, encoders)
+        cost_model = CostModel(model, weight_table(model), num_rows_of_step, row_length, encoders)
         return cheapest_mesh(cost_model, devices, device_memory)
 
     # Without data parallelism, each host uses one device, and the flags for the shape and the axes
     # of the mesh are ignored.
-    uses_mesh_flags = computing.use_data_parallel
+    uses_mesh_flags = computing_options.use_data_parallel
     mesh_choice = choose_mesh(
-        computing.mesh_type,
-        computing.mesh_shape if uses_mesh_flags else None,
-        computing.mesh_axes if uses_mesh_flags else None,
+        computing_options.mesh_type,
+        computing_options.mesh_shape if uses_mesh_flags else None,
+        computing_options.mesh_axes if uses_mesh_flags else None,
         len(devices),
         num_hosts,
         choose_automatically,
@@ -239,12 +248,14 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     layout = build_layout(
         devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason
     )
-    check_divisibility(layout, rows_of_step, length, config.sizes)
-    preferred_kernels = {}
+    check_divisibility(layout, num_rows_of_step, row_length, config.sizes)
+    kernel_of_field = {}
     for kernel_field, candidates in candidates_for(platform).items():
-        preferred_kernels[kernel_field] = next(iter(candidates.values()))
-    kernels = Kernels(**preferred_kernels)
-    model = create_model_with_hooks(config, hooks, dtype, activation_dtype, kernels, layout)
+        kernel_of_field[kernel_field] = next(iter(candidates.values()))
+    kernels = Kernels(**kernel_of_field)
+    model = create_model_with_hooks(
+        config, computed_hooks, dtype, activation_dtype, kernels, layout
+    )
     return model, host_rows(layout)
 
 
@@ -263,12 +274,12 @@ def _computed_hooks(
                 reconstruct, sorted. Hooks of codes are not among them.
             The encoders.
     """
-    stored_hooks, encoders = choose_hooks(request, config)
+    stored_hook_of_key, encoders = choose_hooks(request, config)
     hooks_of_codes = {encoder.hook for encoder in encoders}
-    hooks = set(stored_hooks.values()) - hooks_of_codes
+    computed_hooks = set(stored_hook_of_key.values()) - hooks_of_codes
     for encoder in encoders:
-        hooks |= {encoder.source, encoder.target}
-    return sorted(hooks), encoders
+        computed_hooks |= {encoder.source, encoder.target}
+    return sorted(computed_hooks), encoders
 
 
 def _check_bytes_of_a_row(
@@ -285,11 +296,11 @@ def _check_bytes_of_a_row(
     Raises:
         InputError: If the values of the row take more than MAX_ROW_BYTES.
     """
-    token_bytes = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
-    if hook.kind.grows and token_bytes * length > MAX_ROW_BYTES:
+    bytes_per_token = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
+    if hook.kind.grows and bytes_per_token * length > MAX_ROW_BYTES:
         raise InputError(
-            f"--hook_names {hook.name}: takes {token_bytes:,} bytes per token and "
-            f"{token_bytes * length:,} per row with --max_seq_length {length}; at most "
+            f"--hook_names {hook.name}: takes {bytes_per_token:,} bytes per token and "
+            f"{bytes_per_token * length:,} per row with --max_seq_length {length}; at most "
             f"{MAX_ROW_BYTES:,} per row are stored; choose a smaller --max_seq_length"
         )
 
@@ -341,25 +352,25 @@ def choose_hooks(
     hook_options = request.hooks
     hooks_of_model = hook_table(config, hook_options.top_logits)
     num_layers = config.num_hidden_layers
-    axis_sizes = config.sizes_with(request.shape[1])
+    size_of_letter = config.sizes_with(request.shape[1])
     encoders = make_encoders(
-        request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, axis_sizes
+        request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, size_of_letter
     )
-    hooks: dict[Key, Hook] = {}
+    hook_of_key: dict[Key, Hook] = {}
     if (
         not encoders
         or hook_options.hook_names is not None
         or hook_options.layers_to_extract is not None
     ):
-        hooks = _requested_hooks(hook_options, config, hooks_of_model)
+        hook_of_key = _requested_hooks(hook_options, config, hooks_of_model)
     for encoder in encoders:
         source_hook = encoder.source
         if not hook_options.keep_activations:
-            hooks = {key: hook for key, hook in hooks.items() if hook != source_hook}
-        elif source_hook not in hooks.values():
-            hooks[source_hook.name] = source_hook
-    hooks |= {encoder.hook.name: encoder.hook for encoder in encoders}
-    return hooks, encoders
+            hook_of_key = {key: hook for key, hook in hook_of_key.items() if hook != source_hook}
+        elif source_hook not in hook_of_key.values():
+            hook_of_key[source_hook.name] = source_hook
+    hook_of_key |= {encoder.hook.name: encoder.hook for encoder in encoders}
+    return hook_of_key, encoders
 
 
 def _requested_hooks(
@@ -387,17 +398,17 @@ def _requested_hooks(
                 f"--top_logits {options.top_logits}: the model has {config.vocab_size} tokens"
             )
         return dict(hook_of_name.items())
-    layers: Sequence[int]
+    layers_to_store: Sequence[int]
     if options.layers_to_extract is None:
         # The default must work for any model, so missing layers become the last layer.
-        layers = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
+        layers_to_store = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
     elif isinstance(options.layers_to_extract, str):
         # The only text that the flag accepts is "all".
-        layers = range(num_layers)
+        layers_to_store = range(num_layers)
     else:
-        layers = options.layers_to_extract
-    hooks = hooks_of_model.of_layers(layers, options.activation_type, num_layers)
-    return {hook.layer: hook for hook in hooks}
+        layers_to_store = options.layers_to_extract
+    hooks_of_layers = hooks_of_model.of_layers(layers_to_store, options.activation_type, num_layers)
+    return {hook.layer: hook for hook in hooks_of_layers}
 
 
 def log_hooks(options: HookOptions, forward: Forward) -> None:
@@ -408,13 +419,13 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         forward: The program with its hooks.
     """
     num_layers = forward.model.config.num_hidden_layers
-    bytes_of_hook = forward.token_bytes
+    token_bytes_of_hook = forward.token_bytes
     for encoder in forward.encoders:
         autoencoder_name = plain_url(encoder.autoencoder.name)
         hook_in_files = encoder.autoencoder.hook_in_files or ""
         codes_in_words = encoder.in_words(forward.model.activation_dtype)
         log.info("codes of %s: %s", autoencoder_name, codes_in_words)
-        bytes_of_hook.pop(encoder.hook.name)
+        token_bytes_of_hook.pop(encoder.hook.name)
         if layer_in_name(hook_in_files) not in ("", str(encoder.source.layer)):
             log.warning(
                 "--encode %s: its files name %s, and it is used at %s",
@@ -422,7 +433,7 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
                 hook_in_files,
                 encoder.source.name,
             )
-    if not bytes_of_hook:
+    if not token_bytes_of_hook:
         return
     uses_default_layers = options.layers_to_extract is None and options.hook_names is None
     if uses_default_layers and not forward.encoders and num_layers <= DEFAULT_LAYERS[-1]:
@@ -435,14 +446,14 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     hook_widths = []
     hook_dtypes = []
     for hook in forward.hooks.values():
-        if hook.name in bytes_of_hook:
+        if hook.name in token_bytes_of_hook:
             vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
             hook_widths.append(vector_type.width)
             hook_dtypes.append(vector_type.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
-        ", ".join(bytes_of_hook),
+        ", ".join(token_bytes_of_hook),
         f"width {hook_widths[0]} each" if len(set(hook_widths)) == 1 else f"widths {hook_widths}",
         " and ".join(dict.fromkeys(hook_dtypes)),
-        f"{sum(bytes_of_hook.values()):,}",
+        f"{sum(token_bytes_of_hook.values()):,}",
     )

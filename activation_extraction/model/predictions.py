@@ -64,23 +64,23 @@ def predictions(
     head = layout.constrain(head, "head_vocab", "embed", unsplit_axis="fsdp")
 
     def predictions_of_block(block: tuple[Array, Array]) -> dict[str, Array]:
-        block_hidden, block_next_ids = block
-        block_hidden = layout.constrain(block_hidden, "batch", "sequence", "hidden")
-        logits = layout.constrain(einsum("BTD,VD->BTV", block_hidden, head), *LOGIT_AXES)
-        return _from_logits(logits, block_next_ids, requested, top, dtype, layout)
+        hidden_of_block, next_ids_of_block = block
+        hidden_of_block = layout.constrain(hidden_of_block, "batch", "sequence", "hidden")
+        logits = layout.constrain(einsum("BTD,VD->BTV", hidden_of_block, head), *LOGIT_AXES)
+        return _from_logits(logits, next_ids_of_block, requested, top, dtype, layout)
 
-    bits_of_predictions = in_blocks(
+    bits_of_prediction = in_blocks(
         predictions_of_block, (hidden, next_ids), TOKENS_OF_A_BLOCK, layout
     )
-    arrays_of_predictions = {
+    array_of_prediction = {
         prediction: from_bits(prediction_bits, dtype)
-        for prediction, prediction_bits in bits_of_predictions.items()
+        for prediction, prediction_bits in bits_of_prediction.items()
     }
     if "loss" in requested:
         # The loss of a token was computed at the previous position, so it moves to the next one.
-        loss_at_token = jnp.roll(arrays_of_predictions["loss"], 1, axis=1)
-        arrays_of_predictions["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss_at_token)
-    return arrays_of_predictions
+        loss_at_token = jnp.roll(array_of_prediction["loss"], 1, axis=1)
+        array_of_prediction["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss_at_token)
+    return array_of_prediction
 
 
 def _from_logits(
@@ -107,23 +107,25 @@ def _from_logits(
     shifted_logits = logits - logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(shifted_logits)
     exponential_sum = exponentials.sum(axis=-1, keepdims=True)
-    arrays_of_predictions = {}
+    array_of_prediction = {}
     if "logits" in requested:
-        arrays_of_predictions["logits"] = to_bits(logits.astype(dtype))
+        array_of_prediction["logits"] = to_bits(logits.astype(dtype))
     if "loss" in requested:
         is_next = jnp.arange(logits.shape[-1]) == next_ids[..., None]
         next_logit = jnp.where(is_next, shifted_logits, 0).sum(axis=-1, keepdims=True)
-        arrays_of_predictions["loss"] = jnp.log(exponential_sum) - next_logit
+        array_of_prediction["loss"] = jnp.log(exponential_sum) - next_logit
     if "entropy" in requested:
-        weighted_sum = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
-        arrays_of_predictions["entropy"] = jnp.log(exponential_sum) - weighted_sum / exponential_sum
+        sum_of_weighted_logits = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
+        array_of_prediction["entropy"] = (
+            jnp.log(exponential_sum) - sum_of_weighted_logits / exponential_sum
+        )
     if requested & {"top_ids", "top_logprobs"}:
         top_logits, top_ids = largest(shifted_logits, top, layout)
         if "top_ids" in requested:
-            arrays_of_predictions["top_ids"] = top_ids
+            array_of_prediction["top_ids"] = top_ids
         if "top_logprobs" in requested:
-            arrays_of_predictions["top_logprobs"] = top_logits - jnp.log(exponential_sum)
-    return arrays_of_predictions
+            array_of_prediction["top_logprobs"] = top_logits - jnp.log(exponential_sum)
+    return array_of_prediction
 
 
 def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
@@ -148,9 +150,9 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     if axis_length % num_parts or axis_length // num_parts < count:
         return lax.top_k(values, count)
     batch_shape = values.shape[:2]
-    split_values = values.reshape(*batch_shape, num_parts, -1)
-    split_values = layout.constrain(split_values, "batch", "sequence", "head_vocab", "one")
-    part_maxima, part_indices = lax.top_k(split_values, count)
+    values_of_parts = values.reshape(*batch_shape, num_parts, -1)
+    values_of_parts = layout.constrain(values_of_parts, "batch", "sequence", "head_vocab", "one")
+    part_maxima, part_indices = lax.top_k(values_of_parts, count)
     part_indices += jnp.arange(num_parts)[:, None] * (axis_length // num_parts)
     candidate_values = part_maxima.reshape(*batch_shape, -1)
     candidate_indices = part_indices.reshape(*batch_shape, -1)
@@ -179,18 +181,18 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
     rows_on_device = max(num_rows // layout.size(*RULES["batch"]), 1)
     num_blocks = -(-row_length // max(tokens // rows_on_device, 1))
     block_length = -(-row_length // num_blocks)
-    dtypes = jax.tree.map(lambda x: x.dtype, arrays)
+    array_dtypes = jax.tree.map(lambda x: x.dtype, arrays)
 
     def run_on_bits(bits: Any) -> Any:
-        return function(jax.tree.map(from_bits, bits, dtypes))
+        return function(jax.tree.map(from_bits, bits, array_dtypes))
 
     def split_into_blocks(x: Array) -> Array:
         """Splits an array (B, T, ...) into blocks, and returns them as bits.
 
         Their shape is (blocks, B, tokens of a block, ...). The last block is padded with zeros.
         """
-        padding_tokens = num_blocks * block_length - row_length
-        x = jnp.pad(to_bits(x), [(0, 0), (0, padding_tokens), *[(0, 0)] * (x.ndim - 2)])
+        num_padding_tokens = num_blocks * block_length - row_length
+        x = jnp.pad(to_bits(x), [(0, 0), (0, num_padding_tokens), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(num_rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
 
     def join_blocks(x: Array) -> Array:
@@ -198,5 +200,5 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         x = x.swapaxes(0, 1)
         return x.reshape(num_rows, num_blocks * block_length, *x.shape[3:])[:, :row_length]
 
-    blocks = jax.tree.map(split_into_blocks, arrays)
-    return jax.tree.map(join_blocks, lax.map(run_on_bits, blocks))
+    blocks_of_arrays = jax.tree.map(split_into_blocks, arrays)
+    return jax.tree.map(join_blocks, lax.map(run_on_bits, blocks_of_arrays))

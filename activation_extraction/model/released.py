@@ -86,11 +86,11 @@ def released_config(name: str) -> dict[str, Any] | None:
     if model_name not in RELEASED:
         return None
     shared_fields, size_values = RELEASED[model_name]
-    config = shared_fields | dict(zip(SIZE_FIELDS, size_values, strict=False))
-    if "num_experts" in config:
-        config["moe_intermediate_size"] = config["intermediate_size"]
-    if "linear_num_value_heads" in config:
+    config_fields = shared_fields | dict(zip(SIZE_FIELDS, size_values, strict=False))
+    if "num_experts" in config_fields:
+        config_fields["moe_intermediate_size"] = config_fields["intermediate_size"]
+    if "linear_num_value_heads" in config_fields:
         # Models with a delta net have a shared expert if they have experts. Other models with a
         # delta net ignore this field.
-        config["shared_expert_intermediate_size"] = config["intermediate_size"]
-    return config | {"tie_word_embeddings": TIED.fullmatch(model_name) is not None}
+        config_fields["shared_expert_intermediate_size"] = config_fields["intermediate_size"]
+    return config_fields | {"tie_word_embeddings": TIED.fullmatch(model_name) is not None}

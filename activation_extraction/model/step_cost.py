@@ -101,9 +101,9 @@ class CostModel:
         chip = chip_of(devices[0]) or STAND_IN_CHIP
         num_linked_devices = linked_devices(devices)
         one_device_seconds = 0.0
-        for operations, dtype in self._operations:
+        for num_operations, dtype in self._operations:
             chip_at_dtype = at_dtype(chip, dtype, devices[0].platform)
-            one_device_seconds += operations / chip_at_dtype.flops_per_second
+            one_device_seconds += num_operations / chip_at_dtype.flops_per_second
         speed_of_axis = {axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES}
         exchange_seconds = self._bytes_along_model(layout) / speed_of_axis["model"]
         exchange_seconds += self._bytes_along_expert(layout) / speed_of_axis["expert"]
@@ -124,10 +124,12 @@ class CostModel:
         operations and the dtype of the products.
         """
         num_tokens = self.rows * self.row_length
-        operations = [(self.rows * self.model.flops([self.row_length]), self.model.dtype)]
+        operations_and_dtypes = [
+            (self.rows * self.model.flops([self.row_length]), self.model.dtype)
+        ]
         for encoder in self.encoders:
-            operations.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
-        return operations
+            operations_and_dtypes.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
+        return operations_and_dtypes
 
     def memory_bytes(self, layout: Layout) -> float:
         """Returns the bytes of memory that a device needs.
@@ -138,41 +140,47 @@ class CostModel:
         Args:
             layout: The layout of the mesh.
         """
-        config = self.model.config
-        model_devices = layout.size(*MODEL_AXES)
+        model_config = self.model.config
+        num_model_devices = layout.size(*MODEL_AXES)
         # The number of values in the weights on a device. They have the model's dtype, and so have
-        # the values of activations, which are counted per token in token_values.
-        weight_values = float(
+        # the values of activations, which are counted per token in values_per_token.
+        num_weight_values = float(
             sum(_values_on_device(layout, spec) for spec in self.weights.values())
         )
         if layout.size("fsdp") > 1:
             # The next layer is gathered while a layer is computed, so there are two whole layers.
-            weight_values += 2 * self._largest_layer(layout)
-        token_values = 6 * config.hidden_size + 4 * config.sizes.get("F", 0) // model_devices
-        if config.experts is not None:
+            num_weight_values += 2 * self._largest_layer(layout)
+        values_per_token = (
+            6 * model_config.hidden_size + 4 * model_config.sizes.get("F", 0) // num_model_devices
+        )
+        if model_config.experts is not None:
             # Each expert of a token has its own copy of the token's activations.
-            expert_rows = config.experts.per_token * layout.size("expert")
-            expert_row_values = 2 * config.hidden_size + config.experts.width // model_devices
-            token_values += expert_rows * expert_row_values
+            expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
+            values_per_expert_row = (
+                2 * model_config.hidden_size + model_config.experts.width // num_model_devices
+            )
+            values_per_token += expert_rows_per_token * values_per_expert_row
         if self.model.predicts:
             # The head is gathered for each block of logits.
-            head = self.weights.get(("lm_head", "weight")) or self.weights["embed_tokens", "weight"]
-            gathered_head_values = _values_on_device(layout, head, unsplit_axis="fsdp")
-            weight_values += gathered_head_values - _values_on_device(layout, head)
-            weight_values += 6 * TOKENS_OF_A_BLOCK * head.shape[0] / model_devices
-        axis_sizes = config.sizes_with(self.row_length)
+            head_spec = (
+                self.weights.get(("lm_head", "weight")) or self.weights["embed_tokens", "weight"]
+            )
+            num_gathered_head_values = _values_on_device(layout, head_spec, unsplit_axis="fsdp")
+            num_weight_values += num_gathered_head_values - _values_on_device(layout, head_spec)
+            num_weight_values += 6 * TOKENS_OF_A_BLOCK * head_spec.shape[0] / num_model_devices
+        size_of_letter = model_config.sizes_with(self.row_length)
         captured_hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
         captured_bytes = 0
         for hook in captured_hooks:
-            token_bytes = hook.kind.vector_type(axis_sizes, self.model.captured_dtype).bytes
+            token_bytes = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
             captured_bytes += self.rows * self.row_length * token_bytes
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. A step needs another half of
         # their size for copies while it is computed.
         output_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
-        model_values = weight_values + self._tokens_on_device(layout) * token_values
-        return self.model.dtype.itemsize * model_values + output_bytes + encoder_bytes
+        num_model_values = num_weight_values + self._tokens_on_device(layout) * values_per_token
+        return self.model.dtype.itemsize * num_model_values + output_bytes + encoder_bytes
 
     def moved_by_layer(self, layout: Layout) -> float:
         """Returns the bytes that a device reads from and writes to its memory per layer.
@@ -214,23 +222,23 @@ class CostModel:
         """
         experts = self.model.config.experts
         hidden_size = self.model.config.hidden_size
-        gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
-        split_values = _values_on_device(layout, spec)
-        moved_values = float(gathered_values)
-        if split_values < gathered_values:
-            moved_values += split_values + gathered_values
+        num_gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
+        num_split_values = _values_on_device(layout, spec)
+        num_moved_values = float(num_gathered_values)
+        if num_split_values < num_gathered_values:
+            num_moved_values += num_split_values + num_gathered_values
         num_layers, *weight_sizes = spec.shape
         if path[0] == "layers" and len(weight_sizes) > 1 and hidden_size in weight_sizes:
-            token_rows = num_layers * self._tokens_on_device(layout)
+            num_token_rows = num_layers * self._tokens_on_device(layout)
             if experts is not None and "experts" in path:
-                token_rows *= experts.per_token
+                num_token_rows *= experts.per_token
                 weight_sizes = weight_sizes[1:]
             # The length of the side of the weight matrix that is not the hidden size.
-            row_values = math.prod(weight_sizes) / hidden_size
+            values_per_row = math.prod(weight_sizes) / hidden_size
             if "up_proj" not in path:
-                row_values += hidden_size
-            moved_values += token_rows * row_values / layout.size(*MODEL_AXES)
-        return self.model.dtype.itemsize * moved_values
+                values_per_row += hidden_size
+            num_moved_values += num_token_rows * values_per_row / layout.size(*MODEL_AXES)
+        return self.model.dtype.itemsize * num_moved_values
 
     def _bytes_along_expert(self, layout: Layout) -> float:
         """Returns the bytes that a device receives along the mesh axis `expert` in a step.
@@ -239,9 +247,11 @@ class CostModel:
         of them a sum for its own tokens.
         """
         num_other_devices = layout.size("expert") - 1
-        config = self.model.config
-        num_sparse_layers = sum(layer < self.model.num_layers for layer in config.sparse_layers)
-        token_bytes = 2 * self.model.dtype.itemsize * config.hidden_size
+        model_config = self.model.config
+        num_sparse_layers = sum(
+            layer < self.model.num_layers for layer in model_config.sparse_layers
+        )
+        token_bytes = 2 * self.model.dtype.itemsize * model_config.hidden_size
         return num_sparse_layers * num_other_devices * self._tokens_on_device(layout) * token_bytes
 
     def _largest_layer(self, layout: Layout) -> float:
@@ -249,15 +259,15 @@ class CostModel:
 
         They are the weights after they were gathered along the mesh axis `fsdp`.
         """
-        values_of_type = Counter[str]()
+        num_values_of_layer_type = Counter[str]()
         # If layers are of different types, the second part of a parameter's path is the type.
-        layers_differ = len({*self.model.config.layer_types}) > 1
+        has_several_layer_types = len({*self.model.config.layer_types}) > 1
         for path, spec in self.weights.items():
             if path[0] == "layers":
-                layer_type = path[1] if layers_differ else ""
-                values_of_all_layers = _values_on_device(layout, spec, unsplit_axis="fsdp")
-                values_of_type[layer_type] += values_of_all_layers // spec.shape[0]
-        return max(values_of_type.values(), default=0)
+                layer_type = path[1] if has_several_layer_types else ""
+                num_values_of_all_layers = _values_on_device(layout, spec, unsplit_axis="fsdp")
+                num_values_of_layer_type[layer_type] += num_values_of_all_layers // spec.shape[0]
+        return max(num_values_of_layer_type.values(), default=0)
 
     def _gathered_bytes(self, layout: Layout) -> float:
         """Returns the bytes of weights that a device receives along the axis `fsdp` in a step.
@@ -265,13 +275,13 @@ class CostModel:
         The embedding only counts if it is also used as the head. Otherwise it is not gathered,
         because devices only send the vectors of tokens.
         """
-        embedding_is_head = self.model.predicts and self.model.config.tie_word_embeddings
-        received_values = 0
+        uses_embedding_as_head = self.model.predicts and self.model.config.tie_word_embeddings
+        num_received_values = 0
         for path, spec in self.weights.items():
-            if path[0] != "embed_tokens" or embedding_is_head:
-                received_values += _values_on_device(layout, spec, unsplit_axis="fsdp")
-                received_values -= _values_on_device(layout, spec)
-        return self.model.dtype.itemsize * received_values
+            if path[0] != "embed_tokens" or uses_embedding_as_head:
+                num_received_values += _values_on_device(layout, spec, unsplit_axis="fsdp")
+                num_received_values -= _values_on_device(layout, spec)
+        return self.model.dtype.itemsize * num_received_values
 
     def _bytes_along_model(self, layout: Layout) -> float:
         """Returns the bytes that a device sends along the mesh axis `model` in a step.
@@ -279,10 +289,10 @@ class CostModel:
         In each layer, the residual stream is summed over the devices along this axis twice, and
         gathered from them twice.
         """
-        model_devices = layout.size(*MODEL_AXES)
-        stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
-        stream_bytes = self.model.dtype.itemsize * stream_values
-        sent_fraction = (model_devices - 1) / model_devices
+        num_model_devices = layout.size(*MODEL_AXES)
+        num_stream_values = self._tokens_on_device(layout) * self.model.config.hidden_size
+        stream_bytes = self.model.dtype.itemsize * num_stream_values
+        sent_fraction = (num_model_devices - 1) / num_model_devices
         return 4 * self.model.num_layers * stream_bytes * sent_fraction
 
     def _tokens_on_device(self, layout: Layout) -> float:
@@ -334,11 +344,11 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     """
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
-    links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
+    num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
     # The devices along the axis are among this number of consecutive devices.
-    consecutive_devices = 1
+    num_consecutive_devices = 1
     if axis in axis_names:
-        consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])
-    if linked % consecutive_devices == 0:
-        return chip.link_bandwidth * links_used
+        num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])
+    if linked % num_consecutive_devices == 0:
+        return chip.link_bandwidth * num_links_used
     return chip.network_bandwidth

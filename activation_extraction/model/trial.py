@@ -100,16 +100,18 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
     Raises:
         RunError: If all candidates of a kind fail or compute wrong numbers on this device.
     """
-    trials_of_kind = {"attention": partial(attention_trials, config, layout, length, dtype)}
+    trial_maker_of_kind = {"attention": partial(attention_trials, config, layout, length, dtype)}
     if config.experts is not None:
-        trials_of_kind["experts"] = partial(expert_trials, config, layout, dtype)
+        trial_maker_of_kind["experts"] = partial(expert_trials, config, layout, dtype)
     if config.delta is not None:
-        trials_of_kind["delta_rule"] = partial(delta_trials, config, layout, dtype)
+        trial_maker_of_kind["delta_rule"] = partial(delta_trials, config, layout, dtype)
     candidates_of_kind = candidates_for(jax.default_backend())
     tolerance = TOLERANCE[dtype.name]
     return {
-        kind: choose_kernel(kind, candidates_of_kind[kind], make_trials, tolerance)
-        for kind, make_trials in trials_of_kind.items()
+        kernel_kind: choose_kernel(
+            kernel_kind, candidates_of_kind[kernel_kind], make_trials, tolerance
+        )
+        for kernel_kind, make_trials in trial_maker_of_kind.items()
     }
 
 
@@ -133,7 +135,7 @@ def choose_kernel(
         RunError: If there are several candidates and none of them is accurate. This means that the
             device computes wrong numbers.
     """
-    passed_over: dict[str, str] = {}
+    rejection_of_kernel: dict[str, str] = {}
     for kernel_name, candidate in candidates.items():
         if len(candidates) == 1:
             return Choice(kernel_name, candidate)
@@ -144,20 +146,20 @@ def choose_kernel(
                 log.info(
                     "%s: %s, which agrees with its definition on this device", kind, kernel_name
                 )
-                return Choice(kernel_name, candidate, passed_over)
+                return Choice(kernel_name, candidate, rejection_of_kernel)
             reason_for_rejection = (
                 f"it differs from the definition by {relative_error:.2g} (allowed: {tolerance:.2g})"
             )
         except Exception as failure:
             # A kernel or its compiler may raise any exception, and the next candidate may work.
             reason_for_rejection = f"it fails: {one_line(failure):.300}"
-        passed_over[kernel_name] = reason_for_rejection
+        rejection_of_kernel[kernel_name] = reason_for_rejection
         log.warning("%s: %s is not used: %s", kind, kernel_name, reason_for_rejection)
-    reasons = "; ".join(
+    rejection_reasons = "; ".join(
         f"{kernel_name}: {reason_for_rejection}"
-        for kernel_name, reason_for_rejection in passed_over.items()
+        for kernel_name, reason_for_rejection in rejection_of_kernel.items()
     )
-    raise RunError(f"no kernel for {kind} is right on this device: {reasons}")
+    raise RunError(f"no kernel for {kind} is right on this device: {rejection_reasons}")
 
 
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
@@ -173,18 +175,22 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         trials: The trials.
     """
     largest_errors = []
-    exact_device = jax.local_devices()[0]
+    device_of_exact_result = jax.local_devices()[0]
     # JAX raises RuntimeError if JAX_PLATFORMS excludes the CPU.
     with suppress(RuntimeError):
-        exact_device = jax.local_devices(backend="cpu")[0]
+        device_of_exact_result = jax.local_devices(backend="cpu")[0]
     for trial in trials:
-        constant_arguments = []
-        for index, argument in enumerate(trial.arguments):
+        constant_argument_indices = []
+        for argument_index, argument in enumerate(trial.arguments):
             if isinstance(argument, int):
-                constant_arguments.append(index)
-        computed_result = jax.jit(candidate, static_argnums=constant_arguments)(*trial.arguments)
-        exact_arguments = jax.tree.map(partial(_as_float32, exact_device), trial.arguments)
-        with jax.default_device(exact_device):
+                constant_argument_indices.append(argument_index)
+        computed_result = jax.jit(candidate, static_argnums=constant_argument_indices)(
+            *trial.arguments
+        )
+        exact_arguments = jax.tree.map(
+            partial(_as_float32, device_of_exact_result), trial.arguments
+        )
+        with jax.default_device(device_of_exact_result):
             exact_result = trial.definition(*exact_arguments)
         is_compared = np.asarray(trial.is_compared)
         computed_vectors = np.asarray(computed_result)[is_compared].astype(float)
@@ -218,31 +224,33 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     by shorter rows that kernels compute in the same way, and the window is so short that it hides
     some keys of the shorter rows. See `try_kernels` for the arguments.
     """
-    query_devices = layout.size("query")
-    head_devices = layout.size("model")
-    num_queries = length // query_devices
+    num_query_devices = layout.size("query")
+    num_head_devices = layout.size("model")
+    num_queries = length // num_query_devices
     if num_queries > 2 * LENGTH_MODULUS:
         num_queries = 2 * LENGTH_MODULUS + num_queries % LENGTH_MODULUS
-    num_keys = num_queries * query_devices
+    num_keys = num_queries * num_query_devices
     head_dim = config.head_dim
     rng = np.random.default_rng(0)
-    random_normal = partial(_normal, rng, dtype, 2, num_keys)
-    segments = _segments(num_keys)
+    draw_normal = partial(_normal, rng, dtype, 2, num_keys)
+    segment_ids = _segments(num_keys)
     # The scores are scaled to a narrow range, so that all keys contribute to the result.
-    q = random_normal(config.num_attention_heads // head_devices, head_dim, scale=head_dim**-0.5)
-    k = random_normal(config.num_key_value_heads // head_devices, head_dim)
-    v = random_normal(config.num_key_value_heads // head_devices, head_dim)
+    q = draw_normal(config.num_attention_heads // num_head_devices, head_dim, scale=head_dim**-0.5)
+    k = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
+    v = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
     window_arguments: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
         window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
     for window_argument in window_arguments:
         for first_position in range(0, num_keys, num_queries):
-            device_queries = slice(first_position, first_position + num_queries)
-            first_query = first_position if query_devices == 1 else jnp.int32(first_position)
-            query_segments = segments[:, device_queries]
-            arrays = q[:, device_queries], k, v, Segments(query_segments, segments)
-            arguments = (*arrays, first_query, *window_argument)
-            yield Trial(dense_attention, arguments, query_segments > 0)
+            query_slice = slice(first_position, first_position + num_queries)
+            first_query_position = (
+                first_position if num_query_devices == 1 else jnp.int32(first_position)
+            )
+            query_segment_ids = segment_ids[:, query_slice]
+            attention_arrays = q[:, query_slice], k, v, Segments(query_segment_ids, segment_ids)
+            attention_arguments = (*attention_arrays, first_query_position, *window_argument)
+            yield Trial(dense_attention, attention_arguments, query_segment_ids > 0)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
@@ -258,26 +266,26 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     )
     num_experts = min(num_experts, MAX_EXPERTS)
     rng = np.random.default_rng(0)
-    tokens_of_experts = [(expert + 1) * 67 % 300 for expert in range(num_experts)]
+    token_counts_of_experts = [
+        (expert_number + 1) * 67 % 300 for expert_number in range(num_experts)
+    ]
     if num_experts > 2:
-        tokens_of_experts[2] = 0
+        token_counts_of_experts[2] = 0
     # The number after the last expert stands for an expert of another device, and so does -1.
     expert_numbers = [*range(num_experts), num_experts, -1]
     # The last count makes the number of all choices even, because each token makes two choices.
-    choice_counts = [*tokens_of_experts, 70, 70 + sum(tokens_of_experts) % 2]
+    choice_counts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
     sorted_choices = np.repeat(expert_numbers, choice_counts)
     chosen_experts = rng.permutation(sorted_choices).reshape(-1, 2).astype(np.int32)
     expert_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
-    random_normal = partial(_normal, rng, dtype)
-    x = random_normal(len(chosen_experts), hidden_size)
-    gate_weights = random_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
-    up_weights = random_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
-    down_weights = random_normal(
-        2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5
-    )
+    draw_normal = partial(_normal, rng, dtype)
+    x = draw_normal(len(chosen_experts), hidden_size)
+    gate_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
+    up_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
+    down_weights = draw_normal(2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5)
     stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
-    arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), stacks
-    yield Trial(one_expert_after_the_other, arguments, jnp.ones(len(x), bool))
+    layer_arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), stacks
+    yield Trial(one_expert_after_the_other, layer_arguments, jnp.ones(len(x), bool))
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
@@ -287,20 +295,22 @@ def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tria
     decay at different rates. See `try_kernels` for the arguments.
     """
     delta_net = config.delta
-    segments = _segments(DELTA_TOKENS)
+    segment_ids = _segments(DELTA_TOKENS)
     (num_key_heads,) = layout.shard_shape(("key_heads",), (delta_net.key_heads,))
     num_key_heads = min(num_key_heads, MAX_KEY_HEADS)
-    value_heads = num_key_heads, delta_net.values_per_key
+    value_head_shape = num_key_heads, delta_net.values_per_key
     rng = np.random.default_rng(0)
-    random_normal = partial(_normal, rng, dtype, *segments.shape)
-    float32_normal = partial(_normal, rng, jnp.float32, *segments.shape)
-    q = random_normal(num_key_heads, delta_net.key_size)
-    k = random_normal(num_key_heads, delta_net.key_size)
-    v = random_normal(*value_heads, delta_net.value_size)
-    decay_rates = np.geomspace(0.01, 1, math.prod(value_heads), dtype=np.float32)
-    log_decay = -decay_rates.reshape(value_heads) * jax.nn.softplus(float32_normal(*value_heads))
-    beta = jax.nn.sigmoid(float32_normal(*value_heads))
-    yield Trial(token_by_token, (q, k, v, log_decay, beta, segments), segments > 0)
+    draw_normal = partial(_normal, rng, dtype, *segment_ids.shape)
+    draw_float32_normal = partial(_normal, rng, jnp.float32, *segment_ids.shape)
+    q = draw_normal(num_key_heads, delta_net.key_size)
+    k = draw_normal(num_key_heads, delta_net.key_size)
+    v = draw_normal(*value_head_shape, delta_net.value_size)
+    decay_rates = np.geomspace(0.01, 1, math.prod(value_head_shape), dtype=np.float32)
+    log_decay = -decay_rates.reshape(value_head_shape) * jax.nn.softplus(
+        draw_float32_normal(*value_head_shape)
+    )
+    beta = jax.nn.sigmoid(draw_float32_normal(*value_head_shape))
+    yield Trial(token_by_token, (q, k, v, log_decay, beta, segment_ids), segment_ids > 0)
 
 
 def _normal(rng: np.random.Generator, dtype: Any, *shape: int, scale: float = 1) -> Array:
@@ -316,8 +326,8 @@ def _segments(length: int) -> Array:
     Args:
         length: T, the number of tokens per row.
     """
-    segments = np.ones((2, length), np.int32)
-    segments[:, length // 3 :] = 2
-    segments[:, length // 2 :] = 3
-    segments[1, length - length // 5 :] = 0
-    return jnp.asarray(segments)
+    segment_ids = np.ones((2, length), np.int32)
+    segment_ids[:, length // 3 :] = 2
+    segment_ids[:, length // 2 :] = 3
+    segment_ids[1, length - length // 5 :] = 0
+    return jnp.asarray(segment_ids)

@@ -33,7 +33,7 @@ from activation_extraction.cli.console import Clock
 from activation_extraction.cli.flags import HostOptions
 from activation_extraction.common.errors import InputError, RunError, for_the_user, one_line
 from activation_extraction.common.interrupts import raise_on_ctrl_c
-from activation_extraction.common.log import activities
+from activation_extraction.common.log import activity_of_thread
 from activation_extraction.common.visible import say_error
 from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.host_rows import count_hosts
@@ -386,8 +386,9 @@ class Watchdog:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             problem = f"no batch has become ready and no step has finished for {self.seconds:g} s"
             remedy = "to continue, start the run again without --overwrite"
-            # `activities` contains the rows that threads are working on. Their templates may hang.
-            if activities_in_words := ", ".join(list(activities.values())):
+            # `activity_of_thread` contains the rows that threads are working on. Their templates
+            # may hang.
+            if activities_in_words := ", ".join(list(activity_of_thread.values())):
                 problem = f"{activities_in_words}: {problem}"
                 remedy = (
                     "change or leave out the row, or the template, and start anew with --overwrite"
