@@ -492,3 +492,28 @@ def test_reading_needs_few_packages_and_changes_nothing_in_the_process(tmp_path)
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^-?\d+$", done.stdout, flags=re.M) == ["0"] * 4
+
+
+READ_THREE_TIMES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+from activation_extraction import ActivationDataset
+readers = [ActivationDataset(sys.argv[1]).batches(16, shuffle=0, buffer=64) for _ in range(3)]
+tokens = [sum(map(len, batches)) for batches in zip(*readers)]
+print(sum(tokens))
+"""
+
+
+def test_several_datasets_fit_into_the_files_that_a_process_may_open(tmp_path):
+    shards, tokens = 80, 4
+    with open_storage(
+        tmp_path, {0: FIRST}, shard_size_gb=1e-9, shard_format="safetensors"
+    ) as storage:
+        for number in range(shards):
+            activation = np.full((tokens, 2), number, np.float32)
+            storage.add_activation(0, activation, number, "", np.arange(tokens, dtype=np.int32))
+    assert len(ActivationDataset(tmp_path).shards.commits) == shards
+    command = [sys.executable, "-c", READ_THREE_TIMES, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == 3 * shards * tokens

@@ -4,6 +4,7 @@ It finds the shard of a sample, and reads the tables and the statistics beside t
 store/shard_reader.py reads a single shard.
 """
 
+import resource
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +44,12 @@ from activation_extraction.store.statistics import HookStatistics, Statistics, S
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.sample_facts import SampleFacts
 
-# Most local safetensors files that stay mapped. If a run stores pickles, one shard stays in memory.
-OPEN_SHARDS = 128
+# The largest number of local safetensors files of a dataset that stay open, if the process may open
+# so many files. If a run stores pickles, one shard stays in memory.
+MAX_OPEN_SHARDS = 128
+# The fraction of the files that this process may open which a dataset keeps open. Several datasets,
+# connections and the files of the user's program need the rest.
+OPEN_FILES_FRACTION = 1 / 8
 # Most memory for the headers and the arrays of samples of the shards in a bucket that stay open.
 # Opening a shard anew takes one request.
 KEPT_BYTES = 2**26
@@ -61,6 +66,18 @@ def as_os_errors() -> Iterator[None]:
         yield
     except RunError as error:
         raise OSError(str(error)) from error
+
+
+def _max_open_files() -> int:
+    """Returns how many local files a dataset may keep open.
+
+    A file stays open as long as it is mapped into memory. On macOS, a process may open 256 files by
+    default.
+    """
+    files_of_process, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files_of_process == resource.RLIM_INFINITY:
+        return MAX_OPEN_SHARDS
+    return max(min(int(files_of_process * OPEN_FILES_FRACTION), MAX_OPEN_SHARDS), 1)
 
 
 @dataclass
@@ -101,7 +118,7 @@ class OpenShards:
         # pickle in memory until the garbage collector runs.
         self._read: Callable[..., Any] = partial(_read, self.url, self.shards, {})
         hooks = list(self.hooks.values())
-        most = OPEN_SHARDS
+        most = _max_open_files()
         if not self.by_ranges:
             most = 1
         elif not self.local:
