@@ -76,14 +76,14 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         SystemExit: If --help or --version has been printed.
     """
     command_words = sys.argv[1:] if argv is None else argv
-    values: Values = vars(build_parser().parse_args(_with_slices(command_words)))
-    _fill_from_environment(values)
-    _refuse_conflicts(values)
-    _check_hosts(values)
-    for flag_name, value in values.items():
-        if isinstance(value, list):
-            values[flag_name] = FLAGS[flag_name].collect(value)
-    config = Config.of({**values, **_dependent_values(values)})
+    flag_values: Values = vars(build_parser().parse_args(_with_slices(command_words)))
+    _fill_from_environment(flag_values)
+    _refuse_conflicts(flag_values)
+    _check_hosts(flag_values)
+    for flag_name, flag_value in flag_values.items():
+        if isinstance(flag_value, list):
+            flag_values[flag_name] = FLAGS[flag_name].collect(flag_value)
+    config = Config.of({**flag_values, **_dependent_values(flag_values)})
     _check_values(config)
     return config
 
@@ -121,14 +121,16 @@ class _Parser(argparse.ArgumentParser):
         if message.endswith("argument"):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
         comma_list_match = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
-        flag = FLAGS.get(comma_list_match[1]) if comma_list_match else None
-        if comma_list_match and flag and flag.options.get("nargs") == "+":
+        list_flag = FLAGS.get(comma_list_match[1]) if comma_list_match else None
+        if comma_list_match and list_flag and list_flag.options.get("nargs") == "+":
             message += f"; put spaces between values: {comma_list_match[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
-            flag_names = re.findall(r"--\w+", self.format_usage())
+            flags_in_usage = re.findall(r"--\w+", self.format_usage())
             unknown_words = message.removeprefix("unrecognized arguments:").split()
             message += (
-                near_miss(unknown_words[0].partition("=")[0], flag_names) if unknown_words else "''"
+                near_miss(unknown_words[0].partition("=")[0], flags_in_usage)
+                if unknown_words
+                else "''"
             )
         raise InputError(f"{message} (see --help)")
 
@@ -149,9 +151,9 @@ def build_parser() -> argparse.ArgumentParser:
             if flag.group == group:
                 _add_flag(argument_group, flag_name, flag)
     # --version belongs to the last group, which is GENERAL.
-    version = f"activation-extraction {__version__}"
+    program_version = f"activation-extraction {__version__}"
     argument_group.add_argument(
-        "--version", action="version", version=version, help="print the version"
+        "--version", action="version", version=program_version, help="print the version"
     )
     return parser
 
@@ -217,13 +219,15 @@ def _fill_from_environment(values: Values) -> None:
     for flag_name, flag in FLAGS.items():
         if flag.variables is None or flag_name in values:
             continue
-        set_variables = [variable for variable in flag.variables.names if os.environ.get(variable)]
-        if set_variables and flag.variables.count_with(_names_of_flags(values)):
-            _take_variable(values, flag_name, set_variables[0])
-    machine_variables = FLAGS["machine_id"].variables
+        variables_with_values = [
+            variable_name for variable_name in flag.variables.names if os.environ.get(variable_name)
+        ]
+        if variables_with_values and flag.variables.count_with(_names_of_flags(values)):
+            _take_variable(values, flag_name, variables_with_values[0])
+    machine_id_variables = FLAGS["machine_id"].variables
     if (
-        machine_variables is not None
-        and machine_variables.count_with(_names_of_flags(values))
+        machine_id_variables is not None
+        and machine_id_variables.count_with(_names_of_flags(values))
         and os.environ.get("MACHINE_ID")
         and "total_machines" not in values
     ):
@@ -243,9 +247,11 @@ def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
         values: The values of flags by name.
     """
     flag_names = set()
-    for flag_name, value in values.items():
-        opposite = FLAGS[flag_name].opposite
-        flag_names.add(flag_name if opposite is None or value else opposite[0])
+    for flag_name, flag_value in values.items():
+        opposite_name_and_help = FLAGS[flag_name].opposite
+        flag_names.add(
+            flag_name if opposite_name_and_help is None or flag_value else opposite_name_and_help[0]
+        )
     return flag_names
 
 
@@ -282,10 +288,10 @@ def task_without_machine(config: Config) -> str | None:
     """
     if config.hosts.total_machines > 1:
         return None
-    for variable in ARRAY_VARIABLES:
-        is_host_number = variable == "JOB_COMPLETION_INDEX" and config.hosts.multihost
-        if os.environ.get(variable) and not is_host_number:
-            return variable
+    for variable_name in ARRAY_VARIABLES:
+        numbers_hosts = variable_name == "JOB_COMPLETION_INDEX" and config.hosts.multihost
+        if os.environ.get(variable_name) and not numbers_hosts:
+            return variable_name
     return None
 
 
@@ -312,17 +318,17 @@ def _refuse_conflicts(values: Values) -> None:
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        looking_flags = [looking_flag for looking_flag in LOOKING if looking_flag in values]
+        given_looking_flags = [looking_flag for looking_flag in LOOKING if looking_flag in values]
         for flag_name in ("model_revision", "lora", "encode"):
-            if flag_name in values and looking_flags:
+            if flag_name in values and given_looking_flags:
                 raise InputError(
-                    f"--{flag_name}: needs --model_path if --{looking_flags[0]} is given"
+                    f"--{flag_name}: needs --model_path if --{given_looking_flags[0]} is given"
                 )
-    mode_flags = [f"--{mode}" for mode in MODES if mode in values]
+    given_mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
     if "plan" in values and "overwrite" in values:
-        mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
-    if len(mode_flags) > 1:
-        raise InputError(f"{' and '.join(mode_flags)} cannot be used together")
+        given_mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
+    if len(given_mode_flags) > 1:
+        raise InputError(f"{' and '.join(given_mode_flags)} cannot be used together")
     if values.get("compress_shards") and values.get("shard_format") == "safetensors":
         raise InputError(
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "
@@ -342,12 +348,12 @@ def _check_hosts(values: Values) -> None:
         InputError: If some of these flags are given without the others, or if the number of the
             host is too large.
     """
-    host_flags = ("coordinator_address", "host_id", "num_hosts")
-    present_flags = [flag_name for flag_name in host_flags if flag_name in values]
-    missing_flags = [flag_name for flag_name in host_flags if flag_name not in values]
-    if present_flags and missing_flags:
-        raise InputError(f"--{missing_flags[0]}: is missing; --{present_flags[0]} needs it")
-    if present_flags and values["host_id"] >= values["num_hosts"]:
+    host_flag_names = ("coordinator_address", "host_id", "num_hosts")
+    given_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
+    missing_flag_names = [flag_name for flag_name in host_flag_names if flag_name not in values]
+    if given_flag_names and missing_flag_names:
+        raise InputError(f"--{missing_flag_names[0]}: is missing; --{given_flag_names[0]} needs it")
+    if given_flag_names and values["host_id"] >= values["num_hosts"]:
         raise InputError(
             f"--host_id {values['host_id']}: out of range for --num_hosts {values['num_hosts']}; "
             "hosts are counted from 0"
@@ -367,13 +373,15 @@ def _dependent_values(values: Values) -> Values:
         "compress_shards": is_compressible and values.get("compress_shards", True),
     }
     if recomputes_samples:
-        default_samples = LookingOptions.verify_samples
-        dependent_values["verify_samples"] = values.get("verify_samples", default_samples)
+        default_verify_samples = LookingOptions.verify_samples
+        dependent_values["verify_samples"] = values.get("verify_samples", default_verify_samples)
     if not {"dataset_path", "mix", "demo"} & values.keys():
         dependent_values["dataset_name"] = values.get("dataset_name", DEFAULT_DATASET.name)
         if "dataset_name" not in values:
-            default_config = DEFAULT_DATASET.config
-            dependent_values["dataset_config"] = values.get("dataset_config", default_config)
+            default_dataset_config = DEFAULT_DATASET.config
+            dependent_values["dataset_config"] = values.get(
+                "dataset_config", default_dataset_config
+            )
     if "demo" in values:
         dependent_values["max_seq_length"] = values.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
     if "mesh_shape" in values:
@@ -398,12 +406,12 @@ def _check_values(config: Config) -> None:
     if config.hooks.activation_dtype == "float8" and storage_options.shard_format != "safetensors":
         raise InputError("--activation_dtype float8: needs --shard_format safetensors")
     _check_text(config.text)
-    waiting_gb = storage_options.waiting_shards_gb
-    min_waiting_gb = 2 * storage_options.shard_size_gb
-    if waiting_gb is not None and waiting_gb < min_waiting_gb:
+    waiting_shards_gb = storage_options.waiting_shards_gb
+    min_waiting_shards_gb = 2 * storage_options.shard_size_gb
+    if waiting_shards_gb is not None and waiting_shards_gb < min_waiting_shards_gb:
         raise InputError(
-            f"--waiting_shards_gb {waiting_gb:g}: has no room for two shards; give at least "
-            f"{min_waiting_gb:g}, or a smaller --shard_size_gb"
+            f"--waiting_shards_gb {waiting_shards_gb:g}: has no room for two shards; give at least "
+            f"{min_waiting_shards_gb:g}, or a smaller --shard_size_gb"
         )
     if host_options.machine_id >= host_options.total_machines:
         raise InputError(
@@ -420,11 +428,13 @@ def _check_text(text: TextOptions) -> None:
     """
     if text.positions.last_of_turn and text.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
-    token_names = [token for token in text.drop_token_ids if isinstance(token, str)]
-    if token_names and text.ids_column is not None:
+    dropped_token_names = [
+        id_or_name for id_or_name in text.drop_token_ids if isinstance(id_or_name, str)
+    ]
+    if dropped_token_names and text.ids_column is not None:
         raise InputError(
-            f"--drop_token_ids {token_names[0]}: with --ids_column no tokenizer is read, which "
-            "knows the names of tokens; give the id"
+            f"--drop_token_ids {dropped_token_names[0]}: with --ids_column no tokenizer is read, "
+            "which knows the names of tokens; give the id"
         )
     if text.overlap >= text.max_seq_length:
         raise InputError(
@@ -432,20 +442,20 @@ def _check_text(text: TextOptions) -> None:
         )
     if text.overlap and text.long_documents != "split":
         raise InputError("--overlap: needs --long_documents split")
-    for column in text.keep_columns:
-        if column in SAMPLE_COLUMNS:
+    for column_name in text.keep_columns:
+        if column_name in SAMPLE_COLUMNS:
             raise InputError(
-                f"--keep_columns {column}: the table of samples has a column of this name; rename "
-                "the column of the data set"
+                f"--keep_columns {column_name}: the table of samples has a column of this name; "
+                "rename the column of the data set"
             )
     if len(text.keep_columns) > MAX_COLUMNS:
         raise InputError(
             f"--keep_columns: names {len(text.keep_columns)} columns, expected at most "
             f"{MAX_COLUMNS}"
         )
-    sources = [plain_url(source) for source, _ in text.mix]
-    for source in sources:
-        if sources.count(source) > 1:
+    mixture_sources = [plain_url(source) for source, _ in text.mix]
+    for source in mixture_sources:
+        if mixture_sources.count(source) > 1:
             raise InputError(f"--mix: names {source} twice")
     if not text.positions.may_keep(text.max_seq_length):
         raise InputError(

@@ -28,22 +28,22 @@ def stop_on_signals() -> Iterator[Callable[[], int]]:
         A function that returns the number of the last signal that was received; 0 if no signal was
         received.
     """
-    signal_number = 0
+    received_signal_number = 0
 
     def handle(number: int, _: Any) -> None:
-        nonlocal signal_number
-        signal_number = number
+        nonlocal received_signal_number
+        received_signal_number = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log.warning("stopping after this step; complete samples will be stored")
 
-    previous_handlers = {
+    previous_handler_by_signal_number = {
         number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        yield lambda: signal_number
+        yield lambda: received_signal_number
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for number, previous_handler in previous_handler_by_signal_number.items():
+            signal.signal(number, previous_handler)
 
 
 class Clock:
@@ -117,26 +117,27 @@ class Progress:
         record: Callable[[dict[str, Any]], None],
     ) -> None:
         self.samples = self.tokens = self.steps = 0
-        self._flops = 0.0
+        self._num_flops = 0.0
         self._stored_samples, self.kept = stored
         self._counts_tokens = max_tokens is not None  # otherwise the bar counts samples
-        self._limit = max_tokens if self._counts_tokens else max_samples
-        self._interval = interval
-        self._chips = chips
+        self._sample_or_token_limit = max_tokens if self._counts_tokens else max_samples
+        self._report_interval = interval
+        self._num_chips = chips
         self._peak_flops = peak_flops
-        self._gauges = gauges
-        self._record = record
-        # The time, the number of tokens and the FLOPs at the last report.
-        self._last_report = time.perf_counter(), 0, 0.0
-        if self._limit:
-            unit = "tokens" if self._counts_tokens else "samples"
+        self._read_gauges = gauges
+        self._store_metrics = record
+        self._last_report_time = time.perf_counter()
+        self._tokens_at_last_report = 0
+        self._flops_at_last_report = 0.0
+        if self._sample_or_token_limit:
+            unit_of_progress = "tokens" if self._counts_tokens else "samples"
             bar_format = (
                 "{l_bar}{bar}| {n_fmt}/{total_fmt} UNIT [{elapsed}<{remaining}{postfix}]"
-            ).replace("UNIT", unit)
+            ).replace("UNIT", unit_of_progress)
         else:
             bar_format = "{desc}: {n_fmt} samples [{elapsed}{postfix}]"
-        self._bar = tqdm(
-            total=self._limit,
+        self._progress_bar = tqdm(
+            total=self._sample_or_token_limit,
             initial=stored[self._counts_tokens],
             desc="extracting",
             bar_format=bar_format,
@@ -154,62 +155,65 @@ class Progress:
         """
         self.samples += samples
         self.tokens += tokens
-        self._flops += flops
+        self._num_flops += flops
         self.kept += kept
         self.steps += 1
-        if not self._bar.disable:
-            tokens_per_second = self.tokens / self._bar.format_dict["elapsed"]
+        if not self._progress_bar.disable:
+            tokens_per_second = self.tokens / self._progress_bar.format_dict["elapsed"]
             bar_postfix = f"{counted(self.kept, 'token')}, {tokens_per_second:,.0f} tokens/s"
-            self._bar.set_postfix_str(bar_postfix, refresh=False)
-            self._bar.update(kept if self._counts_tokens else samples)
-        if time.perf_counter() - self._last_report[0] >= self._interval:
+            self._progress_bar.set_postfix_str(bar_postfix, refresh=False)
+            self._progress_bar.update(kept if self._counts_tokens else samples)
+        if time.perf_counter() - self._last_report_time >= self._report_interval:
             self._report()
 
     def _report(self) -> None:
         """Stores the metrics since the last report, and logs a line if there is no bar."""
         current_time = time.perf_counter()
-        last_time, last_tokens, last_flops = self._last_report
-        self._last_report = current_time, self.tokens, self._flops
-        elapsed_seconds = current_time - last_time
-        tokens_per_second = (self.tokens - last_tokens) / elapsed_seconds
-        flops_per_second = (self._flops - last_flops) / elapsed_seconds
-        peak_fraction = None
+        elapsed_seconds = current_time - self._last_report_time
+        tokens_per_second = (self.tokens - self._tokens_at_last_report) / elapsed_seconds
+        flops_per_second = (self._num_flops - self._flops_at_last_report) / elapsed_seconds
+        self._last_report_time = current_time
+        self._tokens_at_last_report = self.tokens
+        self._flops_at_last_report = self._num_flops
+        fraction_of_peak_flops = None
         if self._peak_flops is not None:
-            peak_fraction = round(flops_per_second / self._peak_flops, 4)
-        metrics = {
+            fraction_of_peak_flops = round(flops_per_second / self._peak_flops, 4)
+        metrics_of_interval = {
             "time": round(time.time(), 3),
             "samples": self._stored_samples + self.samples,
             "tokens": self.kept,
             "tokens_computed_since_start": self.tokens,
             "steps_since_start": self.steps,
             "tokens_per_second": round(tokens_per_second, 1),
-            "tokens_per_second_per_chip": round(tokens_per_second / self._chips, 1),
-            "tflops_per_second_per_chip": round(flops_per_second / self._chips / 1e12, 4),
-            "model_flops_utilisation": peak_fraction,
-            **self._gauges(),
+            "tokens_per_second_per_chip": round(tokens_per_second / self._num_chips, 1),
+            "tflops_per_second_per_chip": round(flops_per_second / self._num_chips / 1e12, 4),
+            "model_flops_utilisation": fraction_of_peak_flops,
+            **self._read_gauges(),
         }
-        self._record(metrics)
-        if self._bar.disable:
-            samples_text = counted(metrics["samples"], "sample")
-            tokens_text = counted(self.kept, "token")
+        self._store_metrics(metrics_of_interval)
+        if self._progress_bar.disable:
+            samples_in_words = counted(metrics_of_interval["samples"], "sample")
+            tokens_in_words = counted(self.kept, "token")
             if self._counts_tokens:
-                tokens_text = f"{self.kept:,} of {counted(self._limit or 0, 'token')}"
-            elif self._limit is not None:
-                samples_text = f"{metrics['samples']:,} of {counted(self._limit, 'sample')}"
+                limit_in_words = counted(self._sample_or_token_limit or 0, "token")
+                tokens_in_words = f"{self.kept:,} of {limit_in_words}"
+            elif self._sample_or_token_limit is not None:
+                limit_in_words = counted(self._sample_or_token_limit, "sample")
+                samples_in_words = f"{metrics_of_interval['samples']:,} of {limit_in_words}"
             log.info(
                 "%s, %s, %.0f tokens/s%s; stored %s, %.2f GB, %d being written, retries: %d",
-                samples_text,
-                tokens_text,
+                samples_in_words,
+                tokens_in_words,
                 tokens_per_second,
-                "" if peak_fraction is None else f", {peak_fraction:.0%} of peak",
-                counted(metrics["shards_stored"], "shard"),
-                metrics["bytes_stored"] / 1e9,
-                metrics["shards_writing"],
-                metrics["upload_retries_since_start"],
+                "" if fraction_of_peak_flops is None else f", {fraction_of_peak_flops:.0%} of peak",
+                counted(metrics_of_interval["shards_stored"], "shard"),
+                metrics_of_interval["bytes_stored"] / 1e9,
+                metrics_of_interval["shards_writing"],
+                metrics_of_interval["upload_retries_since_start"],
             )
 
     def close(self) -> None:
         """Reports the tokens since the last report, and ends the bar."""
-        if self._last_report[1] < self.tokens:
+        if self._tokens_at_last_report < self.tokens:
             self._report()
-        self._bar.close()
+        self._progress_bar.close()

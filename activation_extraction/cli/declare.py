@@ -120,19 +120,19 @@ def flag(
     Returns:
         The field of a dataclass.
     """
-    default_text = default_is
-    if not default_text and default is not None:
-        default_text = f"{default}{unit}"
-    default_sources = []
+    default_in_words = default_is
+    if not default_in_words and default is not None:
+        default_in_words = f"{default}{unit}"
+    defaults_in_words = []
     if variables is not None:
-        default_sources.append(" or ".join(variables.names))
-    if default_text:
-        default_sources.append(default_text)
-    if default_sources:
-        help += f" (default: {', else '.join(default_sources)})"
+        defaults_in_words.append(" or ".join(variables.names))
+    if default_in_words:
+        defaults_in_words.append(default_in_words)
+    if defaults_in_words:
+        help += f" (default: {', else '.join(defaults_in_words)})"
     if "choices" not in options:
         options = {"type": parse, "metavar": "NAME", **options}
-    declaration = Flag(
+    flag_declaration = Flag(
         {"help": help, **options},
         group,
         needs,
@@ -142,7 +142,7 @@ def flag(
         content=content,
         per_host=per_host,
     )
-    return field(default=default, metadata={"flag": declaration})
+    return field(default=default, metadata={"flag": flag_declaration})
 
 
 def switch(
@@ -167,9 +167,11 @@ def switch(
     Returns:
         The field of a dataclass.
     """
-    options = {"help": help, "action": "store_true"}
-    declaration = Flag(options, group, needs, excludes, content=content, per_host=per_host)
-    return field(default=False, metadata={"flag": declaration})
+    argparse_options = {"help": help, "action": "store_true"}
+    flag_declaration = Flag(
+        argparse_options, group, needs, excludes, content=content, per_host=per_host
+    )
+    return field(default=False, metadata={"flag": flag_declaration})
 
 
 def pair(
@@ -192,9 +194,11 @@ def pair(
     Returns:
         The field of a dataclass.
     """
-    options = {"help": f"{help} (default)", "action": "store_true"}
-    declaration = Flag(options, group, opposite=(opposite, opposite_help), content=content)
-    return field(default=True, metadata={"flag": declaration})
+    argparse_options = {"help": f"{help} (default)", "action": "store_true"}
+    flag_declaration = Flag(
+        argparse_options, group, opposite=(opposite, opposite_help), content=content
+    )
+    return field(default=True, metadata={"flag": flag_declaration})
 
 
 def each_once(values: list[Any]) -> tuple[Any, ...]:

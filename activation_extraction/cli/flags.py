@@ -883,11 +883,11 @@ def content_flags(options: Any) -> dict[str, Any]:
     Args:
         options: A part of the configuration, such as TextOptions.
     """
-    flag_values = {}
+    value_by_flag = {}
     for option_field in fields(options):
         if option_field.metadata["flag"].content:
-            flag_values[option_field.name] = getattr(options, option_field.name)
-    return flag_values
+            value_by_flag[option_field.name] = getattr(options, option_field.name)
+    return value_by_flag
 
 
 @dataclass(frozen=True)
@@ -970,26 +970,26 @@ class Config:
             values: The values by the names of the flags. A flag that is missing gets its default.
                 Names that are no flags are ignored.
         """
-        field_values = {}
+        value_by_field = {}
         for config_field in fields(cls):
             options_class = config_field.metadata.get("part")
             if options_class is not None:
-                field_values[config_field.name] = options_class(**_present(options_class, values))
+                value_by_field[config_field.name] = options_class(**_present(options_class, values))
             elif config_field.name in values:
-                field_values[config_field.name] = values[config_field.name]
-        return cls(**field_values)
+                value_by_field[config_field.name] = values[config_field.name]
+        return cls(**value_by_field)
 
     @property
     def values(self) -> dict[str, Any]:
         """The values of all flags by their names."""
-        flag_values: dict[str, Any] = {}
+        value_by_flag: dict[str, Any] = {}
         for config_field in fields(self):
             field_value = getattr(self, config_field.name)
             if "part" in config_field.metadata:
-                flag_values |= vars(field_value)
+                value_by_flag |= vars(field_value)
             else:
-                flag_values[config_field.name] = field_value
-        return flag_values
+                value_by_flag[config_field.name] = field_value
+        return value_by_flag
 
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as metadata.json stores it.
@@ -998,17 +998,19 @@ class Config:
             The values of the flags by name, with URLs without their secrets, and the key
             "bucket_url".
         """
-        json_values = {**self.values, "bucket_url": self.output.bucket_url}
-        for flag_name, value in json_values.items():
-            if isinstance(value, str):
-                json_values[flag_name] = plain_url(value)
-        json_values["mix"] = [(plain_url(source), weight) for source, weight in self.text.mix]
-        json_values["encode"] = [
+        json_value_by_flag = {**self.values, "bucket_url": self.output.bucket_url}
+        for flag_name, flag_value in json_value_by_flag.items():
+            if isinstance(flag_value, str):
+                json_value_by_flag[flag_name] = plain_url(flag_value)
+        json_value_by_flag["mix"] = [
+            (plain_url(source), weight) for source, weight in self.text.mix
+        ]
+        json_value_by_flag["encode"] = [
             (hook_name, plain_url(autoencoder_path))
             for hook_name, autoencoder_path in self.hooks.encode
         ]
-        json_values["positions"] = str(self.text.positions)
-        return json_values
+        json_value_by_flag["positions"] = str(self.text.positions)
+        return json_value_by_flag
 
     @classmethod
     def from_json(cls, stored_values: Mapping[str, Any]) -> "Config":
@@ -1018,9 +1020,11 @@ class Config:
             stored_values: The result of `to_json`. A flag that is missing gets its default. Names
                 that are no flags in this version are ignored.
         """
-        flag_values = {flag_name: _as_tuple(value) for flag_name, value in stored_values.items()}
-        flag_values["positions"] = parse_positions(stored_values.get("positions", ALL))
-        return cls.of(flag_values)
+        value_by_flag = {
+            flag_name: _as_tuple(stored_value) for flag_name, stored_value in stored_values.items()
+        }
+        value_by_flag["positions"] = parse_positions(stored_values.get("positions", ALL))
+        return cls.of(value_by_flag)
 
 
 def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -1052,8 +1056,8 @@ def _declared_flags() -> dict[str, Flag]:
             continue
         for option_field in fields(config_field.metadata["part"]):
             flag = option_field.metadata["flag"]
-            group = flag.group or config_field.metadata["group"]
-            names_and_flags.append((option_field.name, replace(flag, group=group)))
+            flag_group = flag.group or config_field.metadata["group"]
+            names_and_flags.append((option_field.name, replace(flag, group=flag_group)))
     return dict(
         sorted(names_and_flags, key=lambda name_and_flag: GROUPS.index(name_and_flag[1].group))
     )

@@ -61,10 +61,12 @@ def integer(least: int) -> Callable[[str], int]:
     """
 
     def parse(typed: str) -> int:
-        number = int(typed)
-        if not least <= number <= MAX_INTEGER:
-            raise FlagValueError(f"{number} is not a whole number from {least} to {MAX_INTEGER}")
-        return number
+        typed_number = int(typed)
+        if not least <= typed_number <= MAX_INTEGER:
+            raise FlagValueError(
+                f"{typed_number} is not a whole number from {least} to {MAX_INTEGER}"
+            )
+        return typed_number
 
     parse.__name__ = "integer"  # messages of argparse contain this name
     return parse
@@ -116,12 +118,14 @@ def sizes(typed: str) -> tuple[int, ...]:
 
 def axes(typed: str) -> tuple[str, ...]:
     """Returns the names of mesh axes, which are separated by commas and must all differ."""
-    axis_names = tuple(typed.split(","))
-    if len(set(axis_names)) < len(axis_names) or not set(axis_names) <= set(MESH_AXES):
+    mesh_axis_names = tuple(typed.split(","))
+    if len(set(mesh_axis_names)) < len(mesh_axis_names) or not set(mesh_axis_names) <= set(
+        MESH_AXES
+    ):
         raise FlagValueError(
             f"{typed!r} is not a list of different names from {', '.join(MESH_AXES)}"
         )
-    return axis_names
+    return mesh_axis_names
 
 
 def address(typed: str) -> str:
@@ -140,10 +144,10 @@ def address(typed: str) -> str:
 
 def positive(typed: str) -> float:
     """Returns a positive finite number."""
-    number = float(typed)
-    if not 0 < number < float("inf"):
+    typed_number = float(typed)
+    if not 0 < typed_number < float("inf"):
         raise FlagValueError(f"{typed} is not a positive number")
-    return number
+    return typed_number
 
 
 def positive_or_0(typed: str) -> float:
@@ -194,9 +198,9 @@ def weighted(typed: str) -> tuple[str, float]:
             The source.
             Its weight, a positive number.
     """
-    source, _, weight_text = text(typed).rpartition("=")
+    source_text, _, weight_text = text(typed).rpartition("=")
     try:
-        return text(source), positive(weight_text)
+        return text(source_text), positive(weight_text)
     except ValueError as error:
         raise FlagValueError(
             f"{typed!r} is not SOURCE=WEIGHT with a positive weight, such as texts.jsonl=0.7"

@@ -181,13 +181,15 @@ class Batch:
             return
         row_length = self.kept_mask.shape[1]
         # For each token of the batch, row by row, the number of kept tokens before it.
-        num_kept_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
+        num_kept_tokens_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
         for placement in self.samples:
-            sample_mask = self.kept_mask[placement.row, placement.start : placement.stop]
-            kept_positions = np.flatnonzero(sample_mask)
-            first_kept_index = num_kept_before[placement.row * row_length + placement.start]
+            kept_mask_of_sample = self.kept_mask[placement.row, placement.start : placement.stop]
+            kept_positions = np.flatnonzero(kept_mask_of_sample)
+            index_of_first_kept_token = num_kept_tokens_before[
+                placement.row * row_length + placement.start
+            ]
             yield (
-                slice(first_kept_index, first_kept_index + len(kept_positions)),
+                slice(index_of_first_kept_token, index_of_first_kept_token + len(kept_positions)),
                 kept_positions.astype(np.int32),
             )
 

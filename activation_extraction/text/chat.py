@@ -145,20 +145,20 @@ def _message(row_message: Mapping[str, Any]) -> dict[str, Any]:
     message = dict(row_message)
     if message.get("role") is None and "from" in message:
         message["role"] = message.pop("from")
-        content = message.pop("value", None)
-        message["content"] = "" if content is None else content
+        message_content = message.pop("value", None)
+        message["content"] = "" if message_content is None else message_content
     for thinking_key in ("thinking", "reasoning"):
-        thinking = message.get(thinking_key)
-        if thinking is not None and message.get("reasoning_content") is None:
-            message["reasoning_content"] = thinking
-    role = message.get("role")
-    if isinstance(role, str):
-        role = ROLE_ALIASES.get(role, role)
-    if role not in MESSAGE_ROLES:
+        thinking_text = message.get(thinking_key)
+        if thinking_text is not None and message.get("reasoning_content") is None:
+            message["reasoning_content"] = thinking_text
+    message_role = message.get("role")
+    if isinstance(message_role, str):
+        message_role = ROLE_ALIASES.get(message_role, message_role)
+    if message_role not in MESSAGE_ROLES:
         raise UnusableRowError(
-            f"a message has the role {role!r:.40}, expected system, user, assistant or tool"
+            f"a message has the role {message_role!r:.40}, expected system, user, assistant or tool"
         )
-    message["role"] = role
+    message["role"] = message_role
     if message.get("content") is not None:
         message["content"] = _content_text(message["content"])
     return _with_arguments(message, _as_object)
@@ -270,12 +270,12 @@ class ChatTemplate:
         Raises:
             InputError: If the file cannot be read, or if the template does not use an argument.
         """
-        origin = f"--chat_template {file}"
+        template_origin = f"--chat_template {file}"
         try:
-            sources = {"default": Path(file).read_text(encoding="utf-8")}
+            source_by_template_name = {"default": Path(file).read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{origin}: cannot be read: {one_line(error)}") from error
-        return cls._checked(tokenizer, sources, origin, arguments)
+            raise InputError(f"{template_origin}: cannot be read: {one_line(error)}") from error
+        return cls._checked(tokenizer, source_by_template_name, template_origin, arguments)
 
     @classmethod
     def of_model(
@@ -311,14 +311,16 @@ class ChatTemplate:
         Raises:
             InputError: If an argument is reserved for transformers, or if no template mentions it.
         """
-        parameters = {"messages", *tokenizer.apply_chat_template.__annotations__}
+        parameter_names = {"messages", *tokenizer.apply_chat_template.__annotations__}
         for argument_name in arguments:
-            if argument_name in parameters - TEMPLATE_PARAMETERS:
+            if argument_name in parameter_names - TEMPLATE_PARAMETERS:
                 raise InputError(
                     f"--chat_template_args {argument_name}: is no argument of a template"
                 )
-            is_mentioned = any(argument_name in source for source in sources.values())
-            if argument_name != "add_generation_prompt" and not is_mentioned:
+            is_argument_mentioned = any(
+                argument_name in template_source for template_source in sources.values()
+            )
+            if argument_name != "add_generation_prompt" and not is_argument_mentioned:
                 raise InputError(
                     f"--chat_template_args {argument_name}: {origin} does not mention it"
                 )
@@ -332,17 +334,17 @@ class ChatTemplate:
                 differently the second time, or if only one of two templates writes turns between
                 <|im_start|> and <|im_end|>.
         """
-        if len({START in source for source in self.sources.values()}) > 1:
+        if len({START in template_source for template_source in self.sources.values()}) > 1:
             raise InputError(
                 f"{self.origin}: of its templates default and tool_use, one writes turns between "
                 f"{START} and {END} and the other does not; expected both or neither"
             )
         for template_name in self.sources:
-            tools = [TRIAL_TOOL] if template_name == "tool_use" else None
+            trial_tools = [TRIAL_TOOL] if template_name == "tool_use" else None
             try:
                 with activity(f"rendering the chat template of {self.origin}"):
-                    renders_identically = self.content(TRIAL_MESSAGES, tools) == self.content(
-                        TRIAL_MESSAGES, tools
+                    renders_identically = self.content(TRIAL_MESSAGES, trial_tools) == self.content(
+                        TRIAL_MESSAGES, trial_tools
                     )
             except UnusableRowError as error:
                 raise InputError(f"{self.origin}: cannot render a conversation: {error}") from error
@@ -352,22 +354,22 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """The SHA-256 of the templates and their arguments, in hexadecimal."""
-        first_source, *other_sources = self.sources.values()
+        first_template_source, *other_template_sources = self.sources.values()
         templates_json = json.dumps(
-            [first_source, dict(self.arguments), *other_sources], sort_keys=True
+            [first_template_source, dict(self.arguments), *other_template_sources], sort_keys=True
         )
         return hashlib.sha256(templates_json.encode()).hexdigest()
 
     @cached_property
     def has_roles(self) -> bool:
         """Returns whether turns are between <|im_start|> and <|im_end|>, so tokens have roles."""
-        return any(START in source for source in self.sources.values())
+        return any(START in template_source for template_source in self.sources.values())
 
     @cached_property
     def marks_thinking(self) -> bool:
         """Returns whether the templates write thinking between <think> and </think>."""
-        for source in self.sources.values():
-            if THINK in source or END_THINK in source:
+        for template_source in self.sources.values():
+            if THINK in template_source or END_THINK in template_source:
                 return True
         return False
 
@@ -389,8 +391,8 @@ class ChatTemplate:
                 message, or if the roles would be ambiguous.
         """
         if self.has_roles:
-            error_message = "its text contains {}, which would end a turn"
-            refuse_markers([messages, tools], (START, END), error_message)
+            error_message_pattern = "its text contains {}, which would end a turn"
+            refuse_markers([messages, tools], (START, END), error_message_pattern)
         if self.marks_thinking:
             self._refuse_marked_thinking(messages)
         rendered_text = self._render(messages, tools)
@@ -400,8 +402,10 @@ class ChatTemplate:
             require_texts(messages, self.marks_thinking, rendered_text)
         except UnusableRowError:
             # Some templates write the text of the system first, even if its message is not first.
-            system_first = sorted(messages, key=lambda message: message["role"] != "system")
-            require_texts(system_first, self.marks_thinking, rendered_text)
+            messages_with_system_first = sorted(
+                messages, key=lambda message: message["role"] != "system"
+            )
+            require_texts(messages_with_system_first, self.marks_thinking, rendered_text)
         return Content(rendered_text)
 
     def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -413,11 +417,11 @@ class ChatTemplate:
             UnusableRowError: If a message has a key for thinking, and its thinking or its content
                 contains a marker.
         """
-        error_message = "a message has its thinking apart, and {} in its text"
+        error_message_pattern = "a message has its thinking apart, and {} in its text"
         for message in messages:
             if message.get("reasoning_content"):
-                texts = [message["reasoning_content"], message.get("content")]
-                refuse_markers(texts, (THINK, END_THINK), error_message)
+                thinking_and_content = [message["reasoning_content"], message.get("content")]
+                refuse_markers(thinking_and_content, (THINK, END_THINK), error_message_pattern)
 
     def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         """Returns the rendered text of a conversation.
@@ -432,9 +436,11 @@ class ChatTemplate:
             return self._apply(messages, tools)
         except Exception as error:  # a template may raise any exception
             with suppress(Exception):
-                text_messages = [_with_arguments(message, _as_text) for message in messages]
-                if text_messages != messages:
-                    return self._apply(text_messages, tools)
+                messages_with_text_arguments = [
+                    _with_arguments(message, _as_text) for message in messages
+                ]
+                if messages_with_text_arguments != messages:
+                    return self._apply(messages_with_text_arguments, tools)
             raise UnusableRowError(
                 f"the chat template refuses it: {one_line(error):.200}"
             ) from error

@@ -130,8 +130,8 @@ def log_skipped_row(problem: str, num_skipped: int) -> None:
         problem: The position of the row, and the reason why it is skipped.
         num_skipped: The number of rows that this worker skipped before this row.
     """
-    log_level = logging.WARNING if num_skipped < LOGGED_ROWS else logging.DEBUG
-    log.log(log_level, "skipped a row: %s", problem)
+    skip_log_level = logging.WARNING if num_skipped < LOGGED_ROWS else logging.DEBUG
+    log.log(skip_log_level, "skipped a row: %s", problem)
 
 
 class Documents(Protocol):
@@ -203,19 +203,19 @@ class DocumentStream:
         self.skip_bad_rows = skip_bad_rows
         self._dataset = dataset
         # The workers that read the same partitions take turns. Row number n of these partitions
-        # belongs to this worker if n % self._num_turns == self._turn.
-        self._turn = 0
-        self._num_turns = 1
+        # belongs to this worker if n % self._num_worker_turns == self._worker_turn.
+        self._worker_turn = 0
+        self._num_worker_turns = 1
         # The number of the subset of partitions that the worker reads, such as "0 of 2".
         self._subset_name = ""
         self._take_share(self.worker.machine, self.worker.machines)
         self._take_share(self.worker.host, self.worker.hosts)
-        self._stream: Rows | ShuffledRows = self._dataset
+        self._rows_in_order: Rows | ShuffledRows = self._dataset
         if shuffle is not None:
-            self._stream = ShuffledRows(self._dataset, shuffle)
+            self._rows_in_order = ShuffledRows(self._dataset, shuffle)
         self._schema = schema
-        self._leave = leave
-        self._source = {} if source is None else {"source": source}
+        self._on_last_row_of_file = leave
+        self._source_in_position = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
         """Narrows the stream to one of several shares of its rows.
@@ -232,9 +232,9 @@ class DocumentStream:
         num_subsets = min(self._dataset.num_shards, count)
         subset_index = index % num_subsets
         self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset_index)
-        self._turn += self._num_turns * (index // num_subsets)
-        shares_of_subset = range(subset_index, count, num_subsets)
-        self._num_turns *= len(shares_of_subset)
+        self._worker_turn += self._num_worker_turns * (index // num_subsets)
+        indices_of_shares_of_subset = range(subset_index, count, num_subsets)
+        self._num_worker_turns *= len(indices_of_shares_of_subset)
         if num_subsets > 1:
             subset_names = (self._subset_name, f"{subset_index} of {num_subsets}")
             self._subset_name = ", ".join(filter(None, subset_names))
@@ -249,33 +249,35 @@ class DocumentStream:
         row_number: int = state["rows"]
         if state["dataset"] is not None:
             # The data set changes the state that it loads, so it gets a copy.
-            self._stream.load_state_dict(deepcopy(state["dataset"]))
-        row_iterator = iter(self._stream)
+            self._rows_in_order.load_state_dict(deepcopy(state["dataset"]))
+        row_iterator = iter(self._rows_in_order)
         last_position: Mapping[str, Any] = {}  # the position of this worker's last row
         while True:
             try:
                 stream_row = next(row_iterator)
-                stream_position = self._stream.state_dict()
+                stream_position = self._rows_in_order.state_dict()
             except StopIteration:
                 self._leave_file(last_position, {})
                 return
             except RunError as error:
-                message = f"reading the data set failed: {error}"
-                raise reworded(error, message, RunError) from error
+                error_message = f"reading the data set failed: {error}"
+                raise reworded(error, error_message, RunError) from error
             except Exception as error:  # the libraries for hub data sets may raise any exception
-                message = f"reading the data set failed after row {row_number}: {one_line(error)}"
-                raise RunError(message) from error
-            belongs_to_worker = row_number % self._num_turns == self._turn
-            if belongs_to_worker:
+                error_message = (
+                    f"reading the data set failed after row {row_number}: {one_line(error)}"
+                )
+                raise RunError(error_message) from error
+            is_row_of_worker = row_number % self._num_worker_turns == self._worker_turn
+            if is_row_of_worker:
                 if isinstance(stream_row, SourceRow):
-                    row = stream_row
+                    source_row = stream_row
                 else:
-                    row = self._numbered(stream_row, row_number)
-                self._leave_file(last_position, row.position)
-                last_position = row.position
+                    source_row = self._numbered(stream_row, row_number)
+                self._leave_file(last_position, source_row.position)
+                last_position = source_row.position
             row_number += 1
-            if belongs_to_worker:
-                document, problem = self._document_in(row)
+            if is_row_of_worker:
+                document, problem = self._document_in(source_row)
                 state_after = {"rows": row_number, "dataset": stream_position}
                 yield ReadRow(document, problem, state_after)
 
@@ -287,7 +289,7 @@ class DocumentStream:
             following: The position of the next row; empty at the end of the data.
         """
         if "file" in last and last["file"] != following.get("file"):
-            self._leave([last])
+            self._on_last_row_of_file([last])
 
     def _numbered(self, columns: dict[str, Any], row_number: int) -> SourceRow:
         """Returns a row of a hub data set with its number as its position.
@@ -296,8 +298,10 @@ class DocumentStream:
             columns: The columns of the row by name.
             row_number: The number of the row among the rows that the worker reads, counted from 0.
         """
-        scope = "the data set" if self.worker == Worker() else "the rows that this host reads"
-        location = f"row {row_number} (from 0) of {scope}"
+        counted_rows_in_words = (
+            "the data set" if self.worker == Worker() else "the rows that this host reads"
+        )
+        location = f"row {row_number} (from 0) of {counted_rows_in_words}"
         return hub_row(columns, self._dataset.features, location, {"row": row_number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
@@ -321,11 +325,11 @@ class DocumentStream:
             doc_id = schema.id_of(row_columns)
             kept_columns = schema.kept_of(row_columns)
         except (UnusableRowError, RecursionError) as error:  # lists may be nested too deeply
-            problem = f"{row.location}: {error}"
+            skip_problem = f"{row.location}: {error}"
             if not self.skip_bad_rows:
-                raise unusable_row(problem) from error
-            return None, problem
-        stored_position = {**self._source}
+                raise unusable_row(skip_problem) from error
+            return None, skip_problem
+        stored_position = {**self._source_in_position}
         # Rows of the hub are counted within the partitions that the worker reads.
         if self._subset_name and "file" not in row.position:
             stored_position["share"] = self._subset_name
@@ -358,24 +362,24 @@ class Mixture:
         """
         self.worker = streams[0].worker
         self.skip_bad_rows = streams[0].skip_bad_rows
-        self._streams = streams
-        self._names = names
-        self._weights = weights
+        self._document_streams = streams
+        self._dataset_names = names
+        self._dataset_weights = weights
 
     @property
     def beginning(self) -> dict[str, Any]:
         """The state of the documents before the first row."""
-        streams = [stream.beginning for stream in self._streams]
-        return {"given": [0] * len(streams), "streams": streams}
+        stream_states = [stream.beginning for stream in self._document_streams]
+        return {"given": [0] * len(stream_states), "streams": stream_states}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker that come after a state, as `Documents.read` does."""
-        num_documents = list(state["given"])
+        num_documents_by_index = list(state["given"])
         stream_states = list(state["streams"])
         # Index of each data set that may have more rows -> its rows.
         rows_by_index = {
             dataset_index: stream.read(stream_states[dataset_index])
-            for dataset_index, stream in enumerate(self._streams)
+            for dataset_index, stream in enumerate(self._document_streams)
         }
 
         def relative_count(dataset_index: int) -> float:
@@ -387,7 +391,8 @@ class Mixture:
             Args:
                 dataset_index: Index of the data set.
             """
-            return (num_documents[dataset_index] + 0.5) / self._weights[dataset_index]
+            num_documents = num_documents_by_index[dataset_index]
+            return (num_documents + 0.5) / self._dataset_weights[dataset_index]
 
         while rows_by_index:
             dataset_index = min(rows_by_index, key=relative_count)
@@ -397,14 +402,14 @@ class Mixture:
                 if rows_by_index:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
-                        self._names[dataset_index],
-                        counted(num_documents[dataset_index], "document"),
+                        self._dataset_names[dataset_index],
+                        counted(num_documents_by_index[dataset_index], "document"),
                     )
                 continue
-            num_documents[dataset_index] += read_row.document is not None
+            num_documents_by_index[dataset_index] += read_row.document is not None
             stream_states[dataset_index] = read_row.state
             yield read_row._replace(
-                state={"given": list(num_documents), "streams": list(stream_states)}
+                state={"given": list(num_documents_by_index), "streams": list(stream_states)}
             )
 
 
@@ -420,14 +425,14 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
     Raises:
         InputError: If the data set is empty, if a column is missing, or if the rows cannot be used.
     """
-    stream = DocumentStream(dataset, schema, skip_bad_rows=skip_bad_rows)
+    document_stream = DocumentStream(dataset, schema, skip_bad_rows=skip_bad_rows)
     num_skipped = 0
     try:
         with hub_requests("the data set"):
-            for row in islice(stream.read(stream.beginning), CHECKED_ROWS):
-                if not row.problem:
+            for read_row in islice(document_stream.read(document_stream.beginning), CHECKED_ROWS):
+                if not read_row.problem:
                     return
-                log_skipped_row(row.problem, num_skipped)
+                log_skipped_row(read_row.problem, num_skipped)
                 num_skipped += 1
     except RunError as error:
         # --skip_bad_rows, which is the remedy of the error, would skip all rows in this case.

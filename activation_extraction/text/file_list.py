@@ -75,22 +75,26 @@ def list_files(path: str) -> list[DataFile]:
         InputError: If there is no data file, if there are several kinds or splits, if a folder is a
             Delta table, if a file is listed twice, or if the file system raises an error.
     """
-    with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+    with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
         if "://" in path:
-            fs, root = url_to_fs(path)
+            fs, root_path = url_to_fs(path)
         else:  # url_to_fs would interpret :: in a local path as a chain of URLs
             fs = fsspec.filesystem("file")
-            root = os.path.abspath(os.path.expanduser(path))
-        if fs.isfile(root):
-            if not kind_of(root):
-                raise _no_data(path, "does not end in", [root])
-            paths = [root]
-            folder = plain_url(root).rpartition("/")[0]  # the query of a URL may contain a slash
+            root_path = os.path.abspath(os.path.expanduser(path))
+        if fs.isfile(root_path):
+            if not kind_of(root_path):
+                raise _no_data(path, "does not end in", [root_path])
+            data_paths = [root_path]
+            parent_folder = plain_url(root_path).rpartition("/")[
+                0
+            ]  # the query of a URL may contain a slash
         else:
-            paths, folder = _list_folder(path, fs, root)
-        files = list(pool.map(partial(_describe, fs, plain_url(folder)), paths))
-    refuse_repeated(files)
-    return files
+            data_paths, parent_folder = _list_folder(path, fs, root_path)
+        data_files = list(
+            thread_pool.map(partial(_describe, fs, plain_url(parent_folder)), data_paths)
+        )
+    refuse_repeated(data_files)
+    return data_files
 
 
 def is_path(source: str) -> bool:
@@ -118,14 +122,14 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     for file in files:
         resolved_path = os.path.realpath(file.url) if file.local else file.url
         if resolved_path in url_by_path:
-            alias = (
+            other_path_in_words = (
                 f", also as {url_by_path[resolved_path]}"
                 if url_by_path[resolved_path] != file.url
                 else ""
             )
             raise InputError(
-                f"--dataset_path {file.url}: is given twice{alias}; each of its rows would be "
-                "stored twice; leave one of them out, for example with a glob"
+                f"--dataset_path {file.url}: is given twice{other_path_in_words}; each of its rows "
+                "would be stored twice; leave one of them out, for example with a glob"
             )
         url_by_path[resolved_path] = file.url
 
@@ -146,8 +150,8 @@ def as_input_errors(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         remedy = getattr(error, "remedy", None)
-        message = f"{one_line(error)}; {remedy}" if remedy else one_line(error)
-        raise InputError(f"--dataset_path {path}: {message}") from error
+        error_in_words = f"{one_line(error)}; {remedy}" if remedy else one_line(error)
+        raise InputError(f"--dataset_path {path}: {error_in_words}") from error
 
 
 def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
@@ -166,26 +170,30 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
     has_wildcard = any(character in root for character in WILDCARDS)
     is_glob = has_wildcard and not fs.exists(root)
     if is_glob:
-        entry_by_path = fs.glob(root, detail=True)
-        folder = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
+        entry_details_by_path = fs.glob(root, detail=True)
+        parent_folder = re.split(f"[{re.escape(WILDCARDS)}]", root)[0].rpartition("/")[0]
     else:
-        entry_by_path = fs.find(root, detail=True)
-        folder = root
-    paths = sorted(
-        entry_path for entry_path, entry in entry_by_path.items() if entry["type"] != "directory"
+        entry_details_by_path = fs.find(root, detail=True)
+        parent_folder = root
+    file_paths = sorted(
+        entry_path
+        for entry_path, entry_details in entry_details_by_path.items()
+        if entry_details["type"] != "directory"
     )
-    _refuse_delta_table(path, fs, folder, paths)
-    data_paths, left_out = _select(path, fs, root, paths)
+    _refuse_delta_table(path, fs, parent_folder, file_paths)
+    data_paths, left_out_in_words = _select(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
     if not data_paths:
-        if not (entry_by_path or fs.exists(root)):
+        if not (entry_details_by_path or fs.exists(root)):
             raise InputError(f"--dataset_path {path}: no such file or folder{_remedies([root])}")
-        raise _no_data(path, "has no files that end in", entry_by_path or [root], left_out)
-    if left_out:
-        num_files = counted(len(data_paths), "file")
-        log.warning("reading %s of %s; left out: %s", num_files, path, left_out)
-    return data_paths, folder
+        raise _no_data(
+            path, "has no files that end in", entry_details_by_path or [root], left_out_in_words
+        )
+    if left_out_in_words:
+        num_files_in_words = counted(len(data_paths), "file")
+        log.warning("reading %s of %s; left out: %s", num_files_in_words, path, left_out_in_words)
+    return data_paths, parent_folder
 
 
 def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") -> InputError:
@@ -200,11 +208,11 @@ def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") 
     extensions: list[str] = []
     for file_kind in KINDS:
         extensions += file_kind.extensions
-    message = f"{problem} {', '.join(extensions)}"
-    message += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
+    problem_with_extensions = f"{problem} {', '.join(extensions)}"
+    problem_with_extensions += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
     if left_out:
-        message += f"; left out: {left_out}"
-    return InputError(f"--dataset_path {path}: {message}{_remedies(paths)}")
+        problem_with_extensions += f"; left out: {left_out}"
+    return InputError(f"--dataset_path {path}: {problem_with_extensions}{_remedies(paths)}")
 
 
 def _remedies(paths: Iterable[str]) -> str:
@@ -246,9 +254,11 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
                 "name or folder begins with . or _" if kind_of(file_path) else ""
             )
         elif not kind_of(file_path):
-            is_link = isinstance(fs, LocalFileSystem) and os.path.isdir(file_path)
-            extension = os.path.splitext(file_path)[1]
-            reason_by_path[file_path] = "link to a folder" if is_link else extension or "no ending"
+            is_link_to_folder = isinstance(fs, LocalFileSystem) and os.path.isdir(file_path)
+            file_extension = os.path.splitext(file_path)[1]
+            reason_by_path[file_path] = (
+                "link to a folder" if is_link_to_folder else file_extension or "no ending"
+            )
     data_paths = [file_path for file_path in paths if file_path not in reason_by_path]
     arrow_paths = [file_path for file_path in data_paths if kind_of(file_path) is ARROW]
     if arrow_paths:
@@ -266,17 +276,19 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
                 reason_by_path[file_path] = ".json beside other data"
         data_paths = [file_path for file_path in data_paths if file_path not in reason_by_path]
     kinds_of_data = {kind_of(file_path) for file_path in data_paths}
-    kinds = [file_kind for file_kind in KINDS if file_kind in kinds_of_data]
-    if len(kinds) > 1:
+    kinds_in_order = [file_kind for file_kind in KINDS if file_kind in kinds_of_data]
+    if len(kinds_in_order) > 1:
         raise InputError(
-            f"--dataset_path {path}: holds both {kinds[-1].name} and {kinds[-2].name}; choose one "
-            f"of them, for example with a glob such as FOLDER/*{kinds[-1].extensions[0]}"
+            f"--dataset_path {path}: holds both {kinds_in_order[-1].name} and "
+            f"{kinds_in_order[-2].name}; choose one of them, for example with a glob such as "
+            f"FOLDER/*{kinds_in_order[-1].extensions[0]}"
         )
-    counts_by_reason = Counter(reason for reason in reason_by_path.values() if reason)
-    left_out = (
-        f"{counted(count, 'file')} ({reason})" for reason, count in counts_by_reason.items()
+    num_files_by_reason = Counter(reason for reason in reason_by_path.values() if reason)
+    left_out_in_words = (
+        f"{counted(num_files, 'file')} ({reason})"
+        for reason, num_files in num_files_by_reason.items()
     )
-    return data_paths, ", ".join(left_out)
+    return data_paths, ", ".join(left_out_in_words)
 
 
 def _is_hidden(path: str, root: str) -> bool:
@@ -338,13 +350,13 @@ def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
         arrow_paths: The paths of all Arrow files.
     """
     unlisted_paths = []
-    for folder in sorted({os.path.dirname(path) for path in arrow_paths}):
-        listed_paths = _files_in_state(fs, folder)
+    for arrow_folder in sorted({os.path.dirname(arrow_path) for arrow_path in arrow_paths}):
+        listed_paths = _files_in_state(fs, arrow_folder)
         if listed_paths is None:
             continue
-        for path in arrow_paths:
-            if os.path.dirname(path) == folder and path not in listed_paths:
-                unlisted_paths.append(path)
+        for arrow_path in arrow_paths:
+            if os.path.dirname(arrow_path) == arrow_folder and arrow_path not in listed_paths:
+                unlisted_paths.append(arrow_path)
     return unlisted_paths
 
 
@@ -365,21 +377,22 @@ def _files_in_state(fs: Any, folder: str) -> set[str] | None:
     if not fs.isfile(state_path):
         return None
     try:
-        file_entries = json.loads(fs.cat_file(state_path)).get("_data_files")
-        if file_entries is None:
+        data_file_entries = json.loads(fs.cat_file(state_path)).get("_data_files")
+        if data_file_entries is None:
             return None
-        paths = {f"{folder}/{entry['filename']}" for entry in file_entries}
+        listed_paths = {f"{folder}/{file_entry['filename']}" for file_entry in data_file_entries}
     except Exception as error:
         raise InputError(
             f"--dataset_path {state_path}: is damaged, but says which files count: "
             f"{one_line(error)}"
         ) from error
-    for path in sorted(paths):
-        if not fs.isfile(path):
+    for listed_path in sorted(listed_paths):
+        if not fs.isfile(listed_path):
             raise InputError(
-                f"--dataset_path {state_path}: lists {os.path.basename(path)}, which is missing"
+                f"--dataset_path {state_path}: lists {os.path.basename(listed_path)}, which is "
+                "missing"
             )
-    return paths
+    return listed_paths
 
 
 def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[str]) -> None:
@@ -396,15 +409,15 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[
     for file_path in paths:
         if os.path.basename(file_path) != SPLITS_FILE:
             continue
-        folder = file_path.removesuffix(SPLITS_FILE)
-        splits = set()
+        dataset_folder = file_path.removesuffix(SPLITS_FILE)
+        split_names = set()
         for arrow_path in arrow_paths:
-            if arrow_path.startswith(folder):
-                splits.add(arrow_path.removeprefix(folder).split("/")[0])
-        if len(splits) > 1:
+            if arrow_path.startswith(dataset_folder):
+                split_names.add(arrow_path.removeprefix(dataset_folder).split("/")[0])
+        if len(split_names) > 1:
             raise InputError(
-                f"--dataset_path {path}: {folder} holds several splits of a data set "
-                f"({', '.join(sorted(splits))}); choose the folder of one of them"
+                f"--dataset_path {path}: {dataset_folder} holds several splits of a data set "
+                f"({', '.join(sorted(split_names))}); choose the folder of one of them"
             )
 
 
@@ -420,16 +433,16 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
         InputError: If the names of the files name several splits.
     """
     # Number of a group of SPLIT_WORD, which names a split -> a file of this split.
-    example_by_group: dict[int | None, str] = {}
+    example_path_by_split_group: dict[int | None, str] = {}
     for data_path in data_paths:
-        split_word = SPLIT_WORD.search(data_path.removeprefix(root).lower())
-        if split_word:
-            example_by_group.setdefault(split_word.lastindex, data_path)
-    if len(example_by_group) > 1:
+        split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
+        if split_word_match:
+            example_path_by_split_group.setdefault(split_word_match.lastindex, data_path)
+    if len(example_path_by_split_group) > 1:
         raise InputError(
             f"--dataset_path {path}: holds files of several splits, such as "
-            f"{' and '.join(sorted(example_by_group.values()))}; choose the files of one split "
-            f"with a glob, or all files with {path.rstrip('/')}/**"
+            f"{' and '.join(sorted(example_path_by_split_group.values()))}; choose the files of "
+            f"one split with a glob, or all files with {path.rstrip('/')}/**"
         )
 
 
@@ -458,10 +471,10 @@ def _describe(fs: Any, folder: str, path: str) -> DataFile:
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
         return DataFile(path, relative_name, file_status.st_size, str(file_status.st_mtime_ns))
-    metadata = fs.info(path)  # sends no request if the listing is cached
-    version = ""
+    file_metadata = fs.info(path)  # sends no request if the listing is cached
+    file_version = ""
     for version_key in VERSION_KEYS:
-        if metadata.get(version_key):
-            version = f"{version_key} {metadata[version_key]}"
+        if file_metadata.get(version_key):
+            file_version = f"{version_key} {file_metadata[version_key]}"
             break
-    return DataFile(fs.unstrip_protocol(path), relative_name, metadata["size"], version)
+    return DataFile(fs.unstrip_protocol(path), relative_name, file_metadata["size"], file_version)

@@ -83,9 +83,9 @@ class DataFile:
     @property
     def kind(self) -> "FileKind":
         """The kind of the file, which its name determines."""
-        kind = kind_of(self.url)
-        assert kind is not None  # list_files lists no file without a kind
-        return kind
+        file_kind = kind_of(self.url)
+        assert file_kind is not None  # list_files lists no file without a kind
+        return file_kind
 
     @property
     def may_grow(self) -> bool:
@@ -124,13 +124,15 @@ def kind_of(url: str) -> FileKind | None:
     A file whose only extension is .zst contains JSON Lines, as the dumps of Reddit do.
     """
     lowercase_name = uncompressed_name(url)
-    compression = compression_of(url)
-    if compression == ".zst" and "." not in lowercase_name.rpartition("/")[2]:
+    compression_extension = compression_of(url)
+    if compression_extension == ".zst" and "." not in lowercase_name.rpartition("/")[2]:
         return JSON
-    kind = next((kind for kind in KINDS if lowercase_name.endswith(kind.extensions)), None)
-    if compression and kind is not None and not kind.is_text:
+    file_kind = next(
+        (file_kind for file_kind in KINDS if lowercase_name.endswith(file_kind.extensions)), None
+    )
+    if compression_extension and file_kind is not None and not file_kind.is_text:
         return None
-    return kind
+    return file_kind
 
 
 def count_row_groups(file: DataFile) -> int:
@@ -167,16 +169,16 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
         RunError: If the file cannot be read. The message names the file and the last row that was
             read.
     """
-    last_location = None
+    location_of_last_row = None
     try:
-        for row in file.kind.read_rows(file, row_group, schema):
-            yield row
-            last_location = row.location
+        for source_row in file.kind.read_rows(file, row_group, schema):
+            yield source_row
+            location_of_last_row = source_row.location
     except Exception as error:
         progress_note = ""
-        if last_location:
+        if location_of_last_row:
             progress_note = (
-                f"; the last row before: {last_location.removeprefix(file.url).lstrip()}"
+                f"; the last row before: {location_of_last_row.removeprefix(file.url).lstrip()}"
             )
         remedy = getattr(error, "remedy", None)
         is_decompression_error = isinstance(error, OSError) and error.errno is None
@@ -186,9 +188,9 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
             remedy = REPLACE_ADVICE
         # A damaged local file raises the error again at the next start. A file at a URL may have
         # been transferred wrongly only this time.
-        recurs = remedy is not None and (file.local or isinstance(error, RunError))
-        message = f"{file.url}: {one_line(error)}{progress_note}"
-        raise RunError(message, remedy=remedy, recurs=recurs) from error
+        does_error_recur = remedy is not None and (file.local or isinstance(error, RunError))
+        error_message = f"{file.url}: {one_line(error)}{progress_note}"
+        raise RunError(error_message, remedy=remedy, recurs=does_error_recur) from error
 
 
 # Functions that open files, and reject files in formats that are not read.
@@ -286,25 +288,29 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
     Raises:
         RunError: If the format of the file does not fit its name.
     """
-    extension = compression_of(file.url)
-    with ExitStack() as open_files:
-        raw_file = open_files.enter_context(open_file(file.url))
+    compression_extension = compression_of(file.url)
+    with ExitStack() as files_to_close:
+        raw_file = files_to_close.enter_context(open_file(file.url))
         if file.read_to is not None:
             raw_file = FirstBytes(raw_file, file.read_to)
-        file_bytes = io.BufferedReader(raw_file, BUFFER_BYTES)
-        if extension:
-            refuse_other_formats(file_bytes.peek(), extension)
-            if extension == ".zst":
-                decompressor = pyarrow.CompressedInputStream(file_bytes, "zstd")
+        content_file = io.BufferedReader(raw_file, BUFFER_BYTES)
+        if compression_extension:
+            refuse_other_formats(content_file.peek(), compression_extension)
+            if compression_extension == ".zst":
+                decompressed_file = pyarrow.CompressedInputStream(content_file, "zstd")
             else:
-                decompressor = compr[COMPRESSIONS[extension].codec](file_bytes, mode="r")
-            file_bytes = io.BufferedReader(open_files.enter_context(decompressor), BUFFER_BYTES)
-        first_bytes = file_bytes.peek()
+                decompressed_file = compr[COMPRESSIONS[compression_extension].codec](
+                    content_file, mode="r"
+                )
+            content_file = io.BufferedReader(
+                files_to_close.enter_context(decompressed_file), BUFFER_BYTES
+            )
+        first_bytes = content_file.peek()
         refuse_other_formats(first_bytes)
         # One byte of an ASCII letter is 0 in UTF-16, which may have no byte order mark.
         if len(first_bytes) > 1 and (first_bytes[0] == 0) != (first_bytes[1] == 0):
             raise RunError(UTF16.description, remedy=UTF16.remedy)
-        yield file_bytes
+        yield content_file
 
 
 class FirstBytes(io.RawIOBase):
@@ -317,17 +323,17 @@ class FirstBytes(io.RawIOBase):
             file: The file.
             size: The number of bytes to read from the start of the file.
         """
-        self._file = file
+        self._source_file = file
         self._remaining_bytes = size
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        next_bytes = self._file.read(min(len(buffer), self._remaining_bytes))
-        buffer[: len(next_bytes)] = next_bytes
-        self._remaining_bytes -= len(next_bytes)
-        return len(next_bytes)
+        bytes_read = self._source_file.read(min(len(buffer), self._remaining_bytes))
+        buffer[: len(bytes_read)] = bytes_read
+        self._remaining_bytes -= len(bytes_read)
+        return len(bytes_read)
 
 
 def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
@@ -342,9 +348,9 @@ def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
         RunError: If the file is in one of OTHER_FORMATS, or is not compressed as its name says.
     """
     expected_magic = COMPRESSIONS[compression].magic if compression else None
-    lowercase_bytes = first_bytes.lower()
-    for magic, other_format in OTHER_FORMATS.items():
-        if magic != expected_magic and lowercase_bytes.startswith(magic.lower()):
+    lowercase_first_bytes = first_bytes.lower()
+    for other_magic, other_format in OTHER_FORMATS.items():
+        if other_magic != expected_magic and lowercase_first_bytes.startswith(other_magic.lower()):
             raise RunError(other_format.description, remedy=other_format.remedy)
     if compression and first_bytes[:1] in (b"{", b"["):
         remedy = f"remove {compression} from its name"
@@ -359,8 +365,8 @@ def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]
         number: The number of the row.
         read: The function that returns the columns of the row by name.
     """
-    location = f"{file.url} row {number} (from 0)"
-    return SourceRow(location, {"file": file.name, "row": number}, read)
+    location_in_words = f"{file.url} row {number} (from 0)"
+    return SourceRow(location_in_words, {"file": file.name, "row": number}, read)
 
 
 # Functions that read text files, which are JSON and CSV.
@@ -385,9 +391,9 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
     The rows are the elements if the file is a .json file with one array. Otherwise, they are the
     lines.
     """
-    with text_content(file) as text_bytes:
+    with text_content(file) as json_file:
         if uncompressed_name(file.url).endswith(".json"):
-            first_bytes = text_bytes.peek().removeprefix(codecs.BOM_UTF8).lstrip()
+            first_bytes = json_file.peek().removeprefix(codecs.BOM_UTF8).lstrip()
             first_line = first_bytes.partition(b"\n")[0]
             if first_line.strip() == b"{":  # one object is written over several lines
                 raise RunError(
@@ -395,14 +401,14 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
                     remedy="convert it to one of these, for example with jq -c",
                 )
             if first_bytes.startswith(b"["):
-                for row_number, element in enumerate(_array(text_bytes)):
-                    yield _numbered_row(file, row_number, partial(_object, element))
+                for row_number, json_element in enumerate(_array(json_file)):
+                    yield _numbered_row(file, row_number, partial(_object, json_element))
                 return
-        for line_number, line in enumerate(_lines(text_bytes, file), start=1):
+        for line_number, line in enumerate(_lines(json_file, file), start=1):
             if line.strip():
-                location = f"{file.url} line {line_number}"
-                position = {"file": file.name, "line": line_number}
-                yield SourceRow(location, position, partial(_object_of_line, line))
+                location_in_words = f"{file.url} line {line_number}"
+                stored_position = {"file": file.name, "line": line_number}
+                yield SourceRow(location_in_words, stored_position, partial(_object_of_line, line))
 
 
 def _array(content: IO[bytes]) -> list[Any]:
@@ -450,25 +456,27 @@ def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     `FileKind.read_rows` describes the arguments.
     """
     csv.field_size_limit(MAX_LINE)  # the default, 131,072, is too small for texts
-    with text_content(file) as csv_bytes:
+    with text_content(file) as csv_file:
         # Bytes that are not UTF-8 become lone surrogates, so that only their row is unusable.
-        text_file = io.TextIOWrapper(csv_bytes, "utf-8-sig", errors="surrogateescape", newline="")
+        text_file = io.TextIOWrapper(csv_file, "utf-8-sig", errors="surrogateescape", newline="")
         csv_records = filter(None, _csv_records(text_file, file))
-        header = next(csv_records, [])
+        header_fields = next(csv_records, [])
         for separator, separator_name in OTHER_SEPARATORS.items():
-            if len(header) == 1 and separator in header[0]:
+            if len(header_fields) == 1 and separator in header_fields[0]:
                 raise RunError(
-                    f"its header {header[0]!r:.80} has {separator_name}, expected commas",
+                    f"its header {header_fields[0]!r:.80} has {separator_name}, expected commas",
                     remedy="save it with commas between the fields",
                 )
-        for column_index, column_name in enumerate(header):
-            if not column_name or column_name in header[:column_index]:
+        for column_index, column_name in enumerate(header_fields):
+            if not column_name or column_name in header_fields[:column_index]:
                 raise RunError(
                     f"the header calls column {column_index + 1} {column_name!r}",
                     remedy="give each column a name of its own",
                 )
-        for row_number, fields in enumerate(csv_records):
-            yield _numbered_row(file, row_number, partial(_csv_columns, header, fields))
+        for row_number, record_fields in enumerate(csv_records):
+            yield _numbered_row(
+                file, row_number, partial(_csv_columns, header_fields, record_fields)
+            )
 
 
 def _csv_records(text_file: IO[str], file: DataFile) -> Iterator[list[str]]:
@@ -487,10 +495,10 @@ def _csv_records(text_file: IO[str], file: DataFile) -> Iterator[list[str]]:
         if "end of data" in str(error) and _byte_after(file):
             log.warning(CUT_ROW_WARNING, file.url)
             return
-        message = one_line(error)
-        if "expected after" in message or "end of data" in message:
-            message += ": quotes in a quoted field are not doubled, or the field has no end"
-        raise RunError(message, remedy=DOUBLE_QUOTES) from error
+        error_message = one_line(error)
+        if "expected after" in error_message or "end of data" in error_message:
+            error_message += ": quotes in a quoted field are not doubled, or the field has no end"
+        raise RunError(error_message, remedy=DOUBLE_QUOTES) from error
 
 
 def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
@@ -502,11 +510,13 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
         "".join(fields).encode()
     except UnicodeEncodeError as error:
         raise UnusableRowError("not UTF-8") from error
-    for column, field in zip(header, fields, strict=True):
-        if '\\"' in field and field.count('"') == len(AMBIGUOUS_QUOTE.findall(field)):
+    for column_name, field_text in zip(header, fields, strict=True):
+        if '\\"' in field_text and field_text.count('"') == len(
+            AMBIGUOUS_QUOTE.findall(field_text)
+        ):
             raise UnusableRowError(
-                f'column {column}: a \\" before a comma or the end of a line ends the field where '
-                "quotes are escaped by backslashes, and is in it where they are doubled"
+                f'column {column_name}: a \\" before a comma or the end of a line ends the field '
+                "where quotes are escaped by backslashes, and is in it where they are doubled"
             )
     return dict(zip(header, fields, strict=True))
 
@@ -525,13 +535,13 @@ def _lines(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
         RunError: If a line is so long that it could fill the memory, for example because the file
             has no newlines.
     """
-    while line := content.readline(MAX_LINE):
-        if len(line) == MAX_LINE:
+    while text_line := content.readline(MAX_LINE):
+        if len(text_line) == MAX_LINE:
             raise RunError(f"a line has {MAX_LINE:,} characters or more", remedy=REPLACE_ADVICE)
-        if line[-1] not in NEWLINES and _byte_after(file) not in (b"", b"\n", b"\r"):
+        if text_line[-1] not in NEWLINES and _byte_after(file) not in (b"", b"\n", b"\r"):
             log.warning(CUT_ROW_WARNING, file.url)
             return
-        yield line
+        yield text_line
 
 
 def _byte_after(file: DataFile) -> bytes:
@@ -542,9 +552,9 @@ def _byte_after(file: DataFile) -> bytes:
     """
     if file.read_to is None or compression_of(file.url):
         return b""
-    with open_file(file.url) as file_bytes:
-        file_bytes.seek(file.read_to)
-        return file_bytes.read(1)
+    with open_file(file.url) as opened_file:
+        opened_file.seek(file.read_to)
+        return opened_file.read(1)
 
 
 # Functions that read files with columns of Arrow, which are Parquet and Arrow.
@@ -560,19 +570,21 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
 
     `FileKind.read_rows` describes the arguments.
     """
-    with open_file(file.url) as parquet_bytes:
-        parquet_file = pyarrow.parquet.ParquetFile(parquet_bytes)
+    with open_file(file.url) as opened_file:
+        parquet_file = pyarrow.parquet.ParquetFile(opened_file)
         column_names = schema.columns_among(parquet_file.schema_arrow.names)
         record_batches = parquet_file.iter_batches(
             PARQUET_BATCH_ROWS, row_groups=[row_group], columns=column_names
         )
         row_number = 0
         for record_batch in record_batches:
-            for index_in_batch in range(record_batch.num_rows):
-                location = f"{file.url} row group {row_group} row {row_number} (both from 0)"
-                position = {"file": file.name, "row_group": row_group, "row": row_number}
-                read_columns = partial(_arrow_columns, record_batch.slice(index_in_batch, 1))
-                yield SourceRow(location, position, read_columns)
+            for row_index_in_batch in range(record_batch.num_rows):
+                location_in_words = (
+                    f"{file.url} row group {row_group} row {row_number} (both from 0)"
+                )
+                stored_position = {"file": file.name, "row_group": row_group, "row": row_number}
+                read_columns = partial(_arrow_columns, record_batch.slice(row_index_in_batch, 1))
+                yield SourceRow(location_in_words, stored_position, read_columns)
                 row_number += 1
 
 
@@ -581,19 +593,19 @@ def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[S
 
     `FileKind.read_rows` describes the arguments.
     """
-    with open_file(file.url) as arrow_bytes:
-        first_bytes = arrow_bytes.read(FORMAT_BYTES)
+    with open_file(file.url) as opened_file:
+        first_bytes = opened_file.read(FORMAT_BYTES)
         refuse_other_formats(first_bytes)
         is_stream = not first_bytes.startswith(ARROW_FILE_MAGIC)
         open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
-        arrow_bytes.seek(0)
-        column_names = open_arrow(arrow_bytes).schema.names
+        opened_file.seek(0)
+        column_names = open_arrow(opened_file).schema.names
         column_indices = [
             column_names.index(column_name) for column_name in schema.columns_among(column_names)
         ]
         read_options = pyarrow.ipc.IpcReadOptions(included_fields=column_indices)
-        arrow_bytes.seek(0)
-        arrow_reader = open_arrow(arrow_bytes, options=read_options)
+        opened_file.seek(0)
+        arrow_reader = open_arrow(opened_file, options=read_options)
         record_batches = (
             arrow_reader
             if is_stream
@@ -602,9 +614,9 @@ def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[S
         row_number = 0
         for record_batch in record_batches:
             _validate(record_batch)
-            for index_in_batch in range(record_batch.num_rows):
-                read = partial(_arrow_columns, record_batch.slice(index_in_batch, 1))
-                yield _numbered_row(file, row_number, read)
+            for row_index_in_batch in range(record_batch.num_rows):
+                read_columns = partial(_arrow_columns, record_batch.slice(row_index_in_batch, 1))
+                yield _numbered_row(file, row_number, read_columns)
                 row_number += 1
 
 
@@ -658,10 +670,12 @@ def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
     if isinstance(arrow_type, pyarrow.JsonType):
         return _decoded_json(value)
     if isinstance(arrow_type, pyarrow.StructType):
-        struct = Struct()
+        converted_struct = Struct()
         for arrow_field in arrow_type:
-            struct[arrow_field.name] = _python_value(value[arrow_field.name], arrow_field.type)
-        return struct
+            converted_struct[arrow_field.name] = _python_value(
+                value[arrow_field.name], arrow_field.type
+            )
+        return converted_struct
     if isinstance(arrow_type, pyarrow.MapType):
         return [
             (map_key, _python_value(map_item, arrow_type.item_type)) for map_key, map_item in value

@@ -43,11 +43,11 @@ class Mark:
             content: The JSON object. Keys that are no fields are ignored, and fields without a key
                 get their defaults.
         """
-        stored_fields = {}
+        stored_value_by_field = {}
         for mark_field in fields(cls):
             if mark_field.name in content:
-                stored_fields[mark_field.name] = content[mark_field.name]
-        return cls(**stored_fields)
+                stored_value_by_field[mark_field.name] = content[mark_field.name]
+        return cls(**stored_value_by_field)
 
     def after(self, tokens: int) -> "Mark":
         """Returns the mark after the sample that follows this mark.

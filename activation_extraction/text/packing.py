@@ -86,16 +86,22 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 
     placements: list[PlacedSample] = []
     filled_rows = 0  # the number of rows of the next batch that contain tokens
-    for group in _groups(samples_before_error(), length):
-        packed_rows = best_fit([len(sample.token_ids) for sample in group], length)
-        last_sample_index = packed_rows[-1][-1]
-        for sample_indices in packed_rows:
+    for sample_group in _groups(samples_before_error(), length):
+        sample_indices_of_rows = best_fit(
+            [len(sample.token_ids) for sample in sample_group], length
+        )
+        last_sample_index = sample_indices_of_rows[-1][-1]
+        for sample_indices in sample_indices_of_rows:
             start_in_row = 0
             for sample_index in sample_indices:
                 # The whole group is stored only when the sample that is placed last is stored.
-                mark = group[-1].mark_after if sample_index == last_sample_index else group[0].mark
+                stored_mark = (
+                    sample_group[-1].mark_after
+                    if sample_index == last_sample_index
+                    else sample_group[0].mark
+                )
                 placements.append(
-                    PlacedSample(group[sample_index], filled_rows, start_in_row, mark)
+                    PlacedSample(sample_group[sample_index], filled_rows, start_in_row, stored_mark)
                 )
                 start_in_row = placements[-1].stop
             filled_rows += start_in_row > 0
@@ -119,21 +125,26 @@ def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
     Raises:
         ValueError: If a sample has more tokens than a row.
     """
-    max_tokens = rows_of_group(length) * length
-    group: list[Sample] = []
-    group_tokens = 0
+    max_group_tokens = rows_of_group(length) * length
+    sample_group: list[Sample] = []
+    num_group_tokens = 0
     for sample in samples:
-        sample_tokens = len(sample.token_ids)
-        if sample_tokens > length:
-            raise ValueError(f"a sample has {sample_tokens} tokens, but a row has only {length}")
-        if group_tokens + sample_tokens > max_tokens or len(group) == GROUP_SAMPLES:
-            yield group
-            group = []
-            group_tokens = 0
-        group.append(sample)
-        group_tokens += sample_tokens
-    if group:
-        yield group
+        num_sample_tokens = len(sample.token_ids)
+        if num_sample_tokens > length:
+            raise ValueError(
+                f"a sample has {num_sample_tokens} tokens, but a row has only {length}"
+            )
+        if (
+            num_group_tokens + num_sample_tokens > max_group_tokens
+            or len(sample_group) == GROUP_SAMPLES
+        ):
+            yield sample_group
+            sample_group = []
+            num_group_tokens = 0
+        sample_group.append(sample)
+        num_group_tokens += num_sample_tokens
+    if sample_group:
+        yield sample_group
 
 
 def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -151,25 +162,25 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         For each row, the indices of its samples, ascending. The rows are ordered by the index of
         their first sample.
     """
-    indices_of_rows: list[list[int]] = []
+    sample_indices_of_rows: list[list[int]] = []
     # The number of free tokens and the index of each row that is not full, in ascending order.
-    free_spaces: list[tuple[int, int]] = []
+    free_tokens_and_row_indices: list[tuple[int, int]] = []
     for sample_index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         sample_length = lengths[sample_index]
         if not sample_length:
-            indices_of_rows.append([sample_index])
+            sample_indices_of_rows.append([sample_index])
             continue
-        best_fit_index = bisect_left(free_spaces, (sample_length, 0))
-        if best_fit_index < len(free_spaces):
-            free_tokens, row_index = free_spaces.pop(best_fit_index)
-            indices_of_rows[row_index].append(sample_index)
+        best_fit_insertion_index = bisect_left(free_tokens_and_row_indices, (sample_length, 0))
+        if best_fit_insertion_index < len(free_tokens_and_row_indices):
+            free_tokens, row_index = free_tokens_and_row_indices.pop(best_fit_insertion_index)
+            sample_indices_of_rows[row_index].append(sample_index)
         else:
             free_tokens = row_length
-            row_index = len(indices_of_rows)
-            indices_of_rows.append([sample_index])
+            row_index = len(sample_indices_of_rows)
+            sample_indices_of_rows.append([sample_index])
         if free_tokens > sample_length:
-            insort(free_spaces, (free_tokens - sample_length, row_index))
-    return sorted(map(sorted, indices_of_rows))
+            insort(free_tokens_and_row_indices, (free_tokens - sample_length, row_index))
+    return sorted(map(sorted, sample_indices_of_rows))
 
 
 def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batch:
@@ -181,15 +192,17 @@ def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batc
         length: The number of tokens of a row.
     """
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    num_segments = [0] * rows  # for each row, the number of samples that were laid out in it
+    num_segments_of_rows = [
+        0
+    ] * rows  # for each row, the number of samples that were laid out in it
     keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
     kept_mask = None if keeps_all_tokens else np.zeros((rows, length), bool)
     for placement in placements:
-        token_range = placement.row, slice(placement.start, placement.stop)
-        num_segments[placement.row] += placement.stop > placement.start
-        token_ids[token_range] = placement.sample.token_ids
-        segment_ids[token_range] = num_segments[placement.row]
-        positions[token_range] = np.arange(placement.stop - placement.start)
+        row_and_columns = placement.row, slice(placement.start, placement.stop)
+        num_segments_of_rows[placement.row] += placement.stop > placement.start
+        token_ids[row_and_columns] = placement.sample.token_ids
+        segment_ids[row_and_columns] = num_segments_of_rows[placement.row]
+        positions[row_and_columns] = np.arange(placement.stop - placement.start)
         if kept_mask is not None:
             kept_mask[placement.row, placement.start + placement.sample.kept_positions] = True
     return Batch(token_ids, segment_ids, positions, tuple(placements), kept_mask)

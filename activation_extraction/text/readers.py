@@ -54,13 +54,14 @@ class TextColumn:
         if text is None:
             return None
         if not isinstance(text, str):
-            message = f"--text_column {self.name}: expected text, found "
+            error_message = f"--text_column {self.name}: expected text, found "
             value_kind = kind_of_value(text)
             if value_kind in READING_FLAGS:
                 raise ColumnError(
-                    f"{message}{value_kind}; --{READING_FLAGS[value_kind]} {self.name} reads it"
+                    f"{error_message}{value_kind}; --{READING_FLAGS[value_kind]} "
+                    f"{self.name} reads it"
                 )
-            raise UnusableRowError(f"{message}{type(text).__name__} {text!r:.40}")
+            raise UnusableRowError(f"{error_message}{type(text).__name__} {text!r:.40}")
         return Content(without_surrogates(text)) if text.strip() else None
 
 
@@ -95,10 +96,10 @@ class IdsColumn:
             UnusableRowError: If a column is missing or does not contain a list of integers, if the
                 mask does not fit the token ids, or if a token id is outside the vocabulary.
         """
-        column_value = column_of(row, self.name, "--ids_column")
-        if column_value is None or column_value == []:
+        ids_value = column_of(row, self.name, "--ids_column")
+        if ids_value is None or ids_value == []:
             return None
-        token_ids = _integers(column_value, self.name, "--ids_column")
+        token_ids = _integers(ids_value, self.name, "--ids_column")
         token_mask = self._mask(row, len(token_ids)) if self.mask_column else None
         if token_mask is not None and self.mask_column == ATTENTION_MASK:
             if not token_mask.any():
@@ -130,14 +131,14 @@ class IdsColumn:
         Raises:
             UnusableRowError: If the column does not contain a 0 or 1 for each token id.
         """
-        column_value = column_of(row, self.mask_column, "--mask_column")
-        integers = _integers(column_value, self.mask_column, "--mask_column")
-        if len(integers) != length or not np.isin(integers, (0, 1)).all():
+        mask_value = column_of(row, self.mask_column, "--mask_column")
+        mask_integers = _integers(mask_value, self.mask_column, "--mask_column")
+        if len(mask_integers) != length or not np.isin(mask_integers, (0, 1)).all():
             raise UnusableRowError(
                 f"--mask_column {self.mask_column}: expected {length} values, each 0 or 1, one for "
-                f"each token id, found {len(integers)}: {integers[:8].tolist()}"
+                f"each token id, found {len(mask_integers)}: {mask_integers[:8].tolist()}"
             )
-        return integers.astype(bool)
+        return mask_integers.astype(bool)
 
 
 def _integers(column: Any, name: str, flag: str) -> np.ndarray:
@@ -152,11 +153,11 @@ def _integers(column: Any, name: str, flag: str) -> np.ndarray:
         UnusableRowError: If the column does not contain a list of integers or booleans.
     """
     try:
-        integer_array = np.array(column)
+        column_array = np.array(column)
     except ValueError:  # NumPy refuses nested lists of different lengths
-        integer_array = np.array(None)
-    if isinstance(column, list) and integer_array.ndim == 1 and integer_array.dtype.kind in "bi":
-        return integer_array.astype(np.int64)
+        column_array = np.array(None)
+    if isinstance(column, list) and column_array.ndim == 1 and column_array.dtype.kind in "bi":
+        return column_array.astype(np.int64)
     raise UnusableRowError(
         f"{flag} {name}: expected a list of whole numbers, found {type(column).__name__} "
         f"{column!r:.40}"
@@ -195,10 +196,10 @@ class ArcTask:
             UnusableRowError: If the columns contain no grids, or if the chat template cannot render
                 the prompt.
         """
-        prompt = _arc_prompt(row)
+        task_prompt = _arc_prompt(row)
         if self.template is None:
-            return Content(prompt)
-        return self.template.content([{"role": "user", "content": prompt}])
+            return Content(task_prompt)
+        return self.template.content([{"role": "user", "content": task_prompt}])
 
 
 def _arc_prompt(row: Mapping[str, Any]) -> str:
@@ -220,15 +221,15 @@ def _arc_prompt(row: Mapping[str, Any]) -> str:
 
     try:
         prompt_sections = []
-        for pair_number, pair in enumerate(row["train"], start=1):
-            input_text = grid_text(pair["input"])
-            output_text = grid_text(pair["output"])
+        for pair_number, grid_pair in enumerate(row["train"], start=1):
+            input_text = grid_text(grid_pair["input"])
+            output_text = grid_text(grid_pair["output"])
             prompt_sections.append(
                 f"Example {pair_number}\nInput:\n{input_text}\nOutput:\n{output_text}\n"
             )
-        for pair_number, pair in enumerate(row["test"], start=1):
+        for pair_number, grid_pair in enumerate(row["test"], start=1):
             prompt_sections.append(
-                f"Test {pair_number}\nInput:\n{grid_text(pair['input'])}\nOutput:\n"
+                f"Test {pair_number}\nInput:\n{grid_text(grid_pair['input'])}\nOutput:\n"
             )
     except (KeyError, TypeError) as error:
         raise UnusableRowError(f"it has ARC-AGI columns but no grids in them: {error!r}") from error

@@ -60,27 +60,27 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
         UnusableRowError: If the text does not consist of blocks, if the blocks do not agree with
             the messages, or if a block lacks the text of one of its messages.
     """
-    blocks = _blocks(text)
-    headers = [block[1].strip() for block in blocks]
-    turns = _turns(headers, messages)
-    spans = [Span(0, TEMPLATE, 0)]
-    block_end = 0
-    for turn_number, (block, turn) in enumerate(zip(blocks, turns, strict=True)):
-        content_start = block.start(2)
-        content_end = block.end(2)
-        block_end = block.end()
-        spans.append(Span(block.start(), TEMPLATE, turn_number))
+    block_matches = _blocks(text)
+    block_headers = [block_match[1].strip() for block_match in block_matches]
+    turns = _turns(block_headers, messages)
+    text_spans = [Span(0, TEMPLATE, 0)]
+    end_of_last_block = 0
+    for turn_number, (block_match, turn) in enumerate(zip(block_matches, turns, strict=True)):
+        content_start = block_match.start(2)
+        content_end = block_match.end(2)
+        end_of_last_block = block_match.end()
+        text_spans.append(Span(block_match.start(), TEMPLATE, turn_number))
         if turn.role == "assistant" and marks_thinking:
-            if thinking := THINKING.match(block[2]):
-                spans.append(Span(content_start, ROLES.index("thinking"), turn_number))
-                content_start += thinking.end()
+            if thinking_match := THINKING.match(block_match[2]):
+                text_spans.append(Span(content_start, ROLES.index("thinking"), turn_number))
+                content_start += thinking_match.end()
         require_texts(turn.messages, marks_thinking, text, content_start, content_end)
-        spans.append(Span(content_start, ROLES.index(turn.role), turn_number))
-        spans.append(Span(block_end, TEMPLATE, turn_number))
-    prompt_start = text.find(START, block_end)
+        text_spans.append(Span(content_start, ROLES.index(turn.role), turn_number))
+        text_spans.append(Span(end_of_last_block, TEMPLATE, turn_number))
+    prompt_start = text.find(START, end_of_last_block)
     if prompt_start >= 0:  # the template opens the turn that a model would generate
-        spans.append(Span(prompt_start, TEMPLATE, len(blocks)))
-    return spans
+        text_spans.append(Span(prompt_start, TEMPLATE, len(block_matches)))
+    return text_spans
 
 
 def _blocks(text: str) -> list[re.Match[str]]:
@@ -97,16 +97,19 @@ def _blocks(text: str) -> list[re.Match[str]]:
     """
     if START not in text:
         raise UnusableRowError(f"the template writes no turns that begin with {START}")
-    blocks = list(BLOCK.finditer(text))
-    last_block_end = blocks[-1].end() if blocks else 0
-    starts_after_blocks = text.count(START, last_block_end)
-    if text.count(START) - len(blocks) != starts_after_blocks or starts_after_blocks > 1:
+    block_matches = list(BLOCK.finditer(text))
+    end_of_last_block = block_matches[-1].end() if block_matches else 0
+    num_starts_after_blocks = text.count(START, end_of_last_block)
+    if (
+        text.count(START) - len(block_matches) != num_starts_after_blocks
+        or num_starts_after_blocks > 1
+    ):
         raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
     # If a message ends in "<|im_end|" and the template writes ">" after it, the text contains an
     # additional <|im_end|>.
-    if text.count(END) != len(blocks):
+    if text.count(END) != len(block_matches):
         raise UnusableRowError(f"its rendered text contains {END} elsewhere than at a turn's end")
-    return blocks
+    return block_matches
 
 
 def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[Turn]:
@@ -129,11 +132,11 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
             merged_turns.append(Turn(role, list(consecutive_messages)))
         else:
             merged_turns += [Turn(role, [message]) for message in consecutive_messages]
-    for turns in (merged_turns, separate_turns):
-        if len(headers) == len(turns) + 1 and messages[0]["role"] != "system":
-            turns = [Turn("system", []), *turns]
-        if _headers_agree(headers, turns):
-            return turns
+    for possible_turns in (merged_turns, separate_turns):
+        if len(headers) == len(possible_turns) + 1 and messages[0]["role"] != "system":
+            possible_turns = [Turn("system", []), *possible_turns]
+        if _headers_agree(headers, possible_turns):
+            return possible_turns
     raise UnusableRowError(
         f"the template's blocks ({', '.join(headers)}) do not agree with the roles of the messages "
         f"({', '.join(turn.role for turn in separate_turns)})"
@@ -179,10 +182,10 @@ def require_texts(
     for message in messages:
         for required_text in _required_texts(message, marks_thinking):
             json_text = json.dumps(required_text, ensure_ascii=False)[1:-1]
-            for spelling in (required_text, json_text):
-                offset = text.find(spelling, start, stop)
-                if offset >= 0:
-                    start = offset + len(spelling)
+            for text_spelling in (required_text, json_text):
+                text_offset = text.find(text_spelling, start, stop)
+                if text_offset >= 0:
+                    start = text_offset + len(text_spelling)
                     break
             else:
                 raise UnusableRowError(
@@ -201,12 +204,12 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
         marks_thinking: Whether the template writes thinking between <think> and </think>.
     """
     message_text = without_surrogates(message.get("content") or "")
-    text_before_end, end_marker, text_after = message_text.partition(END_THINK)
+    text_before_end_marker, end_marker, text_after_thinking = message_text.partition(END_THINK)
     if not (end_marker and marks_thinking and message["role"] == "assistant"):
         return [message_text.strip()]
-    text_before, start_marker, _ = text_before_end.partition(THINK)
+    text_before_thinking, start_marker, _ = text_before_end_marker.partition(THINK)
     # A text without <think> begins with thinking, which extends up to </think>.
-    return [text_before.strip() if start_marker else "", text_after.strip()]
+    return [text_before_thinking.strip() if start_marker else "", text_after_thinking.strip()]
 
 
 def refuse_markers(content: Any, markers: Iterable[str], message: str) -> None:
@@ -221,9 +224,9 @@ def refuse_markers(content: Any, markers: Iterable[str], message: str) -> None:
     Raises:
         UnusableRowError: If a text contains a marker.
     """
-    for text in _texts(content):
+    for content_text in _texts(content):
         for marker in markers:
-            if marker in text:
+            if marker in content_text:
                 raise UnusableRowError(message.format(marker))
 
 
@@ -232,9 +235,9 @@ def _texts(content: Any) -> Iterator[str]:
     if isinstance(content, str):
         yield content
     elif isinstance(content, Mapping):
-        for key, nested_content in content.items():
-            yield str(key)
+        for object_key, nested_content in content.items():
+            yield str(object_key)
             yield from _texts(nested_content)
     elif isinstance(content, list | tuple):
-        for element in content:
-            yield from _texts(element)
+        for list_element in content:
+            yield from _texts(list_element)

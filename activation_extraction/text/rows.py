@@ -163,21 +163,27 @@ class RowSchema:
             The columns in `names` for the content, for the id, and to keep. If the file lacks a
             required column, all of `names`, so that the error message can list the columns.
         """
-        flag_columns = list(self.keep_columns)
+        columns_of_flags = list(self.keep_columns)
         if self.id_column is not None:
-            flag_columns.append(self.id_column)
+            columns_of_flags.append(self.id_column)
         columns_of_readers = [reader.columns for reader in self.readers]
         has_required_columns = False
-        for columns in columns_of_readers:
-            has_required_columns |= {*flag_columns, *columns.required_columns} <= set(names)
+        for reader_columns in columns_of_readers:
+            has_required_columns |= {*columns_of_flags, *reader_columns.required_columns} <= set(
+                names
+            )
         if not has_required_columns:
             return list(names)
-        needed_columns = dict.fromkeys(flag_columns)  # ordered, and each column once
-        for columns in columns_of_readers:
-            needed_columns |= dict.fromkeys(
-                (*columns.required_columns, *columns.optional_columns, *columns.id_columns)
+        needed_column_names = dict.fromkeys(columns_of_flags)  # ordered, and each column once
+        for reader_columns in columns_of_readers:
+            needed_column_names |= dict.fromkeys(
+                (
+                    *reader_columns.required_columns,
+                    *reader_columns.optional_columns,
+                    *reader_columns.id_columns,
+                )
             )
-        return [column for column in needed_columns if column in names]
+        return [column_name for column_name in needed_column_names if column_name in names]
 
     def content_of(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the content of a row; None if the row has no content.
@@ -200,10 +206,10 @@ class RowSchema:
         doc_id = self._id_value(row)
         if doc_id is not None and type(doc_id) not in (str, int, float):
             doc_id = str(doc_id)  # JSON cannot store other types, such as dates or decimals
-        json_size = len(json.dumps(doc_id))
-        if json_size > MAX_ID_BYTES:
+        num_json_bytes = len(json.dumps(doc_id))
+        if num_json_bytes > MAX_ID_BYTES:
             raise UnusableRowError(
-                f"its id takes {json_size:,} bytes, expected at most {MAX_ID_BYTES:,}"
+                f"its id takes {num_json_bytes:,} bytes, expected at most {MAX_ID_BYTES:,}"
             )
         return doc_id
 
@@ -214,9 +220,9 @@ class RowSchema:
         for reader in self.readers:
             if not reader.can_read(row):
                 continue
-            for column in reader.columns.id_columns:
-                if column in row:
-                    return row[column]
+            for column_name in reader.columns.id_columns:
+                if column_name in row:
+                    return row[column_name]
         return None
 
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,16 +232,16 @@ class RowSchema:
             UnusableRowError: If a column is missing, cannot be stored or is nested too deeply, or
                 if the columns together are too large.
         """
-        kept_columns = {
+        kept_values_by_column = {
             column_name: _as_json(row, column_name) for column_name in self.keep_columns
         }
-        json_size = len(json.dumps(kept_columns))
-        if json_size > MAX_COLUMN_BYTES:
+        num_json_bytes = len(json.dumps(kept_values_by_column))
+        if num_json_bytes > MAX_COLUMN_BYTES:
             raise UnusableRowError(
-                f"--keep_columns: the row's columns take {json_size:,} bytes, expected at most "
-                f"{MAX_COLUMN_BYTES:,}"
+                f"--keep_columns: the row's columns take {num_json_bytes:,} bytes, expected at "
+                f"most {MAX_COLUMN_BYTES:,}"
             )
-        return kept_columns
+        return kept_values_by_column
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:
@@ -286,13 +292,15 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
     """
     if name in row:
         return row[name]
-    descriptions = []
+    column_descriptions = []
     for column_name, column_value in row.items():
-        value_kind = kind_of_value(column_value)
-        descriptions.append(f"{column_name} ({value_kind})" if value_kind else column_name)
+        kind_of_column = kind_of_value(column_value)
+        column_descriptions.append(
+            f"{column_name} ({kind_of_column})" if kind_of_column else column_name
+        )
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; "
-        f"the columns are {', '.join(descriptions) or 'none':.2000}"
+        f"the columns are {', '.join(column_descriptions) or 'none':.2000}"
     )
 
 

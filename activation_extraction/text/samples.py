@@ -141,44 +141,47 @@ def samples(
     """
     sample_limit = math.inf if max_samples is None else max_samples
     token_limit = math.inf if max_tokens is None else max_tokens
-    mark = start or Mark(0)
+    current_mark = start or Mark(0)
 
     def is_over() -> bool:
         """Returns whether a limit of samples or tokens ends the stream at the current mark."""
-        is_limit_reached = mark.samples >= sample_limit or mark.tokens >= token_limit
-        return mark.samples >= limits_from and is_limit_reached
+        is_limit_reached = (
+            current_mark.samples >= sample_limit or current_mark.tokens >= token_limit
+        )
+        return current_mark.samples >= limits_from and is_limit_reached
 
     whole_samples = _whole_samples(
-        documents, tokenizer, settings, mark, max(sample_limit, limits_from)
+        documents, tokenizer, settings, current_mark, max(sample_limit, limits_from)
     )
-    while mark.samples != until and not is_over():
+    while current_mark.samples != until and not is_over():
         try:
             sample = next(whole_samples)
         except StopIteration as end:  # all rows were read
-            return replace(end.value, tokens=mark.tokens)
-        mark_before = replace(sample.mark, tokens=mark.tokens)
+            return replace(end.value, tokens=current_mark.tokens)
+        mark_before = replace(sample.mark, tokens=current_mark.tokens)
         stored_sample = stored.get(sample.facts.sample_idx)
         if stored_sample is None:
-            num_kept = sample.num_kept
+            num_kept_tokens = sample.num_kept
             if mark_before.samples >= limits_from:
-                num_kept = int(min(num_kept, token_limit - mark_before.tokens))
-            mark = mark_before.after(num_kept)
+                num_kept_tokens = int(min(num_kept_tokens, token_limit - mark_before.tokens))
+            current_mark = mark_before.after(num_kept_tokens)
             yield _limited(
-                sample, mark_before, num_kept, continues=settings.split and not is_over()
+                sample, mark_before, num_kept_tokens, continues=settings.split and not is_over()
             )
             continue
-        stored_row = stored_sample.facts.row
-        sample_row = sample.facts.row
-        if stored_row != sample_row:
+        stored_row_position = stored_sample.facts.row
+        sample_row_position = sample.facts.row
+        if stored_row_position != sample_row_position:
             raise ChangedDataError(
-                f"sample {sample.facts.sample_idx}: was stored from row {json.dumps(stored_row)}, "
-                f"but the data set now gives it row {json.dumps(sample_row)}",
+                f"sample {sample.facts.sample_idx}: was stored from row "
+                f"{json.dumps(stored_row_position)}, but the data set now gives it row "
+                f"{json.dumps(sample_row_position)}",
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 recurs=True,
             )
-        mark = mark_before.after(stored_sample.tokens)
+        current_mark = mark_before.after(stored_sample.tokens)
         on_stored()
-    return mark
+    return current_mark
 
 
 def _whole_samples(
@@ -206,42 +209,48 @@ def _whole_samples(
     sample_number = start.samples - start.skip
     documents_state = start.stream or documents.beginning
     row_counts = counts_in(start.stream) if start.stream else RowCounts()
-    rows = documents.read(documents_state)
+    unread_rows = documents.read(documents_state)
     cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
-    max_tokens = None if settings.split else settings.length - len(settings.special_tokens)
+    max_document_tokens = None if settings.split else settings.length - len(settings.special_tokens)
     read_error: RunError | None = None
     is_last_chunk = False
     while not is_last_chunk:
-        chunk_state = with_counts(documents_state, row_counts)
+        state_before_chunk = with_counts(documents_state, row_counts)
         first_sample_number = sample_number
-        chunk_size = int(min(CHUNK_ROWS, sample_limit - sample_number))
-        chunk: list[ReadRow] = []
+        max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - sample_number))
+        chunk_rows: list[ReadRow] = []
         try:
-            for row in islice(rows, chunk_size):
-                chunk.append(row)
+            for read_row in islice(unread_rows, max_chunk_rows):
+                chunk_rows.append(read_row)
         except RunError as error:  # raised below, after the samples of the rows before the error
             read_error = error
-        is_last_chunk = read_error is not None or len(chunk) < chunk_size
-        contents = [row.document.content for row in chunk if row.document is not None]
-        tokens_of_contents = tokenise(tokenizer, contents, max_tokens, cut_pattern)
-        for row, tokens in zip(chunk, _tokens_of_rows(chunk, tokens_of_contents), strict=True):
-            documents_state = row.state
+        is_last_chunk = read_error is not None or len(chunk_rows) < max_chunk_rows
+        document_contents = [
+            read_row.document.content for read_row in chunk_rows if read_row.document is not None
+        ]
+        tokens_of_contents = tokenise(
+            tokenizer, document_contents, max_document_tokens, cut_pattern
+        )
+        for read_row, tokens in zip(
+            chunk_rows, _tokens_of_rows(chunk_rows, tokens_of_contents), strict=True
+        ):
+            documents_state = read_row.state
             if isinstance(tokens, str):
                 if not documents.skip_bad_rows:
                     raise unusable_row(tokens)
                 log_skipped_row(tokens, row_counts.skipped)
                 row_counts = row_counts._replace(skipped=row_counts.skipped + 1)
                 continue
-            if row.document is None or tokens is None:
+            if read_row.document is None or tokens is None:
                 row_counts = row_counts._replace(empty=row_counts.empty + 1)
                 continue
-            tokens = settings.special_tokens.around(tokens, len(row.document.content.text))
-            eligible_mask = settings.eligible(row.document, tokens)
+            tokens = settings.special_tokens.around(tokens, len(read_row.document.content.text))
+            eligible_mask = settings.eligible(read_row.document, tokens)
             for piece_number, token_range in enumerate(settings.pieces(tokens.total_tokens)):
                 if sample_number >= start.samples:
                     yield _sample(
                         sample_idx=documents.worker.sample_idx(sample_number),
-                        document=row.document,
+                        document=read_row.document,
                         tokens=tokens,
                         eligible_mask=eligible_mask,
                         settings=settings,
@@ -252,7 +261,7 @@ def _whole_samples(
                             sample_number - first_sample_number,
                             row_counts.skipped,
                             row_counts.empty,
-                            chunk_state,
+                            state_before_chunk,
                         ),
                     )
                 sample_number += 1
@@ -281,16 +290,16 @@ def _tokens_of_rows(
         The tokens of the row. None if the row has no tokens. If the row cannot be used, a text with
         its position and the reason.
     """
-    results_of_contents = iter(tokens_of_contents)
-    for row in rows:
-        if row.document is None:
-            yield row.problem or None
+    remaining_tokens_of_contents = iter(tokens_of_contents)
+    for read_row in rows:
+        if read_row.document is None:
+            yield read_row.problem or None
             continue
-        tokens = next(results_of_contents)
-        if isinstance(tokens, str):
-            yield f"{row.document.location}: {tokens}"
+        tokens_or_problem = next(remaining_tokens_of_contents)
+        if isinstance(tokens_or_problem, str):
+            yield f"{read_row.document.location}: {tokens_or_problem}"
         else:
-            yield tokens if len(tokens.ids) else None
+            yield tokens_or_problem if len(tokens_or_problem.ids) else None
 
 
 def _sample(
@@ -315,30 +324,33 @@ def _sample(
         token_range: The range of the document's tokens in the sample.
         mark: The mark before the sample.
     """
-    sample_slice = slice(token_range.start, token_range.stop)
-    token_ids = tokens.ids[sample_slice]
-    labels = {label_name: label[sample_slice] for label_name, label in tokens.labels.items()}
+    token_slice = slice(token_range.start, token_range.stop)
+    token_ids = tokens.ids[token_slice]
+    sample_labels = {
+        label_name: label_of_tokens[token_slice]
+        for label_name, label_of_tokens in tokens.labels.items()
+    }
     kept_subset = None
     if eligible_mask is not None:
-        sample_mask = eligible_mask[sample_slice].copy()
+        eligible_mask_of_sample = eligible_mask[token_slice].copy()
         if piece_number:
-            sample_mask[: settings.overlap] = False
-        kept_subset = settings.choice.kept(sample_idx, token_ids, sample_mask)
-    first_character = 0
+            eligible_mask_of_sample[: settings.overlap] = False
+        kept_subset = settings.choice.kept(sample_idx, token_ids, eligible_mask_of_sample)
+    preview_start = 0
     if piece_number and tokens.starts is not None:
-        first_character = int(tokens.starts[token_range.start])
+        preview_start = int(tokens.starts[token_range.start])
     row_position = document.position
     if settings.split:
         row_position = {**row_position, "piece": piece_number, "start": token_range.start}
-    facts = SampleFacts(
+    sample_facts = SampleFacts(
         sample_idx=sample_idx,
         row=row_position,
         doc_id=document.doc_id,
-        text_preview=document.content.text[first_character : first_character + PREVIEW_CHARACTERS],
+        text_preview=document.content.text[preview_start : preview_start + PREVIEW_CHARACTERS],
         cut=tokens.total_tokens - token_range.stop,
         columns=document.columns,
     )
-    return Sample(facts, token_ids, mark, labels, kept_subset)
+    return Sample(sample_facts, token_ids, mark, sample_labels, kept_subset)
 
 
 def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
@@ -370,6 +382,9 @@ def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Samp
         facts=replace(sample.facts, cut=num_cut_tokens),
         token_ids=sample.token_ids[:num_tokens],
         mark=mark,
-        labels={name: label[:num_tokens] for name, label in sample.labels.items()},
+        labels={
+            label_name: label_of_tokens[:num_tokens]
+            for label_name, label_of_tokens in sample.labels.items()
+        },
         kept_subset=kept_subset,
     )

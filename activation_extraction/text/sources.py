@@ -95,7 +95,7 @@ class FilePartitions:
         self._partitions = tuple(partitions)
         self._schema = schema
         # A position is the index of a partition, and the number of its rows that were read.
-        self._start = self._position = (0, 0)
+        self._start_position = self._current_position = (0, 0)
 
     @property
     def num_shards(self) -> int:
@@ -113,9 +113,13 @@ class FilePartitions:
             index: The number of the subset to return, counted from 0.
         """
         partitions_per_subset, num_larger_subsets = divmod(len(self._partitions), num_shards)
-        first_partition = index * partitions_per_subset + min(index, num_larger_subsets)
-        end_partition = first_partition + partitions_per_subset + (index < num_larger_subsets)
-        return FilePartitions(self._partitions[first_partition:end_partition], self._schema)
+        first_partition_index = index * partitions_per_subset + min(index, num_larger_subsets)
+        end_partition_index = (
+            first_partition_index + partitions_per_subset + (index < num_larger_subsets)
+        )
+        return FilePartitions(
+            self._partitions[first_partition_index:end_partition_index], self._schema
+        )
 
     def reshard(self) -> "FilePartitions":
         """Returns this object, because its partitions cannot be divided further."""
@@ -127,7 +131,7 @@ class FilePartitions:
         The keys are the ones that `datasets` uses for the rows of a generator. Marks in stored runs
         contain them.
         """
-        partition_index, num_rows_read = self._position
+        partition_index, num_rows_read = self._current_position
         return {
             "examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_rows_read}
         }
@@ -135,22 +139,22 @@ class FilePartitions:
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a position that `state_dict` has returned."""
         stored_position = state["examples_iterable"]
-        self._start = self._position = (
+        self._start_position = self._current_position = (
             stored_position["shard_idx"],
             stored_position["shard_example_idx"],
         )
 
     def __iter__(self) -> Iterator[SourceRow]:
-        first_partition, num_rows_to_skip = self._start
-        self._position = self._start
-        for partition_index in range(first_partition, len(self._partitions)):
+        first_partition_index, num_rows_to_skip = self._start_position
+        self._current_position = self._start_position
+        for partition_index in range(first_partition_index, len(self._partitions)):
             file, row_group = self._partitions[partition_index]
             rows = islice(file_rows(file, row_group, self._schema), num_rows_to_skip, None)
             for num_rows_read, row in enumerate(rows, start=num_rows_to_skip + 1):
-                self._position = partition_index, num_rows_read
+                self._current_position = partition_index, num_rows_read
                 yield row
             num_rows_to_skip = 0
-            self._position = partition_index + 1, 0
+            self._current_position = partition_index + 1, 0
 
 
 def open_files(
@@ -173,8 +177,8 @@ def open_files(
     """
     files = list_files(path) if files is None else files
     partitions: list[tuple[DataFile, int]] = []
-    with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        row_group_counts = pool.map(_count_row_groups, files)
+    with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
+        row_group_counts = thread_pool.map(_count_row_groups, files)
         for file, num_row_groups in zip(files, row_group_counts, strict=True):
             partitions += [(file, row_group) for row_group in range(num_row_groups)]
     if not partitions:
@@ -206,19 +210,23 @@ def open_hub_dataset(
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.
     """
-    full_name = " ".join(filter(None, (name, config, split)))
+    hub_dataset_name = " ".join(filter(None, (name, config, split)))
     try:
         if unreachable := hub_unreachable(constants.ENDPOINT):
             raise unreachable
-        with hub_requests(f"--dataset_name {full_name}"), _scratch_cache():
-            commit = revision or str(HfApi().dataset_info(name).sha)
-            rows = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
-        return rows, commit
+        with hub_requests(f"--dataset_name {hub_dataset_name}"), _scratch_cache():
+            dataset_commit = revision or str(HfApi().dataset_info(name).sha)
+            dataset_rows = datasets.load_dataset(
+                name, config, split=split, revision=dataset_commit, streaming=True
+            )
+        return dataset_rows, dataset_commit
     except Exception as error:  # the libraries for the hub and its files may raise any exception
-        reason = unwritable_cache(error) or one_line(error)
+        failure_reason = unwritable_cache(error) or one_line(error)
         if name_unknown(error):
-            reason = "the hub's name does not resolve: offline? --dataset_path reads local files"
-        raise InputError(f"--dataset_name {full_name}: {reason}") from error
+            failure_reason = (
+                "the hub's name does not resolve: offline? --dataset_path reads local files"
+            )
+        raise InputError(f"--dataset_name {hub_dataset_name}: {failure_reason}") from error
 
 
 def hub_row(
@@ -234,8 +242,8 @@ def hub_row(
         location: Position of the row in words, for messages. The row's id is added to it.
         position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
     """
-    id_text = f", id {columns['id']!r:.80}" if "id" in columns else ""
-    return SourceRow(location + id_text, position, partial(as_structs, columns, features))
+    id_in_words = f", id {columns['id']!r:.80}" if "id" in columns else ""
+    return SourceRow(location + id_in_words, position, partial(as_structs, columns, features))
 
 
 @contextmanager
@@ -245,13 +253,13 @@ def _scratch_cache() -> Iterator[None]:
     `datasets` needs a writable cache to open a data set, although streams store nothing there. The
     default cache may not be writable.
     """
-    default_cache = datasets.config.HF_DATASETS_CACHE
-    with tempfile.TemporaryDirectory() as temporary_cache:
-        datasets.config.HF_DATASETS_CACHE = Path(temporary_cache)
+    default_cache_folder = datasets.config.HF_DATASETS_CACHE
+    with tempfile.TemporaryDirectory() as temporary_cache_folder:
+        datasets.config.HF_DATASETS_CACHE = Path(temporary_cache_folder)
         try:
             yield
         finally:
-            datasets.config.HF_DATASETS_CACHE = default_cache
+            datasets.config.HF_DATASETS_CACHE = default_cache_folder
 
 
 class ShuffledRows:
@@ -280,23 +288,23 @@ class ShuffledRows:
             seed: The seed of the random order.
         """
         self._dataset = dataset
-        self._seed = seed
-        self._order = np.random.default_rng(seed).permutation(dataset.num_shards).tolist()
-        self._state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
+        self._shuffle_seed = seed
+        self._partition_order = np.random.default_rng(seed).permutation(dataset.num_shards).tolist()
+        self._current_state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the row that was read last, a JSON object."""
-        return dict(self._state)
+        return dict(self._current_state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue from a position that `state_dict` has returned."""
-        self._state = dict(state)
+        self._current_state = dict(state)
 
     def __iter__(self) -> Iterator[SourceRow]:
-        block_state = self._state
-        for num_partitions_read in range(block_state["piece"], len(self._order)):
-            partition_index = self._order[num_partitions_read]
-            rows = self._dataset.shard(num_shards=len(self._order), index=partition_index)
+        block_state = self._current_state
+        for num_partitions_read in range(block_state["piece"], len(self._partition_order)):
+            partition_index = self._partition_order[num_partitions_read]
+            rows = self._dataset.shard(num_shards=len(self._partition_order), index=partition_index)
             if block_state["begin"] is not None:
                 # The data set changes the state that it loads, so it gets a copy.
                 rows.load_state_dict(deepcopy(block_state["begin"]))
@@ -304,12 +312,12 @@ class ShuffledRows:
             block_number = block_state["block"]
             while block_rows := list(islice(row_iterator, BLOCK_ROWS)):
                 random_generator = np.random.default_rng(
-                    [self._seed, partition_index, block_number]
+                    [self._shuffle_seed, partition_index, block_number]
                 )
                 row_order = random_generator.permutation(len(block_rows)).tolist()
                 for num_rows_read in range(block_state["taken"], len(row_order)):
                     index_in_block = row_order[num_rows_read]
-                    self._state = {**block_state, "taken": num_rows_read + 1}
+                    self._current_state = {**block_state, "taken": num_rows_read + 1}
                     row = block_rows[index_in_block]
                     if not isinstance(row, SourceRow):  # a row of the hub, without its position
                         row_number = block_number * BLOCK_ROWS + index_in_block

@@ -25,11 +25,11 @@ def as_structs(value: Any, feature: Any = None) -> Any:
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
-        features = feature if isinstance(feature, Mapping) else {}
-        struct = Struct()
-        for key, nested_value in value.items():
-            struct[key] = as_structs(nested_value, features.get(key))
-        return struct
+        feature_by_key = feature if isinstance(feature, Mapping) else {}
+        converted_struct = Struct()
+        for field_name, nested_value in value.items():
+            converted_struct[field_name] = as_structs(nested_value, feature_by_key.get(field_name))
+        return converted_struct
     if isinstance(value, list):
         element_feature = getattr(feature, "feature", None)
         return [as_structs(element, element_feature) for element in value]
@@ -44,9 +44,9 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         drops_nulls = isinstance(value, Struct)
         cleaned_object = {}
-        for key, nested_value in value.items():
+        for field_name, nested_value in value.items():
             if nested_value is not None or not drops_nulls:
-                cleaned_object[key] = without_nulls(nested_value)
+                cleaned_object[field_name] = without_nulls(nested_value)
         return cleaned_object
     if isinstance(value, list):
         return [without_nulls(element) for element in value]

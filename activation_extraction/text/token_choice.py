@@ -69,10 +69,10 @@ class TokenChoice:
             eligible_mask &= np.isin(labels["role"], role_numbers)
         if self.positions.last_of_turn:
             eligible_indices = np.flatnonzero(eligible_mask)
-            turn_numbers = labels["turn"][eligible_indices]
-            is_last_of_turn = np.diff(turn_numbers, append=-1) != 0
+            turns_of_eligible_tokens = labels["turn"][eligible_indices]
+            is_last_token_of_turn = np.diff(turns_of_eligible_tokens, append=-1) != 0
             eligible_mask[:] = False
-            eligible_mask[eligible_indices[is_last_of_turn]] = True
+            eligible_mask[eligible_indices[is_last_token_of_turn]] = True
         return eligible_mask
 
     def kept(
@@ -89,23 +89,29 @@ class TokenChoice:
         Returns:
             The positions, int32, ascending.
         """
-        positions = np.arange(len(token_ids), dtype=np.int32)
+        candidate_positions = np.arange(len(token_ids), dtype=np.int32)
         if eligible_mask is not None:
-            positions = positions[eligible_mask]
-        rule = self.positions
-        if rule.share is not None:
-            hashes = _hashes(rule.seed, sample_idx, positions)
-            chosen_positions = positions[hashes < np.uint64(rule.threshold)]
+            candidate_positions = candidate_positions[eligible_mask]
+        position_rule = self.positions
+        if position_rule.share is not None:
+            position_hashes = _hashes(position_rule.seed, sample_idx, candidate_positions)
+            chosen_positions = candidate_positions[
+                position_hashes < np.uint64(position_rule.threshold)
+            ]
         else:
-            chosen_positions = positions[rule.start : rule.stop : rule.step]
-            if rule.count is not None and len(chosen_positions) > rule.count:
+            chosen_positions = candidate_positions[
+                position_rule.start : position_rule.stop : position_rule.step
+            ]
+            if position_rule.count is not None and len(chosen_positions) > position_rule.count:
                 # The positions with the smallest hashes are chosen. There are no ties, because the
                 # hashes of different positions of a sample differ.
-                hashes = _hashes(rule.seed, sample_idx, chosen_positions)
-                indices_of_smallest = np.argpartition(hashes, rule.count - 1)[: rule.count]
-                chosen_positions = chosen_positions[np.sort(indices_of_smallest)]
-        is_dropped = np.isin(token_ids[chosen_positions], self.dropped_ids)
-        return chosen_positions[~is_dropped]
+                position_hashes = _hashes(position_rule.seed, sample_idx, chosen_positions)
+                indices_of_smallest_hashes = np.argpartition(
+                    position_hashes, position_rule.count - 1
+                )[: position_rule.count]
+                chosen_positions = chosen_positions[np.sort(indices_of_smallest_hashes)]
+        is_token_dropped = np.isin(token_ids[chosen_positions], self.dropped_ids)
+        return chosen_positions[~is_token_dropped]
 
 
 def _hashes(seed: int, sample_idx: int, positions: np.ndarray) -> np.ndarray:

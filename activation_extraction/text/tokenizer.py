@@ -46,26 +46,29 @@ def load_tokenizer(files: Iterable[Path], origin: str, vocab_size: int) -> Any:
             model does not have.
     """
     files = list(files)
-    path = vocabulary_file(files)
-    if path is None:
-        missing_file = MERGES_TXT if VOCAB_JSON in {file.name for file in files} else VOCAB_JSON
-        raise InputError(
-            f"{origin}: has no {missing_file}; a tokenizer is read from {TOKENIZER_JSON}, or from "
-            f"{VOCAB_JSON} with {MERGES_TXT}"
+    vocabulary_path = vocabulary_file(files)
+    if vocabulary_path is None:
+        missing_file_name = (
+            MERGES_TXT if VOCAB_JSON in {file.name for file in files} else VOCAB_JSON
         )
-    tokenizer = read_pretrained(path)
-    backend: Tokenizer = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    vocabulary_ids = backend.get_vocab(with_added_tokens=True).values()
-    special_ids = backend.encode("").ids
-    largest_id = max((*vocabulary_ids, *special_ids), default=-1)
-    if largest_id >= vocab_size:
         raise InputError(
-            f"{path}: the tokenizer has token id {largest_id}, but vocab_size in config.json is "
-            f"{vocab_size}; put the model's own tokenizer there, or give the model that has it"
+            f"{origin}: has no {missing_file_name}; a tokenizer is read from {TOKENIZER_JSON}, "
+            f"or from {VOCAB_JSON} with {MERGES_TXT}"
         )
-    return tokenizer
+    pretrained_tokenizer = read_pretrained(vocabulary_path)
+    backend_tokenizer: Tokenizer = pretrained_tokenizer.backend_tokenizer
+    backend_tokenizer.no_truncation()
+    backend_tokenizer.no_padding()
+    vocabulary_token_ids = backend_tokenizer.get_vocab(with_added_tokens=True).values()
+    special_token_ids = backend_tokenizer.encode("").ids
+    largest_token_id = max((*vocabulary_token_ids, *special_token_ids), default=-1)
+    if largest_token_id >= vocab_size:
+        raise InputError(
+            f"{vocabulary_path}: the tokenizer has token id {largest_token_id}, but vocab_size "
+            f"in config.json is {vocab_size}; put the model's own tokenizer there, or "
+            "give the model that has it"
+        )
+    return pretrained_tokenizer
 
 
 def read_pretrained(path: Path) -> Any:
@@ -89,26 +92,26 @@ def read_pretrained(path: Path) -> Any:
             return transformers_library.AutoTokenizer.from_pretrained(path.parent, **load_options)
         file_tokenizer = read_tokenizer(path)
         try:
-            tokenizer = transformers_library.AutoTokenizer.from_pretrained(
+            pretrained_tokenizer = transformers_library.AutoTokenizer.from_pretrained(
                 path.parent, **load_options
             )
-            backend = tokenizer.backend_tokenizer
+            backend_tokenizer = pretrained_tokenizer.backend_tokenizer
         except Exception as error:  # the tokenizer's class is unknown, or is code in the folder
-            tokenizer = transformers_library.PreTrainedTokenizerFast.from_pretrained(
+            pretrained_tokenizer = transformers_library.PreTrainedTokenizerFast.from_pretrained(
                 path.parent, **load_options
             )
             log.warning(
                 "%s: read without the class that is named beside it: %s", path, one_line(error)
             )
-            return tokenizer
+            return pretrained_tokenizer
     except InputError:
         raise
     except Exception as error:  # transformers may raise any exception
         raise _load_error(path, error) from error
-    if type(tokenizer) is not transformers_library.PreTrainedTokenizerFast:
-        prefix_space = tokenizer.init_kwargs.get("add_prefix_space")
-        _replace_words(backend, file_tokenizer, prefix_space)
-    return tokenizer
+    if type(pretrained_tokenizer) is not transformers_library.PreTrainedTokenizerFast:
+        adds_prefix_space = pretrained_tokenizer.init_kwargs.get("add_prefix_space")
+        _replace_words(backend_tokenizer, file_tokenizer, adds_prefix_space)
+    return pretrained_tokenizer
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
@@ -152,7 +155,11 @@ def _byte_levels(tokenizer: Tokenizer) -> list[pre_tokenizers.ByteLevel]:
     pre_tokenizer_steps: list[Any] = [pre_tokenizer]
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
         pre_tokenizer_steps = [*pre_tokenizer]  # type: ignore[misc]
-    return [step for step in pre_tokenizer_steps if isinstance(step, pre_tokenizers.ByteLevel)]
+    return [
+        pre_tokenizer_step
+        for pre_tokenizer_step in pre_tokenizer_steps
+        if isinstance(pre_tokenizer_step, pre_tokenizers.ByteLevel)
+    ]
 
 
 def _load_error(path: Path, error: Exception) -> InputError:
@@ -174,23 +181,23 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the settings of a tokenizer that determine the token ids of a text, by name."""
-    id_settings: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
-    for key in KEYS_NOT_COMPARED:
-        id_settings.pop(key, None)
-    id_settings["special tokens around"] = [tokenizer.encode(text).ids for text in ("", "x")]
+    settings_for_ids: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
+    for setting_name in KEYS_NOT_COMPARED:
+        settings_for_ids.pop(setting_name, None)
+    settings_for_ids["special tokens around"] = [tokenizer.encode(text).ids for text in ("", "x")]
     splits_special_tokens = tokenizer.encode_special_tokens
-    id_settings["special tokens split"] = splits_special_tokens
+    settings_for_ids["special tokens split"] = splits_special_tokens
     if not splits_special_tokens:  # special tokens are then split off like other added tokens
-        for token in id_settings.get("added_tokens", ()):
-            token.pop("special", None)
-    return id_settings
+        for added_token in settings_for_ids.get("added_tokens", ()):
+            added_token.pop("special", None)
+    return settings_for_ids
 
 
 def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns an object of tokenizer.json without settings that have no effect on token ids."""
     effective_settings = {}
-    for key, setting in settings.items():
-        is_off = setting is None or setting is False or setting == ""
-        if not is_off and key != "trim_offsets":
-            effective_settings[key] = setting
+    for setting_name, setting in settings.items():
+        is_setting_off = setting is None or setting is False or setting == ""
+        if not is_setting_off and setting_name != "trim_offsets":
+            effective_settings[setting_name] = setting
     return effective_settings

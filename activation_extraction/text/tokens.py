@@ -85,13 +85,13 @@ class SpecialTokens:
         front_ids = np.array(self.front_ids, np.int32)
         end_ids = np.array(self.end_ids, np.int32)
         all_ids = np.concatenate([front_ids, tokens.ids, end_ids])
-        starts = tokens.starts
-        if starts is not None:
+        token_starts = tokens.starts
+        if token_starts is not None:
             front_starts = np.zeros_like(front_ids)
             end_starts = np.full_like(end_ids, characters)
-            starts = np.concatenate([front_starts, starts, end_starts])
+            token_starts = np.concatenate([front_starts, token_starts, end_starts])
         return replace(
-            tokens, ids=all_ids, total_tokens=tokens.total_tokens + len(self), starts=starts
+            tokens, ids=all_ids, total_tokens=tokens.total_tokens + len(self), starts=token_starts
         )
 
 
@@ -143,9 +143,11 @@ def tokenise(
         instead.
     """
     if tokenizer is None:
-        id_lists = [content.token_ids for content in contents]
+        token_ids_of_contents = [content.token_ids for content in contents]
         return [
-            Tokens(token_ids, len(token_ids)) for token_ids in id_lists if token_ids is not None
+            Tokens(token_ids, len(token_ids))
+            for token_ids in token_ids_of_contents
+            if token_ids is not None
         ]
     try:
         return [*_tokenise_all(tokenizer, contents, max_tokens, cuts)]
@@ -170,19 +172,21 @@ def _tokenise_all(
     sections_of_contents = [_sections(content.text, cuts) for content in contents]
     section_texts: list[str] = []
     for content, sections in zip(contents, sections_of_contents, strict=True):
-        section_texts += [content.text[section] for section in sections]
-    with_offsets = max_tokens is None or any(content.spans for content in contents)
+        section_texts += [content.text[section_slice] for section_slice in sections]
+    needs_offsets = max_tokens is None or any(content.spans for content in contents)
     # Tokenising without offsets takes a third of the time.
-    encode_texts = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    encode_texts = tokenizer.encode_batch if needs_offsets else tokenizer.encode_batch_fast
 
     def encode_lazily() -> Iterator[Encoding]:
-        for first_section in range(0, len(section_texts), SECTIONS_AT_ONCE):
-            section_batch = section_texts[first_section : first_section + SECTIONS_AT_ONCE]
-            yield from encode_texts(section_batch, add_special_tokens=False)
+        for first_section_index in range(0, len(section_texts), SECTIONS_AT_ONCE):
+            section_texts_of_batch = section_texts[
+                first_section_index : first_section_index + SECTIONS_AT_ONCE
+            ]
+            yield from encode_texts(section_texts_of_batch, add_special_tokens=False)
 
-    encodings = encode_lazily()
+    section_encodings = encode_lazily()
     return [
-        _joined(content, sections, encodings, max_tokens, with_offsets)
+        _joined(content, sections, section_encodings, max_tokens, needs_offsets)
         for content, sections in zip(contents, sections_of_contents, strict=True)
     ]
 
@@ -205,20 +209,22 @@ def _joined(
         with_offsets: Whether the tokenizer has computed offsets.
     """
     ids_of_sections, offsets_of_sections = [], []
-    for section, encoding in zip(sections, islice(encodings, len(sections)), strict=True):
-        ids_of_sections.append(np.asarray(encoding.ids, np.int32))
+    for section_slice, section_encoding in zip(
+        sections, islice(encodings, len(sections)), strict=True
+    ):
+        ids_of_sections.append(np.asarray(section_encoding.ids, np.int32))
         if with_offsets:
-            offsets_in_section = np.asarray(encoding.offsets, np.int32).reshape(-1, 2)
-            offsets_of_sections.append(section.start + offsets_in_section)
-    all_ids = np.concatenate(ids_of_sections)
-    total_tokens = len(all_ids)
+            offsets_in_section = np.asarray(section_encoding.offsets, np.int32).reshape(-1, 2)
+            offsets_of_sections.append(section_slice.start + offsets_in_section)
+    all_token_ids = np.concatenate(ids_of_sections)
+    total_tokens = len(all_token_ids)
     # A copy, so that the memory of the other ids is freed.
-    returned_ids = all_ids[:max_tokens].copy()
+    returned_token_ids = all_token_ids[:max_tokens].copy()
     if not with_offsets:
-        return Tokens(returned_ids, total_tokens)
+        return Tokens(returned_token_ids, total_tokens)
     all_offsets = np.concatenate(offsets_of_sections)
     return Tokens(
-        returned_ids, total_tokens, all_offsets[:max_tokens, 0], _labels(content, all_offsets)
+        returned_token_ids, total_tokens, all_offsets[:max_tokens, 0], _labels(content, all_offsets)
     )
 
 
@@ -238,25 +244,30 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         A pattern with a match of length 0 at each position where a text may be cut. None if texts
         must not be cut.
     """
-    allowed_patterns = []
-    for pattern, (endings, beginnings) in CUT_TRIALS.items():
-        text_pairs = product(endings, beginnings)
-        if all(_keeps_words(tokenizer, ending, beginning) for ending, beginning in text_pairs):
-            allowed_patterns.append(pattern)
-    if not allowed_patterns:
+    allowed_cut_patterns = []
+    for cut_pattern, (endings, beginnings) in CUT_TRIALS.items():
+        ending_beginning_pairs = product(endings, beginnings)
+        if all(
+            _keeps_words(tokenizer, ending, beginning)
+            for ending, beginning in ending_beginning_pairs
+        ):
+            allowed_cut_patterns.append(cut_pattern)
+    if not allowed_cut_patterns:
         return None
-    allowed_cuts = f"(?:{'|'.join(allowed_patterns)})"
-    exclusions = ""  # assertions that fail at positions where an added token must not be cut
-    for token in tokenizer.get_added_tokens_decoder().values():
-        if token.rstrip:
-            exclusions += f"(?<!{re.escape(token.content)})"
-        if token.lstrip:
-            exclusions += f"(?!{re.escape(token.content)})"
-        for cut_match in re.finditer(allowed_cuts, token.content):
-            token_start = token.content[: cut_match.start()]
-            token_end = token.content[cut_match.start() :]
-            exclusions += f"(?!(?<={re.escape(token_start)}){re.escape(token_end)})"
-    return re.compile(allowed_cuts + exclusions)
+    allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
+    exclusions_pattern = (
+        ""  # assertions that fail at positions where an added token must not be cut
+    )
+    for added_token in tokenizer.get_added_tokens_decoder().values():
+        if added_token.rstrip:
+            exclusions_pattern += f"(?<!{re.escape(added_token.content)})"
+        if added_token.lstrip:
+            exclusions_pattern += f"(?!{re.escape(added_token.content)})"
+        for cut_match in re.finditer(allowed_cuts_pattern, added_token.content):
+            token_start = added_token.content[: cut_match.start()]
+            token_end = added_token.content[cut_match.start() :]
+            exclusions_pattern += f"(?!(?<={re.escape(token_start)}){re.escape(token_end)})"
+    return re.compile(allowed_cuts_pattern + exclusions_pattern)
 
 
 def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
@@ -267,8 +278,8 @@ def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
         ending: The text before the cut.
         beginning: The text after the cut.
     """
-    words_of_sections = _words(tokenizer, ending) + _words(tokenizer, beginning)
-    return _words(tokenizer, ending + beginning) == words_of_sections
+    words_of_both_texts = _words(tokenizer, ending) + _words(tokenizer, beginning)
+    return _words(tokenizer, ending + beginning) == words_of_both_texts
 
 
 def _words(tokenizer: Tokenizer, text: str) -> list[str]:
@@ -290,11 +301,16 @@ def _sections(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
     Returns:
         The slice of the text for each section. A short text is a single section.
     """
-    boundaries = [0]
-    while boundaries[-1] < len(text) or len(boundaries) == 1:
-        cut_match = None if cuts is None else cuts.search(text, boundaries[-1] + SECTION_CHARACTERS)
-        boundaries.append(len(text) if cut_match is None else cut_match.end())
-    return [slice(start, end) for start, end in pairwise(boundaries)]
+    section_boundaries = [0]
+    while section_boundaries[-1] < len(text) or len(section_boundaries) == 1:
+        cut_match = (
+            None if cuts is None else cuts.search(text, section_boundaries[-1] + SECTION_CHARACTERS)
+        )
+        section_boundaries.append(len(text) if cut_match is None else cut_match.end())
+    return [
+        slice(section_start, section_end)
+        for section_start, section_end in pairwise(section_boundaries)
+    ]
 
 
 def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
@@ -313,10 +329,10 @@ def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
     if not content.spans:
         return {}
     span_starts, span_roles, span_turns = np.array(content.spans, np.int32).T
-    first_characters = offsets[:, 0]
-    last_characters = np.maximum(offsets[:, 1] - 1, first_characters)
-    first_spans = np.searchsorted(span_starts, first_characters, "right") - 1
-    last_spans = np.searchsorted(span_starts, last_characters, "right") - 1
-    begins_in_template = span_roles[first_spans] == TEMPLATE
-    token_spans = np.where(begins_in_template, last_spans, first_spans)
-    return {"role": span_roles[token_spans], "turn": span_turns[token_spans]}
+    first_character_offsets = offsets[:, 0]
+    last_character_offsets = np.maximum(offsets[:, 1] - 1, first_character_offsets)
+    first_span_indices = np.searchsorted(span_starts, first_character_offsets, "right") - 1
+    last_span_indices = np.searchsorted(span_starts, last_character_offsets, "right") - 1
+    begins_in_template = span_roles[first_span_indices] == TEMPLATE
+    span_indices_of_tokens = np.where(begins_in_template, last_span_indices, first_span_indices)
+    return {"role": span_roles[span_indices_of_tokens], "turn": span_turns[span_indices_of_tokens]}
