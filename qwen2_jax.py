@@ -95,8 +95,8 @@ class Embedding(nn.Module):
         """
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")
-        columns = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
-        return constrain(from_bits(columns), *STREAM)
+        table_columns = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
+        return constrain(from_bits(table_columns), *STREAM)
 
     def table(self) -> Array:
         """Returns the vectors of all tokens of the vocabulary.
@@ -321,14 +321,14 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         config = self.config
         dtype = self.dtype
-        type_words = self.type_.split()
+        layer_type_words = self.type_.split()
         self.input_layernorm = RMSNorm(config, dtype)
-        if LINEAR in type_words:
+        if LINEAR in layer_type_words:
             self.linear_attn = GatedDeltaNet(config, dtype, self.kernels.delta_rule, self.layout)
         else:
             self.self_attn = SelfAttention(config, dtype, self.kernels.attention, self.layout)
         self.post_attention_layernorm = RMSNorm(config, dtype)
-        if SPARSE in type_words:
+        if SPARSE in layer_type_words:
             self.mlp: Any = SparseMLP(config, dtype, self.kernels.experts, self.layout)
         else:
             self.mlp = MLP(config, dtype, self.layout)
@@ -377,8 +377,8 @@ def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -
         layout: The mesh.
     """
     make_layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
-    modules = {layer_type: make_layer(type_=layer_type) for layer_type in config.layer_types}
-    return Decoder(config, modules)
+    module_by_type = {layer_type: make_layer(type_=layer_type) for layer_type in config.layer_types}
+    return Decoder(config, module_by_type)
 
 
 class Qwen2(nn.Module):
@@ -467,11 +467,11 @@ def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
         config: The configuration of the model.
         tensors: The names of the tensors in the checkpoint; empty if there is no checkpoint.
     """
-    possible_names = {HEAD}
+    possible_tensor_names = {HEAD}
     for checkpoint_tensors in ((), tensors):
         for spec in weight_table(Qwen2(config), checkpoint_tensors).values():
-            possible_names.update(spec.hf_names)
-    return possible_names
+            possible_tensor_names.update(spec.hf_names)
+    return possible_tensor_names
 
 
 def _weight_spec(
@@ -486,13 +486,13 @@ def _weight_spec(
         tensor_of_parameter: The result of `_tensors_by_parameter` and `_interleaved_tensors`.
     """
     config = model.config
-    shape = box.value.shape
-    axes = box.names
+    parameter_shape = box.value.shape
+    logical_axes = box.names
     if path[0] == "lm_head":
         head_tensor = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
-        return WeightSpec(shape, axes, (head_tensor,))
+        return WeightSpec(parameter_shape, logical_axes, (head_tensor,))
     if path[0] != "layers":
-        return WeightSpec(shape, axes, (f"model.{path[0]}.weight",))
+        return WeightSpec(parameter_shape, logical_axes, (f"model.{path[0]}.weight",))
     has_several_types = len(set(config.layer_types)) > 1
     layer_numbers = list(range(model.num_layers))
     if has_several_types:
@@ -505,9 +505,17 @@ def _weight_spec(
     if has_tensor_per_expert:
         expert_numbers = range(config.experts.count)
         checkpoint_names = [
-            name.format(number) for name in checkpoint_names for number in expert_numbers
+            name.format(expert_number)
+            for name in checkpoint_names
+            for expert_number in expert_numbers
         ]
-    return WeightSpec(shape, axes, tuple(checkpoint_names), 1 + has_tensor_per_expert, tensor_slice)
+    return WeightSpec(
+        parameter_shape,
+        logical_axes,
+        tuple(checkpoint_names),
+        1 + has_tensor_per_expert,
+        tensor_slice,
+    )
 
 
 def _tensors_by_parameter(
@@ -528,16 +536,22 @@ def _tensors_by_parameter(
     if config.delta is not None:
         key_rows = config.delta.key_heads * config.delta.key_size
         value_rows = config.sizes["O"]
-        for letter, start in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
-            tensor_slice = TensorSlice(0, start, 2 * key_rows + value_rows)
+        for letter, first_row in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
+            tensor_slice = TensorSlice(0, first_row, 2 * key_rows + value_rows)
             for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                full_name = f"linear_attn.{parameter_name}_{letter}.weight"
-                tensor_of_parameter[full_name] = f"linear_attn.{tensor_name}.weight", tensor_slice
+                full_parameter_name = f"linear_attn.{parameter_name}_{letter}.weight"
+                tensor_of_parameter[full_parameter_name] = (
+                    f"linear_attn.{tensor_name}.weight",
+                    tensor_slice,
+                )
     if config.experts is not None:
-        width = config.experts.width
+        expert_width = config.experts.width
         for projection, fused_tensor in (
-            ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * width))),
-            ("up_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, width, 2 * width))),
+            ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * expert_width))),
+            (
+                "up_proj",
+                ("mlp.experts.gate_up_proj", TensorSlice(1, expert_width, 2 * expert_width)),
+            ),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
             expert_tensor = f"mlp.experts.{{}}.{projection}.weight", None
@@ -568,12 +582,20 @@ def _interleaved_tensors(
     tensor_of_parameter: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:
         return tensor_of_parameter
-    value_heads = delta.values_per_key
-    key_rows = delta.key_size
-    value_rows = value_heads * delta.value_size
+    value_heads_per_key = delta.values_per_key
+    rows_per_key = delta.key_size
+    value_rows_per_key = value_heads_per_key * delta.value_size
     for tensor_name, rows_by_letter in (
-        ("in_proj_qkvz", {"q": key_rows, "k": key_rows, "v": value_rows, "z": value_rows}),
-        ("in_proj_ba", {"b": value_heads, "a": value_heads}),
+        (
+            "in_proj_qkvz",
+            {
+                "q": rows_per_key,
+                "k": rows_per_key,
+                "v": value_rows_per_key,
+                "z": value_rows_per_key,
+            },
+        ),
+        ("in_proj_ba", {"b": value_heads_per_key, "a": value_heads_per_key}),
     ):
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
         rows_per_head = sum(rows_by_letter.values())

@@ -136,8 +136,8 @@ class HookedModel(nn.Module):
         if self.is_initializing():
             self._declare(token_ids)
             return {}
-        sizes = self.config.sizes_with(token_ids.shape[1])
-        capture = Capture(self.hooks, sizes, self.captured_dtype, self.layout)
+        axis_sizes = self.config.sizes_with(token_ids.shape[1])
+        capture = Capture(self.hooks, axis_sizes, self.captured_dtype, self.layout)
         run_layers = self._run_in_one_loop if self.stages == 1 else self._run_in_stages
         return run_layers(capture, token_ids, segment_ids, positions)
 
@@ -174,14 +174,16 @@ class HookedModel(nn.Module):
         Returns:
             Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
         """
-        plan = capture.plan(range(self.num_layers))
+        layer_plan = capture.plan(range(self.num_layers))
         end_plan = capture.plan_end()
         x = self.embed_tokens(token_ids)
-        buffers = capture.buffers([plan, end_plan], token_ids.shape)
+        buffers = capture.buffers([layer_plan, end_plan], token_ids.shape)
         rotary = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
-            layers = self.decoder.stacked(self.layers)
-            x, buffers = self._loop(capture, plan, layers, x, buffers, rotary, segment_ids)
+            stacked_layers = self.decoder.stacked(self.layers)
+            x, buffers = self._loop(
+                capture, layer_plan, stacked_layers, x, buffers, rotary, segment_ids
+            )
         if self.runs_to_the_end:
             end_values = self._end_values(capture, x, token_ids, positions)
             buffers = capture.write(buffers, end_plan, end_values)
@@ -205,7 +207,7 @@ class HookedModel(nn.Module):
         Returns:
             Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
         """
-        stages = self.stages
+        stage_count = self.stages
         row_count, length = token_ids.shape
         micro_batch_count = self.micro_batches(row_count)
 
@@ -217,13 +219,15 @@ class HookedModel(nn.Module):
             """
             return x.reshape(-1, micro_batch_count, length).swapaxes(0, 1)
 
-        layers = self.decoder.stacked(self.layers)
-        stage_layers = jax.tree.map(lambda x: x.reshape(stages, -1, *x.shape[1:]), layers)
+        stacked_layers = self.decoder.stacked(self.layers)
+        stage_layers = jax.tree.map(
+            lambda x: x.reshape(stage_count, -1, *x.shape[1:]), stacked_layers
+        )
         ids_by_micro_batch, segments_by_micro_batch, positions_by_micro_batch = map(
             split, (token_ids, segment_ids, positions)
         )
-        plan = capture.plan_stages(stages, self.layers_per_stage)
-        stage_numbers = jnp.arange(stages)
+        stages_plan = capture.plan_stages(stage_count, self.layers_per_stage)
+        stage_numbers = jnp.arange(stage_count)
 
         def run_stage(
             layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array
@@ -251,9 +255,11 @@ class HookedModel(nn.Module):
             """
             number = jnp.clip(number, 0, micro_batch_count - 1)
             rotary = rotary_table(positions_by_micro_batch[number], self.config)
-            segments = segments_by_micro_batch[number]
-            stage_plan = plan.with_slots(slots)
-            return self._loop(capture, stage_plan, layers, x, buffers, rotary, segments, number)
+            micro_batch_segments = segments_by_micro_batch[number]
+            stage_plan = stages_plan.with_slots(slots)
+            return self._loop(
+                capture, stage_plan, layers, x, buffers, rotary, micro_batch_segments, number
+            )
 
         def tick(carry: tuple[Array, Buffers], tick_number: Array) -> tuple[Any, Array | None]:
             """Runs every stage once.
@@ -274,19 +280,21 @@ class HookedModel(nn.Module):
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, buffers = run_stages(
-                stage_layers, plan.slots, x, buffers, tick_number - stage_numbers
+                stage_layers, stages_plan.slots, x, buffers, tick_number - stage_numbers
             )
             return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
-        x = jnp.zeros((stages, *ids_by_micro_batch.shape[1:], self.config.hidden_size), self.dtype)
-        buffers = capture.buffers([plan], ids_by_micro_batch.shape, stages)
+        x = jnp.zeros(
+            (stage_count, *ids_by_micro_batch.shape[1:], self.config.hidden_size), self.dtype
+        )
+        buffers = capture.buffers([stages_plan], ids_by_micro_batch.shape, stage_count)
         with jax.named_scope("layers"):
-            tick_numbers = jnp.arange(micro_batch_count + stages - 1)
+            tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
             (_, buffers), final_streams = lax.scan(tick, (x, buffers), tick_numbers)
         end_values: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
             assert final_streams is not None
-            x = from_bits(final_streams[stages - 1 :], self.dtype).swapaxes(0, 1)
+            x = from_bits(final_streams[stage_count - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, length, -1), *STREAM)
             kind_values = self._end_values(capture, x, token_ids, positions)
             end_values = dict(zip(capture.plan_end().kinds, kind_values, strict=True))
@@ -416,10 +424,10 @@ def create_model_with_hooks(
     if not hooks:
         raise ValueError("hooks: is empty; give at least one hook")
     layout = layout or Layout()
-    stages = layout.size("pipeline")
+    stage_count = layout.size("pipeline")
     deepest_layer = max(hook.layer for hook in hooks)
     # This call raises InputError if the layers cannot be divided into equal stages.
-    stage_length(config.layer_types[: deepest_layer + 1], stages)
+    stage_length(config.layer_types[: deepest_layer + 1], stage_count)
     return HookedModel(
         config,
         tuple(sorted(set(hooks))),
@@ -427,5 +435,5 @@ def create_model_with_hooks(
         activation_dtype or dtype,
         kernels or Kernels(),
         layout,
-        stages,
+        stage_count,
     )

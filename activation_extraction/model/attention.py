@@ -75,9 +75,9 @@ def visible_keys(
     """
     query_indices = first_query + jnp.arange(segments.q.shape[-1])[:, None]
     key_indices = first_key + jnp.arange(segments.k.shape[-1])
-    mask = query_indices >= key_indices
-    mask &= segments.q[..., :, None] == segments.k[..., None, :]
-    return mask if window is None else mask & (query_indices - key_indices < window)
+    sees_key = query_indices >= key_indices
+    sees_key &= segments.q[..., :, None] == segments.k[..., None, :]
+    return sees_key if window is None else sees_key & (query_indices - key_indices < window)
 
 
 def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
@@ -120,9 +120,9 @@ def dense_attention(
     Returns:
         The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
     """
-    mask = visible_keys(segments, first_query, window)
-    output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, mask).astype(v.dtype), v)
-    return output.reshape(q.shape).astype(q.dtype)
+    sees_key = visible_keys(segments, first_query, window)
+    grouped_output = einsum("BKGTS,BSKH->BTKGH", _probabilities(q, k, sees_key).astype(v.dtype), v)
+    return grouped_output.reshape(q.shape).astype(q.dtype)
 
 
 def attention_pattern(
@@ -152,14 +152,14 @@ def attention_pattern(
         the query's segment, wherever the segment lies in the row. Tokens that the query does not
         see have the weight 0.
     """
-    mask = visible_keys(segments, first_query, window)
-    pattern = jnp.moveaxis(_probabilities(q, k, mask), 3, 1)  # shape BTKGS
-    pattern = pattern.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
-    same_segment = segments.q[..., :, None] == segments.k[..., None, :]
-    segment_starts = jnp.argmax(same_segment, axis=-1)
+    sees_key = visible_keys(segments, first_query, window)
+    key_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape BTKGS
+    key_weights = key_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
+    is_same_segment = segments.q[..., :, None] == segments.k[..., None, :]
+    segment_starts = jnp.argmax(is_same_segment, axis=-1)
     # Columns after the end of the segment contain weights of keys in other segments, which are 0.
     pattern_columns = segment_starts[..., None] + jnp.arange(k.shape[1])
-    return jnp.take_along_axis(pattern, pattern_columns[:, :, None] % k.shape[1], axis=-1)
+    return jnp.take_along_axis(key_weights, pattern_columns[:, :, None] % k.shape[1], axis=-1)
 
 
 def _probabilities(q: Array, k: Array, mask: Array) -> Array:
@@ -210,38 +210,46 @@ def blocked_attention(
     Returns:
         The outputs, (B, T, N, H) in the dtype of q. See `Attention` for their definition.
     """
-    row_count, query_count, heads, head_dim = q.shape
-    key_count, kv_heads = k.shape[1:3]
+    row_count, query_count, head_count, head_dim = q.shape
+    key_count, kv_head_count = k.shape[1:3]
     q = whole_blocks(q, QUERY_BLOCK)
     segments = segments._replace(q=whole_blocks(segments.q, QUERY_BLOCK))
     blocks_per_row = q.shape[1] // QUERY_BLOCK
-    length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
-    span_lengths = [*range(length_step, key_count, length_step), key_count]
+    span_length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
+    span_lengths = [*range(span_length_step, key_count, span_length_step), key_count]
     branch_numbers = _branch_numbers(segments, first_query, span_lengths, window)
-    block_segments = segments.q.reshape(-1, QUERY_BLOCK)
-    block_count = len(block_segments)
+    segments_by_block = segments.q.reshape(-1, QUERY_BLOCK)
+    block_count = len(segments_by_block)
     # All query heads that read a key/value head are computed in one matrix product. Its rows are
     # the queries of a block for all of these heads.
-    grouped_queries = to_bits(q).reshape(-1, QUERY_BLOCK, kv_heads, heads // kv_heads * head_dim)
-    grouped_queries = grouped_queries.swapaxes(1, 2).reshape(block_count, kv_heads, -1, head_dim)
+    grouped_queries = to_bits(q).reshape(
+        -1, QUERY_BLOCK, kv_head_count, head_count // kv_head_count * head_dim
+    )
+    grouped_queries = grouped_queries.swapaxes(1, 2).reshape(
+        block_count, kv_head_count, -1, head_dim
+    )
     k_bits = to_bits(k).swapaxes(1, 2)  # shape BKSH
     v_bits = to_bits(v).swapaxes(1, 2)  # shape BKSH
 
     def compute_block(number: Array) -> Array:
-        row = number // blocks_per_row
-        first_of_block = first_query + number % blocks_per_row * QUERY_BLOCK
+        row_index = number // blocks_per_row
+        first_query_of_block = first_query + number % blocks_per_row * QUERY_BLOCK
 
         def attend_to_span(length: int) -> Array:
-            first_key = jnp.clip(first_of_block + QUERY_BLOCK - length, 0, key_count - length)
-            span_start = row, 0, first_key, 0
-            span_shape = 1, kv_heads, length, head_dim
-            key_segments = lax.dynamic_slice(segments.k, (row, first_key), (1, length))[0]
+            first_key = jnp.clip(first_query_of_block + QUERY_BLOCK - length, 0, key_count - length)
+            span_start_indices = row_index, 0, first_key, 0
+            span_shape = 1, kv_head_count, length, head_dim
+            key_segments = lax.dynamic_slice(segments.k, (row_index, first_key), (1, length))[0]
             block_q = from_bits(grouped_queries[number], q.dtype)
-            span_k = from_bits(lax.dynamic_slice(k_bits, span_start, span_shape)[0], k.dtype)
-            span_v = from_bits(lax.dynamic_slice(v_bits, span_start, span_shape)[0], v.dtype)
-            span_segments = Segments(block_segments[number], key_segments)
-            mask = visible_keys(span_segments, first_of_block, window, first_key)
-            return to_bits(_attend(block_q, span_k, span_v, mask))
+            span_k = from_bits(
+                lax.dynamic_slice(k_bits, span_start_indices, span_shape)[0], k.dtype
+            )
+            span_v = from_bits(
+                lax.dynamic_slice(v_bits, span_start_indices, span_shape)[0], v.dtype
+            )
+            span_segments = Segments(segments_by_block[number], key_segments)
+            sees_key = visible_keys(span_segments, first_query_of_block, window, first_key)
+            return to_bits(_attend(block_q, span_k, span_v, sees_key))
 
         def skip() -> Array:
             return jnp.zeros(grouped_queries.shape[1:], grouped_queries.dtype)
@@ -249,10 +257,12 @@ def blocked_attention(
         span_branches = [partial(attend_to_span, length) for length in span_lengths]
         return lax.switch(branch_numbers[number], [skip, *span_branches])
 
-    output = lax.map(compute_block, jnp.arange(block_count))
-    output = output.reshape(block_count, kv_heads, QUERY_BLOCK, -1).swapaxes(1, 2)
-    output = output.reshape(row_count, -1, heads, head_dim)[:, :query_count]
-    return from_bits(output, q.dtype)
+    block_outputs = lax.map(compute_block, jnp.arange(block_count))
+    block_outputs = block_outputs.reshape(block_count, kv_head_count, QUERY_BLOCK, -1).swapaxes(
+        1, 2
+    )
+    block_outputs = block_outputs.reshape(row_count, -1, head_count, head_dim)[:, :query_count]
+    return from_bits(block_outputs, q.dtype)
 
 
 def _branch_numbers(
@@ -275,8 +285,8 @@ def _branch_numbers(
         the block needs.
     """
     # The segment of the first query of every block.
-    first_segments = segments.q[:, ::QUERY_BLOCK, None]
-    span_begins = jnp.argmax(segments.k[:, None, :] == first_segments, axis=-1)
+    first_segment_of_block = segments.q[:, ::QUERY_BLOCK, None]
+    span_begins = jnp.argmax(segments.k[:, None, :] == first_segment_of_block, axis=-1)
     span_ends = first_query + QUERY_BLOCK * jnp.arange(1, span_begins.shape[1] + 1)
     if window is not None:
         span_begins = jnp.maximum(span_begins, span_ends - QUERY_BLOCK - window + 1)

@@ -185,8 +185,8 @@ class AutoencoderFiles:
             saved_object = read_torch_file(local_path, f"--encode {self.name}")
             tensors = saved_object.get("sae", saved_object)
         else:
-            file = LocalFile(local_path)
-            tensors = {name: file.read(name, ()) for name in file.tensors}
+            weights_file = LocalFile(local_path)
+            tensors = {name: weights_file.read(name, ()) for name in weights_file.tensors}
         return {FIELD_OF_TENSOR.get(name, name): tensor for name, tensor in tensors.items()}
 
     def supported_setting(self, config: Config, key: str, *supported_values: str) -> str:
@@ -219,7 +219,7 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
             infinite, or neither `hook` nor the files name a hook.
     """
     repository_path = name.rstrip("/")
-    folder = ""
+    folder_in_repository = ""
     weights_file = ""
     if repository_path.endswith((".pt", ".safetensors")):
         repository_path, weights_file = os.path.split(repository_path)
@@ -229,19 +229,21 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         repository_path = local_path
     elif hub_match:
         repository_path = hub_match[1]
-        folder = f"{hub_match[2]}/"
-    layer = re.sub(r"\D", "", weights_file) or layer_in_name(hook)
-    files = AutoencoderFiles(name, Repository(repository_path, kind=AUTOENCODER), folder, layer)
+        folder_in_repository = f"{hub_match[2]}/"
+    layer_digits = re.sub(r"\D", "", weights_file) or layer_in_name(hook)
+    autoencoder_files = AutoencoderFiles(
+        name, Repository(repository_path, kind=AUTOENCODER), folder_in_repository, layer_digits
+    )
     try:
-        fields = _read_fields(files, weights_file)
-        _check_shapes(files, fields)
-        _check_finite(files, fields)
+        fields = _read_fields(autoencoder_files, weights_file)
+        _check_shapes(autoencoder_files, fields)
+        _check_finite(autoencoder_files, fields)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         error_text = f"{type(error).__name__}: {one_line(error):.200}"
-        raise files.error(f"cannot be read: {error_text}") from error
+        raise autoencoder_files.error(f"cannot be read: {error_text}") from error
     hook_in_files = fields["hook"]
     if not hook and not hook_in_files:
-        raise files.error(f"does not name its hook; give --encode HOOK={name}")
+        raise autoencoder_files.error(f"does not name its hook; give --encode HOOK={name}")
     if hook:
         fields["hook"] = hook
         if fields["target"] == hook_in_files:
@@ -252,8 +254,8 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         **fields,
         name=name,
         hook_in_files=hook_in_files,
-        files=tuple(files.paths_read),
-        repository=files.repository,
+        files=tuple(autoencoder_files.paths_read),
+        repository=autoencoder_files.repository,
     )
 
 
@@ -285,19 +287,19 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
     for file_format in FORMATS:
         weights_pattern = file_format.weights_file
         config_file = file_format.config_file
-        format_weights = weights_pattern.format(files.layer)
+        format_weights_file = weights_pattern.format(files.layer)
         shown_name = weights_pattern.format(files.layer or "N")
         expected_files.append(f"{shown_name} with {config_file}" if config_file else shown_name)
-        if weights_file not in ("", format_weights):
+        if weights_file not in ("", format_weights_file):
             continue
-        needs_layer = format_weights != weights_pattern
-        if (needs_layer and not files.layer) or not files.has(format_weights):
+        has_layer_in_name = format_weights_file != weights_pattern
+        if (has_layer_in_name and not files.layer) or not files.has(format_weights_file):
             continue
         if config_file is None:
-            return file_format.convert(files, {}, files.tensors(format_weights))
+            return file_format.convert(files, {}, files.tensors(format_weights_file))
         if files.has(config_file):
             config = read_json(files.local_path(config_file))
-            return file_format.convert(files, config, files.tensors(format_weights))
+            return file_format.convert(files, config, files.tensors(format_weights_file))
     if files.has("ae.pt"):
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
     layer_remark = "" if files.layer else f"; N is the layer of HOOK in --encode HOOK={files.name}"
@@ -327,8 +329,8 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
             "the folder must be named as Qwen-Scope's repository, which ends in -L0_K: nothing "
             "else says how many features a token has"
         )
-    hook = f"blocks.{files.layer}.hook_resid_post"
-    return {**tensors, "hook": hook, "target": hook, "k": int(k_match[1]), "relu": False}
+    hook_name = f"blocks.{files.layer}.hook_resid_post"
+    return {**tensors, "hook": hook_name, "target": hook_name, "k": int(k_match[1]), "relu": False}
 
 
 def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
@@ -347,16 +349,23 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     Returns:
         Name of a field of `Autoencoder` -> value.
     """
-    metadata = config.get("metadata") or {}
-    if not re.match(r"[6-9]|[1-9]\d", str(metadata.get("sae_lens_version"))):
+    sae_metadata = config.get("metadata") or {}
+    if not re.match(r"[6-9]|[1-9]\d", str(sae_metadata.get("sae_lens_version"))):
         raise files.error(
             "cfg.json has no metadata.sae_lens_version of 6 or later; load it with SAELens 6 and "
             "save it again"
         )
-    autoencoders = "standard", "topk", "jumprelu"
-    transcoders = "transcoder", "skip_transcoder", "jumprelu_transcoder", "jumprelu_skip_transcoder"
-    architecture = files.supported_setting(config, "architecture", *autoencoders, *transcoders)
-    is_transcoder = architecture in transcoders
+    autoencoder_architectures = "standard", "topk", "jumprelu"
+    transcoder_architectures = (
+        "transcoder",
+        "skip_transcoder",
+        "jumprelu_transcoder",
+        "jumprelu_skip_transcoder",
+    )
+    architecture = files.supported_setting(
+        config, "architecture", *autoencoder_architectures, *transcoder_architectures
+    )
+    is_transcoder = architecture in transcoder_architectures
     foldable_normalisations = "expected_average_only_in", "covariance_whitening"
     normalisations = "none", "constant_norm_rescale", "layer_norm", *foldable_normalisations
     normalisation = files.supported_setting(config, "normalize_activations", *normalisations)
@@ -375,13 +384,13 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
             )
         tensors |= _fold_normalisation(files, normalisation, tensors, subtracts_b_dec)
         normalisation = "none"
-    hook = metadata.get("hook_name")
+    hook_name = sae_metadata.get("hook_name")
     return {
         **tensors,
         "threshold": tensors["threshold"] if "jumprelu" in architecture else None,
         "W_skip": tensors["W_skip"] if "skip" in architecture else None,
-        "hook": hook,
-        "target": (metadata["hook_name_out"] or "") if is_transcoder else hook,
+        "hook": hook_name,
+        "target": (sae_metadata["hook_name_out"] or "") if is_transcoder else hook_name,
         "k": config["k"] if architecture == "topk" else None,
         "subtracts_b_dec": subtracts_b_dec,
         "normalisation": normalisation,
@@ -503,17 +512,19 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     """
     files.supported_setting(config, "sae_type", "sae")
     activation_function = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
-    hook = config["hook_point_in"]
-    target = config["hook_point_out"]
+    input_hook = config["hook_point_in"]
+    output_hook = config["hook_point_out"]
     supported_norms = ["dataset-wise", "inference"]
-    if hook == target:
+    if input_hook == output_hook:
         supported_norms.append("token-wise")
-    norm_activation = files.supported_setting(config, "norm_activation", *supported_norms)
-    average_norms = {}
-    for name in list(tensors):
-        if name.startswith(AVERAGE_NORM_PREFIX):
-            average_norms[name.removeprefix(AVERAGE_NORM_PREFIX)] = tensors.pop(name)
-    dtype = tensors["W_enc"].dtype
+    norm_setting = files.supported_setting(config, "norm_activation", *supported_norms)
+    average_norm_by_hook = {}
+    for tensor_name in list(tensors):
+        if tensor_name.startswith(AVERAGE_NORM_PREFIX):
+            average_norm_by_hook[tensor_name.removeprefix(AVERAGE_NORM_PREFIX)] = tensors.pop(
+                tensor_name
+            )
+    weights_dtype = tensors["W_enc"].dtype
     output_width = tensors["W_dec"].shape[1]
     if activation_function == "jumprelu":
         tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
@@ -522,19 +533,19 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(output_width, np.float32)
     # With this setting, the values at both hooks are scaled to an average norm of sqrt(O).
-    if norm_activation == "dataset-wise":
-        input_factor = np.float32(output_width**0.5 / average_norms[hook].item())
-        output_factor = np.float32(output_width**0.5 / average_norms[target].item())
+    if norm_setting == "dataset-wise":
+        input_factor = np.float32(output_width**0.5 / average_norm_by_hook[input_hook].item())
+        output_factor = np.float32(output_width**0.5 / average_norm_by_hook[output_hook].item())
         tensors["W_enc"] = tensors["W_enc"] * input_factor
         tensors["W_dec"] = tensors["W_dec"] / output_factor
         tensors["b_dec"] = tensors["b_dec"] / output_factor
     return {
         **tensors,
-        "hook": hook,
-        "target": target,
+        "hook": input_hook,
+        "target": output_hook,
         "k": config["top_k"] if activation_function == "topk" else None,
-        "normalisation": "constant_norm_rescale" if norm_activation == "token-wise" else "none",
-        "dtype": dtype,
+        "normalisation": "constant_norm_rescale" if norm_setting == "token-wise" else "none",
+        "dtype": weights_dtype,
     }
 
 
@@ -554,14 +565,14 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
     """
     has_config = files.has("config.yaml")
     yaml_text = files.local_path("config.yaml").read_text() if has_config else ""
-    config = dict(yaml.safe_load(yaml_text) or {})
+    yaml_config = dict(yaml.safe_load(yaml_text) or {})
     layer_prefix = f"blocks.{files.layer}."
-    files.supported_setting(config, "model_kind", "transcoder_set")
+    files.supported_setting(yaml_config, "model_kind", "transcoder_set")
     return {
         **tensors,
         "relu": "threshold" not in tensors,
-        "hook": layer_prefix + config.get("feature_input_hook", "mlp.hook_in"),
-        "target": layer_prefix + config.get("feature_output_hook", "hook_mlp_out"),
+        "hook": layer_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
+        "target": layer_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
         "dtype": "float32",
     }
 
@@ -628,9 +639,13 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
         "W_skip": (target_width, input_width),
     }
     for field_name, expected_shape in expected_shapes.items():
-        array = fields[field_name] if field_name in REQUIRED_TENSORS else fields.get(field_name)
-        if array is not None and array.shape != expected_shape:
-            raise files.error(f"{field_name} has shape {array.shape}, expected {expected_shape}")
+        field_array = (
+            fields[field_name] if field_name in REQUIRED_TENSORS else fields.get(field_name)
+        )
+        if field_array is not None and field_array.shape != expected_shape:
+            raise files.error(
+                f"{field_name} has shape {field_array.shape}, expected {expected_shape}"
+            )
     k = fields.get("k")
     if k is not None and not 0 < k <= feature_count:
         raise files.error(f"k is {k!r}, expected 1 to {feature_count}")
@@ -649,20 +664,20 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
     Raises:
         InputError: If a weight is NaN, or is infinite in float32.
     """
-    for field_name, array in sorted(fields.items()):
-        if not isinstance(array, np.ndarray):
+    for field_name, field_array in sorted(fields.items()):
+        if not isinstance(field_array, np.ndarray):
             continue
-        rows_at_once = max(VALUES_AT_ONCE // max(array[:1].size, 1), 1)
-        for start in range(0, len(array), rows_at_once):
+        rows_at_once = max(VALUES_AT_ONCE // max(field_array[:1].size, 1), 1)
+        for first_row in range(0, len(field_array), rows_at_once):
             with np.errstate(over="ignore"):
-                row_block = array[start : start + rows_at_once].astype(np.float32)
+                row_block = field_array[first_row : first_row + rows_at_once].astype(np.float32)
             bad_indices = np.argwhere(~np.isfinite(row_block))
             if len(bad_indices):
-                weight_index = bad_indices[0]
-                weight = row_block[tuple(weight_index)]
-                weight_index[0] += start
-                shown_index = ", ".join(map(str, weight_index))
+                bad_index = bad_indices[0]
+                bad_weight = row_block[tuple(bad_index)]
+                bad_index[0] += first_row
+                shown_index = ", ".join(map(str, bad_index))
                 raise files.error(
-                    f"{field_name}[{shown_index}] is {weight}: weights must be finite numbers; the "
-                    "files are damaged, or the training has diverged"
+                    f"{field_name}[{shown_index}] is {bad_weight}: weights must be finite numbers; "
+                    "the files are damaged, or the training has diverged"
                 )

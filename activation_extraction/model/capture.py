@@ -107,20 +107,22 @@ class Capture:
         """
         kind_by_order = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
         hooks_by_type = self.hooks_by_type()
-        orders = sorted(kind_by_order)
+        kind_orders = sorted(kind_by_order)
         slots_by_kind = []
-        for order in orders:
+        for kind_order in kind_orders:
             hook_positions = [
                 (hook.layer, hook.order)
-                for hook in hooks_by_type[self.vector_type(kind_by_order[order])]
+                for hook in hooks_by_type[self.vector_type(kind_by_order[kind_order])]
                 if hook.layer >= layers.start
             ]
-            slots = [
-                sum(hook_position < (layer, order) for hook_position in hook_positions)
+            layer_slots = [
+                sum(hook_position < (layer, kind_order) for hook_position in hook_positions)
                 for layer in layers
             ]
-            slots_by_kind.append(np.array(slots, np.int32))
-        return Plan(tuple(kind_by_order[order] for order in orders), tuple(slots_by_kind))
+            slots_by_kind.append(np.array(layer_slots, np.int32))
+        return Plan(
+            tuple(kind_by_order[kind_order] for kind_order in kind_orders), tuple(slots_by_kind)
+        )
 
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans the slots for the stages of a pipeline, each of which has its own buffers.
@@ -133,17 +135,17 @@ class Capture:
             The plan, in which the slots of each kind have the shape (stages, layers of a stage).
         """
         first_layers = range(0, stages * length, length)
-        plans = [self.plan(range(layer, layer + length)) for layer in first_layers]
-        slots_by_kind = zip(*(plan.slots for plan in plans), strict=True)
-        return plans[0].with_slots(tuple(np.stack(slots) for slots in slots_by_kind))
+        stage_plans = [self.plan(range(layer, layer + length)) for layer in first_layers]
+        slots_by_kind = zip(*(plan.slots for plan in stage_plans), strict=True)
+        return stage_plans[0].with_slots(tuple(np.stack(slots) for slots in slots_by_kind))
 
     def plan_end(self) -> Plan:
         """Plans the slots of the hooks that come after the last layer."""
         hooks_by_type = self.hooks_by_type()
-        hooks = [hook for hook in self.hooks if hook.kind.at_end]
-        slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in hooks]
-        kinds = tuple(hook.kind for hook in hooks)
-        return Plan(kinds, tuple(np.int32(slot) for slot in slots))
+        end_hooks = [hook for hook in self.hooks if hook.kind.at_end]
+        end_slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in end_hooks]
+        end_kinds = tuple(hook.kind for hook in end_hooks)
+        return Plan(end_kinds, tuple(np.int32(slot) for slot in end_slots))
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
         """Returns buffers of zeros with room for everything that the plans write.
@@ -155,21 +157,23 @@ class Capture:
             stages: The number of pipeline stages. The buffers of every stage have as many slots as
                 the stage with the most hooks needs.
         """
-        slot_counts: dict[VectorType, int] = {}
+        slot_count_by_type: dict[VectorType, int] = {}
         for plan in plans:
             for kind, slots in zip(plan.kinds, plan.slots, strict=True):
                 vector_type = self.vector_type(kind)
-                slot_counts[vector_type] = max(slot_counts.get(vector_type, 0), slots.max() + 1)
-        buffers = {}
-        for vector_type, slot_count in slot_counts.items():
+                slot_count_by_type[vector_type] = max(
+                    slot_count_by_type.get(vector_type, 0), slots.max() + 1
+                )
+        buffer_by_type = {}
+        for vector_type, slot_count in slot_count_by_type.items():
             buffer_shape = [slot_count, *shape, vector_type.width]
-            axes = ["slots", *CAPTURED_AXES]
+            buffer_axes = ["slots", *CAPTURED_AXES]
             if stages > 1:
                 buffer_shape = [stages, *buffer_shape]
-                axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
-            zeros = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
-            buffers[vector_type] = self.layout.constrain(zeros, *axes)
-        return buffers
+                buffer_axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
+            zero_bits = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
+            buffer_by_type[vector_type] = self.layout.constrain(zero_bits, *buffer_axes)
+        return buffer_by_type
 
     def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
@@ -220,10 +224,10 @@ class Capture:
             vector_type = self.vector_type(kind)
             bits = self.layout.constrain(bits, *CAPTURED_AXES)
             buffer_index = (slot,) if micro_batch is None else (slot, micro_batch)
-            shaped_bits = bits.reshape(*[1] * len(buffer_index), *bits.shape)
-            buffer = buffers[vector_type]
+            bits_in_buffer_shape = bits.reshape(*[1] * len(buffer_index), *bits.shape)
+            type_buffer = buffers[vector_type]
             buffers[vector_type] = lax.dynamic_update_slice(
-                buffer, shaped_bits, (*buffer_index, 0, 0, 0)
+                type_buffer, bits_in_buffer_shape, (*buffer_index, 0, 0, 0)
             )
         return buffers
 
@@ -238,8 +242,8 @@ class Capture:
         """
         values_by_type = {}
         for vector_type, hooks in self.hooks_by_type().items():
-            bits = buffers[vector_type][: len(hooks)]
-            values_by_type[vector_type] = lax.bitcast_convert_type(bits, vector_type.dtype)
+            type_bits = buffers[vector_type][: len(hooks)]
+            values_by_type[vector_type] = lax.bitcast_convert_type(type_bits, vector_type.dtype)
         return values_by_type
 
     def values_of_stages(
@@ -266,9 +270,10 @@ class Capture:
                 bits = buffers[vector_type].swapaxes(2, 3)
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
                 bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
-                hook_counts = np.bincount(stage_numbers)
+                hook_counts_by_stage = np.bincount(stage_numbers)
                 bit_stacks = [
-                    bits[stage, :hook_count] for stage, hook_count in enumerate(hook_counts)
+                    bits[stage, :hook_count]
+                    for stage, hook_count in enumerate(hook_counts_by_stage)
                 ]
             for hook in hooks:
                 if hook.kind.at_end:

@@ -136,11 +136,13 @@ class Checkpoint(Repository):
         name_in_file = self.tensors.get(tensor)
         if name_in_file is None:
             raise InputError(f"{self.flag_and_path}: tensor {tensor} is missing")
-        file = self.open_weights((self._file_of_tensor or {}).get(name_in_file, SINGLE_FILE))
-        if name_in_file not in file.tensors:
-            other_name = text_names(file.tensors, file.location).get(tensor)
-            raise not_read.tensor_not_in_file(file.location, name_in_file, other_name)
-        return file, file.tensors[name_in_file]
+        weight_file = self.open_weights((self._file_of_tensor or {}).get(name_in_file, SINGLE_FILE))
+        if name_in_file not in weight_file.tensors:
+            actual_name_in_file = text_names(weight_file.tensors, weight_file.location).get(tensor)
+            raise not_read.tensor_not_in_file(
+                weight_file.location, name_in_file, actual_name_in_file
+            )
+        return weight_file, weight_file.tensors[name_in_file]
 
     def read(self, tensor: str, index: Index, dtype: Any = np.float32) -> np.ndarray:
         """Reads a part of a tensor, with the adapter merged into it if there is one.
@@ -174,8 +176,8 @@ class Checkpoint(Repository):
             The values of the part.
         """
         scales = self.scales(tensor)
-        file, _ = self.locate(tensor)
-        stored_values = file.read(self.tensors[tensor], index)
+        weight_file, _ = self.locate(tensor)
+        stored_values = weight_file.read(self.tensors[tensor], index)
         return stored_values if scales is None else scales.dequantize(stored_values, index, dtype)
 
     def scales(self, tensor: str) -> Scales | None:

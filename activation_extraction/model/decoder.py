@@ -78,15 +78,15 @@ class Decoder:
         Returns:
             The stacked parameters. Each array is in a box of Flax, which adds its logical axes.
         """
-        types = self.config.layer_types[:length]
-        stacks = {}
-        for layer_type in set(types):
-            layer_count = stages * types.count(layer_type)
-            boxes = {}
+        layer_types = self.config.layer_types[:length]
+        stacks_by_type = {}
+        for layer_type in set(layer_types):
+            layer_count = stages * layer_types.count(layer_type)
+            box_by_path = {}
             for path, box in self.parameters(layer_type).items():
-                boxes[path] = _stacked_zeros(box, layer_count)
-            stacks[layer_type] = unflatten_dict(boxes)
-        return stacks if self.has_several_types else stacks[types[0]]
+                box_by_path[path] = _stacked_zeros(box, layer_count)
+            stacks_by_type[layer_type] = unflatten_dict(box_by_path)
+        return stacks_by_type if self.has_several_types else stacks_by_type[layer_types[0]]
 
     def _example_inputs(self) -> tuple[Any, ...]:
         """Returns inputs of a layer's module for a single token, of the right shapes and dtypes.
@@ -132,9 +132,11 @@ class Decoder:
             Path of a parameter -> Flax's box of its logical axes (`names`) around a
             `jax.ShapeDtypeStruct` (`value`).
         """
-        module = self.modules[layer_type].clone(layout=Layout())
-        boxes = jax.eval_shape(lambda: _init(module, jax.random.key(0), *self._example_inputs()))
-        return flatten_dict(boxes)
+        layer_module = self.modules[layer_type].clone(layout=Layout())
+        nested_boxes = jax.eval_shape(
+            lambda: _init(layer_module, jax.random.key(0), *self._example_inputs())
+        )
+        return flatten_dict(nested_boxes)
 
     def scan(
         self,
@@ -162,8 +164,8 @@ class Decoder:
             The carry after the last layer.
         """
         params, has_window = layers
-        types = self.config.layer_types[: self._count(params)]
-        params_by_type = params if self.has_several_types else {types[0]: params}
+        layer_types = self.config.layer_types[: self._count(params)]
+        params_by_type = params if self.has_several_types else {layer_types[0]: params}
         type_names = sorted(params_by_type)
         stacks_by_type = {
             layer_type: self._separate(layer_type, stacked_params)
@@ -171,30 +173,39 @@ class Decoder:
         }
         # For each layer, the index of its type in `type_names`, and its row in the stacks of the
         # type.
-        type_numbers = np.array([type_names.index(layer_type) for layer_type in types], np.int32)
+        type_numbers = np.array(
+            [type_names.index(layer_type) for layer_type in layer_types], np.int32
+        )
         stack_rows = np.array(
-            [types[:layer].count(layer_type) for layer, layer_type in enumerate(types)], np.int32
+            [layer_types[:layer].count(layer_type) for layer, layer_type in enumerate(layer_types)],
+            np.int32,
         )
         # If all layers have one type, the loop itself slices each layer's parameters from the
         # stacks. Otherwise `run_layer` does.
-        single_type_params = None if self.has_several_types else stacks_by_type[types[0]][1]
+        single_type_params = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, row, layer_params, has_window, per_layer = loop_element
+            type_number, stack_row, layer_params, has_window, per_layer = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
-                stacks_in_place, copied_stacks = stacks_by_type[layer_type]
+                stack_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
                 params = layer_params
                 if params is None:
-                    take_row = partial(jax.lax.dynamic_index_in_dim, index=row, keepdims=False)
+                    take_row = partial(
+                        jax.lax.dynamic_index_in_dim, index=stack_row, keepdims=False
+                    )
                     params = jax.tree.map(take_row, copied_stacks)
-                in_place = {path: (stack, row) for path, stack in stacks_in_place.items()}
-                layer = self._apply(layer_type, params, has_window, keep, in_place)
-                return in_groups(layer, self.modules[layer_type])(*inputs)
+                stack_and_row_by_path = {
+                    path: (stack, stack_row) for path, stack in stack_in_place_by_path.items()
+                }
+                apply_layer = self._apply(
+                    layer_type, params, has_window, keep, stack_and_row_by_path
+                )
+                return in_groups(apply_layer, self.modules[layer_type])(*inputs)
 
-            branches = [partial(run_layer, layer_type) for layer_type in type_names]
-            layer = partial(jax.lax.switch, type_number, branches)
-            return body(layer, carry, per_layer), None
+            branches_by_type = [partial(run_layer, layer_type) for layer_type in type_names]
+            apply_layer = partial(jax.lax.switch, type_number, branches_by_type)
+            return body(apply_layer, carry, per_layer), None
 
         loop_arrays = type_numbers, stack_rows, single_type_params, has_window, per_layer
         carry, _ = jax.lax.scan(step, carry, loop_arrays)
@@ -216,12 +227,12 @@ class Decoder:
             The other stacks, as a nested dict.
         """
         stack_by_path = flatten_dict(params)
-        stacks_in_place = {}
+        stack_in_place_by_path = {}
         if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
             for path, box in self.parameters(layer_type).items():
                 if "experts" in box.names:
-                    stacks_in_place[path] = stack_by_path.pop(path)
-        return stacks_in_place, unflatten_dict(stack_by_path)
+                    stack_in_place_by_path[path] = stack_by_path.pop(path)
+        return stack_in_place_by_path, unflatten_dict(stack_by_path)
 
     def _apply(
         self,
@@ -245,16 +256,19 @@ class Decoder:
             A function that maps (x, rotary, segment_ids) to the residual stream after the layer and
             the result of `keep`.
         """
-        module = self.modules[layer_type]
-        boxes = self.parameters(layer_type)
+        layer_module = self.modules[layer_type]
+        box_by_path = self.parameters(layer_type)
         gathered_params = {
-            path: from_bits(module.layout.gather(weight, boxes[path].names))
+            path: from_bits(layer_module.layout.gather(weight, box_by_path[path].names))
             for path, weight in flatten_dict(params).items()
         }
-        variables = {"params": unflatten_dict(gathered_params), STACKS: unflatten_dict(in_place)}
+        flax_variables = {
+            "params": unflatten_dict(gathered_params),
+            STACKS: unflatten_dict(in_place),
+        }
 
         def layer(*inputs: Any) -> tuple[Array, Any]:
-            x, intermediates = module.apply(variables, *inputs, has_window)
+            x, intermediates = layer_module.apply(flax_variables, *inputs, has_window)
             return x, keep(intermediates)
 
         return layer
@@ -270,8 +284,8 @@ def _stacked_zeros(box: Any, count: int) -> Any:
     Returns:
         A box around the zeros, with the logical axis "layers" before the others.
     """
-    zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
-    return box.replace(value=zeros, names=("layers", *box.names))
+    stacked_zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
+    return box.replace(value=stacked_zeros, names=("layers", *box.names))
 
 
 @partial(jax.jit, static_argnums=0)  # so that a module is traced only once
@@ -295,14 +309,18 @@ def stage_length(types: Sequence[str], stages: int) -> int:
     """
     layer_count = len(types)
     min_length = -(-layer_count // stages)
-    for length in range(min_length, layer_count + 1):
-        types_repeat = all(
-            layer_type == types[layer % length] for layer, layer_type in enumerate(types)
+    for candidate_length in range(min_length, layer_count + 1):
+        has_repeating_types = all(
+            layer_type == types[layer % candidate_length] for layer, layer_type in enumerate(types)
         )
-        if types_repeat and -(-layer_count // length) == -(-layer_count // min_length):
-            return length
-    type_runs = [f"{len([*layer_run])} {layer_type}" for layer_type, layer_run in groupby(types)]
-    shown_types = ", ".join(type_runs[:6]) + (", ..." if len(type_runs) > 6 else "")
+        if has_repeating_types and -(-layer_count // candidate_length) == -(
+            -layer_count // min_length
+        ):
+            return candidate_length
+    type_run_texts = [
+        f"{len([*layer_run])} {layer_type}" for layer_type, layer_run in groupby(types)
+    ]
+    shown_types = ", ".join(type_run_texts[:6]) + (", ..." if len(type_run_texts) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
         f"to {layer_count - 1} are {shown_types}; choose another number of stages, or a mesh "
@@ -373,13 +391,13 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         return jax.lax.cond(segment_ids.any(), compute, skip, *inputs)
 
     def apply(x: Array, rotary: Any, segment_ids: Array) -> Any:
-        row_count, length = x.shape[:2]
-        group_size = rows_at_once(module.layout, row_count, length)
-        if group_size == row_count:
+        row_count, row_length = x.shape[:2]
+        rows_per_group = rows_at_once(module.layout, row_count, row_length)
+        if rows_per_group == row_count:
             return layer(x, rotary, segment_ids)
-        inputs = to_bits(x), rotary, segment_ids
+        layer_inputs = to_bits(x), rotary, segment_ids
         grouped_inputs = jax.tree.map(
-            lambda array: array.reshape(-1, group_size, *array.shape[1:]), inputs
+            lambda array: array.reshape(-1, rows_per_group, *array.shape[1:]), layer_inputs
         )
         grouped_results = jax.lax.map(run_rows, grouped_inputs)
         x_bits, other_arrays = jax.tree.map(

@@ -69,37 +69,39 @@ def pallas_delta_rule(
     Returns:
         The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
     """
-    row_count, length, key_heads, values_per_key, value_size = v.shape
+    row_count, row_length, key_head_count, value_heads_per_key, value_size = v.shape
     key_size = k.shape[-1]
-    is_first = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
-    log_decay = jnp.where(is_first[..., None, None], FORGETS, log_decay.astype(jnp.float32))
-    gates = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
-    gates = jnp.moveaxis(_whole_blocks(gates), 1, 3)  # shape (B, K, 2G, T)
+    is_first_of_segment = jnp.pad(segment_ids[:, :-1], [(0, 0), (1, 0)]) != segment_ids
+    log_decay = jnp.where(
+        is_first_of_segment[..., None, None], FORGETS, log_decay.astype(jnp.float32)
+    )
+    decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
+    decays_and_betas = jnp.moveaxis(_whole_blocks(decays_and_betas), 1, 3)  # shape (B, K, 2G, T)
     # shape (B, K, T, D), (B, K, T, D) and (B, K, G, T, U)
-    heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
+    qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
     # The grid has a program for each row b, key head k and block of tokens n.
     key_spec = pl.BlockSpec((None, None, TWO_CHUNKS, key_size), lambda b, k, n: (b, k, n, 0))
     value_spec = pl.BlockSpec(
-        (None, None, values_per_key, TWO_CHUNKS, value_size), lambda b, k, n: (b, k, 0, n, 0)
+        (None, None, value_heads_per_key, TWO_CHUNKS, value_size), lambda b, k, n: (b, k, 0, n, 0)
     )
     gate_spec = pl.BlockSpec(
-        (None, None, 2 * values_per_key, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n)
+        (None, None, 2 * value_heads_per_key, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n)
     )
-    output = pl.pallas_call(
+    heads_first_output = pl.pallas_call(
         _compute_block,
-        grid=(row_count, key_heads, gates.shape[-1] // TWO_CHUNKS),
+        grid=(row_count, key_head_count, decays_and_betas.shape[-1] // TWO_CHUNKS),
         in_specs=[key_spec, key_spec, value_spec, gate_spec],
         out_specs=value_spec,
-        out_shape=jax.ShapeDtypeStruct(heads_first[2].shape, v.dtype),
-        scratch_shapes=[pltpu.VMEM((key_size, values_per_key * value_size), jnp.float32)],
+        out_shape=jax.ShapeDtypeStruct(qkv_heads_first[2].shape, v.dtype),
+        scratch_shapes=[pltpu.VMEM((key_size, value_heads_per_key * value_size), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name="gated_delta_rule",
-    )(*heads_first, gates)
-    return jnp.moveaxis(output, -2, 1)[:, :length]
+    )(*qkv_heads_first, decays_and_betas)
+    return jnp.moveaxis(heads_first_output, -2, 1)[:, :row_length]
 
 
 def _whole_blocks(x: Array) -> Array:
@@ -150,43 +152,52 @@ def _compute_block(
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # shape (2C, G) each
-    heads, _, value_size = v_ref.shape
+    head_count, _, value_size = v_ref.shape
     # The following lists have one element for each value head.
-    inverses = []
-    output_factors = []
-    decays_since_begin = []  # each element is a list of two arrays, one for each chunk
-    decays_until_end = []
-    for head in range(heads):
-        decay_between, decay_since_begin = _decays(log_decays[:, head, None])
-        key_factors = _side_by_side(betas[:, head, None] * k_scale)
-        inverses.append(_inverse(key_factors * key_products * decay_between))
-        output_factors.append(query_products * decay_between)
-        decays_since_begin.append(decay_since_begin)
-        decays_until_end.append(k_scale * decay_between[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
-    for chunk in (0, 1):
-        tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
-        chunk_decays = [decays[chunk] for decays in decays_since_begin]
-        keys_and_queries = jnp.concatenate([k[tokens], q[tokens]])
-        state_values = _product("CD,DU->CU", keys_and_queries, state[...])
-        key_reads, query_reads = jnp.split(state_values, 2)
-        key_reads_by_head = jnp.split(k_scale[tokens] * key_reads, heads, axis=1)
-        query_reads_by_head = jnp.split(q_scale[tokens] * query_reads, heads, axis=1)
-        added_vectors = []
-        for head in range(heads):
-            differences = v_ref[head, tokens].astype(jnp.float32)
-            differences -= chunk_decays[head] * key_reads_by_head[head]
-            differences *= betas[tokens, head, None]
-            added_vector = _product("IJ,JU->IU", inverses[head][:, tokens], differences)
-            added_vectors.append(added_vector)
-            output = chunk_decays[head] * query_reads_by_head[head]
-            output += _product("IJ,JU->IU", output_factors[head][:, tokens], added_vector)
-            out_ref[head, tokens] = output.astype(out_ref.dtype)
-        state_decays = [jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays]
-        decayed_vectors = [
-            decays_until_end[head][tokens] * added_vectors[head] for head in range(heads)
+    inverses_by_head = []
+    output_factors_by_head = []
+    begin_decays_by_head = []  # each element is a list of two arrays, one for each chunk
+    end_decays_by_head = []
+    for head_number in range(head_count):
+        decay_between, decay_since_begin = _decays(log_decays[:, head_number, None])
+        key_factors = _side_by_side(betas[:, head_number, None] * k_scale)
+        inverses_by_head.append(_inverse(key_factors * key_products * decay_between))
+        output_factors_by_head.append(query_products * decay_between)
+        begin_decays_by_head.append(decay_since_begin)
+        end_decays_by_head.append(k_scale * decay_between[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
+    for chunk_number in (0, 1):
+        token_slice = slice(chunk_number * CHUNK, (chunk_number + 1) * CHUNK)
+        chunk_decays = [decays[chunk_number] for decays in begin_decays_by_head]
+        keys_and_queries = jnp.concatenate([k[token_slice], q[token_slice]])
+        state_reads = _product("CD,DU->CU", keys_and_queries, state[...])
+        key_reads, query_reads = jnp.split(state_reads, 2)
+        key_reads_by_head = jnp.split(k_scale[token_slice] * key_reads, head_count, axis=1)
+        query_reads_by_head = jnp.split(q_scale[token_slice] * query_reads, head_count, axis=1)
+        added_vectors_by_head = []
+        for head_number in range(head_count):
+            value_differences = v_ref[head_number, token_slice].astype(jnp.float32)
+            value_differences -= chunk_decays[head_number] * key_reads_by_head[head_number]
+            value_differences *= betas[token_slice, head_number, None]
+            added_vector = _product(
+                "IJ,JU->IU", inverses_by_head[head_number][:, token_slice], value_differences
+            )
+            added_vectors_by_head.append(added_vector)
+            head_output = chunk_decays[head_number] * query_reads_by_head[head_number]
+            head_output += _product(
+                "IJ,JU->IU", output_factors_by_head[head_number][:, token_slice], added_vector
+            )
+            out_ref[head_number, token_slice] = head_output.astype(out_ref.dtype)
+        state_decays_by_head = [
+            jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays
         ]
-        state_update = _product("CD,CU->DU", k[tokens], jnp.concatenate(decayed_vectors, axis=1))
-        state[...] = jnp.concatenate(state_decays, axis=1) * state[...] + state_update
+        decayed_vectors_by_head = [
+            end_decays_by_head[head_number][token_slice] * added_vectors_by_head[head_number]
+            for head_number in range(head_count)
+        ]
+        state_update = _product(
+            "CD,CU->DU", k[token_slice], jnp.concatenate(decayed_vectors_by_head, axis=1)
+        )
+        state[...] = jnp.concatenate(state_decays_by_head, axis=1) * state[...] + state_update
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:
@@ -204,18 +215,18 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     Returns:
         The product, float32.
     """
-    x_arrays = _bfloat16_arrays(x)
-    y_arrays = _bfloat16_arrays(y)
+    x_summands = _bfloat16_arrays(x)
+    y_summands = _bfloat16_arrays(y)
     left_operands = []
     right_operands = []
-    # The larger i + j is, the smaller is the product of x_arrays[i] and y_arrays[j].
+    # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j].
     for index_sum in (2, 1, 0):
-        for x_index, x_array in enumerate(x_arrays[: index_sum + 1]):
-            left_operands.append(x_array)
-            right_operands.append(y_arrays[index_sum - x_index])
+        for x_index, x_summand in enumerate(x_summands[: index_sum + 1]):
+            left_operands.append(x_summand)
+            right_operands.append(y_summands[index_sum - x_index])
     summed_axis = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
-    left_operand = jnp.concatenate(left_operands, axis=summed_axis)
-    return einsum(equation, left_operand, jnp.concatenate(right_operands))
+    joined_left_operand = jnp.concatenate(left_operands, axis=summed_axis)
+    return einsum(equation, joined_left_operand, jnp.concatenate(right_operands))
 
 
 def _bfloat16_arrays(x: Array) -> list[Array]:
@@ -246,9 +257,9 @@ def _indices() -> tuple[Array, Array, Array]:
         The column of each value in its matrix, (C, 2C) int32.
         The matrix of each value, (C, 2C) int32: 0 for the first matrix, CHUNK for the second.
     """
-    row = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
+    row_indices = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
     array_column = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
-    return row, array_column & (CHUNK - 1), array_column & CHUNK
+    return row_indices, array_column & (CHUNK - 1), array_column & CHUNK
 
 
 def _side_by_side(x: Array) -> Array:
@@ -263,8 +274,8 @@ def _side_by_side(x: Array) -> Array:
         The values side by side, (C, 2C). Values of pairs of tokens in different chunks are dropped.
         The value of a single token is repeated in all columns of its chunk.
     """
-    _, _, chunk = _indices()
-    return jnp.where(chunk == 0, x[:CHUNK], x[CHUNK:])
+    _, _, matrix_offsets = _indices()
+    return jnp.where(matrix_offsets == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
@@ -283,24 +294,26 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
         A list of two arrays (C, 1), one for each chunk: the share of S before the chunk that is
         left at each token.
     """
-    row, column, _ = _indices()
+    row_indices, column_indices, _ = _indices()
     log_decay = _side_by_side(log_decay)
-    log_decay_between = jnp.where(row > column, log_decay, 0)
-    distance = 1
+    log_decay_between = jnp.where(row_indices > column_indices, log_decay, 0)
+    row_distance = 1
     # Each row becomes the sum of itself and all rows above it. After a pass of this loop, a row
     # contains the sum of twice as many rows as before.
-    while distance < CHUNK:
+    while row_distance < CHUNK:
         log_decay_between += jnp.where(
-            row >= distance, pltpu.roll(log_decay_between, distance, 0), 0
+            row_indices >= row_distance, pltpu.roll(log_decay_between, row_distance, 0), 0
         )
-        distance *= 2
+        row_distance *= 2
     # The first column of each chunk sums the log decays after the chunk's first token. With the log
     # decay of this token, it has the log decays since the beginning of the chunk.
     log_decay_since_begin = log_decay_between + log_decay[:1]
-    decay_since_begin = [
+    begin_decays_by_chunk = [
         jnp.exp(log_decay_since_begin[:, first_column, None]) for first_column in (0, CHUNK)
     ]
-    return jnp.where(row >= column, jnp.exp(log_decay_between), 0), decay_since_begin
+    return jnp.where(
+        row_indices >= column_indices, jnp.exp(log_decay_between), 0
+    ), begin_decays_by_chunk
 
 
 def _inverse(matrices: Array) -> Array:
@@ -318,30 +331,40 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses side by side, (C, 2C).
     """
-    row, column, chunk = _indices()
-    inverse = (row == column).astype(jnp.float32)
-    block_start = row & -SUBLANES
-    for offset in range(SUBLANES - 1):
-        in_column = (column == block_start + offset) & (row > column)
-        column_factors = jnp.where(in_column, matrices, 0)
-        first_factor = jnp.sum(jnp.where(chunk == 0, column_factors, 0), axis=1, keepdims=True)
-        second_factor = jnp.sum(jnp.where(chunk == 0, 0, column_factors), axis=1, keepdims=True)
-        row_factors = jnp.where(chunk == 0, first_factor, second_factor)
-        inverse -= row_factors * _repeat_row(inverse, offset)
+    row_indices, column_indices, matrix_offsets = _indices()
+    inverses = (row_indices == column_indices).astype(jnp.float32)
+    block_starts = row_indices & -SUBLANES
+    for column_offset in range(SUBLANES - 1):
+        is_in_column = (column_indices == block_starts + column_offset) & (
+            row_indices > column_indices
+        )
+        column_factors = jnp.where(is_in_column, matrices, 0)
+        first_matrix_factors = jnp.sum(
+            jnp.where(matrix_offsets == 0, column_factors, 0), axis=1, keepdims=True
+        )
+        second_matrix_factors = jnp.sum(
+            jnp.where(matrix_offsets == 0, 0, column_factors), axis=1, keepdims=True
+        )
+        row_factors = jnp.where(matrix_offsets == 0, first_matrix_factors, second_matrix_factors)
+        inverses -= row_factors * _repeat_row(inverses, column_offset)
     block_size = SUBLANES
     while block_size < CHUNK:
-        in_same_pair = row & -2 * block_size == column & -2 * block_size
-        in_lower_left = in_same_pair & (row & block_size > column & block_size)
-        first_blocks, second_blocks = _alternate_blocks(inverse, block_size)
-        lower_left = jnp.where(in_lower_left, matrices, 0)
-        second_times_lower = _product("IC,CJ->IJ", second_blocks, _block_diagonal(lower_left))
-        second_blocks -= _product("IC,CJ->IJ", second_times_lower, _block_diagonal(inverse))
-        block_rows = [
+        is_in_same_pair = row_indices & -2 * block_size == column_indices & -2 * block_size
+        is_in_lower_left = is_in_same_pair & (
+            row_indices & block_size > column_indices & block_size
+        )
+        first_blocks, second_blocks = _alternate_blocks(inverses, block_size)
+        lower_left_values = jnp.where(is_in_lower_left, matrices, 0)
+        second_times_lower = _product(
+            "IC,CJ->IJ", second_blocks, _block_diagonal(lower_left_values)
+        )
+        second_blocks -= _product("IC,CJ->IJ", second_times_lower, _block_diagonal(inverses))
+        blocks_of_pairs = [
             x.reshape(-1, 1, block_size, TWO_CHUNKS) for x in (first_blocks, second_blocks)
         ]
-        inverse = jnp.concatenate(block_rows, axis=1).reshape(CHUNK, TWO_CHUNKS)
+        inverses = jnp.concatenate(blocks_of_pairs, axis=1).reshape(CHUNK, TWO_CHUNKS)
         block_size *= 2
-    return inverse
+    return inverses
 
 
 def _repeat_row(x: Array, offset: int) -> Array:
@@ -378,5 +401,7 @@ def _block_diagonal(x: Array) -> Array:
     Returns:
         The array, (2C, 2C).
     """
-    _, _, chunk = _indices()
-    return jnp.concatenate([jnp.where(chunk == 0, x, 0), jnp.where(chunk == 0, 0, x)])
+    _, _, matrix_offsets = _indices()
+    return jnp.concatenate(
+        [jnp.where(matrix_offsets == 0, x, 0), jnp.where(matrix_offsets == 0, 0, x)]
+    )

@@ -136,23 +136,23 @@ class GatedDeltaNet(nn.Module):
         """
         constrain = self.layout.constrain
         intermediates: Intermediates = {}
-        for letter, axes, projection, convolution in (
+        for projection_letter, value_axes, projection_module, convolution_module in (
             ("q", KEY_AXES, self.in_proj_q, self.conv1d_q),
             ("k", KEY_AXES, self.in_proj_k, self.conv1d_k),
             ("v", VALUE_AXES, self.in_proj_v, self.conv1d_v),
         ):
-            y = constrain(projection(x), *axes).astype(self.dtype)
-            intermediates[f"{letter}_pre_conv"] = y
-            tap_weights = jnp.squeeze(convolution(), -2)
-            if letter == "k":
+            y = constrain(projection_module(x), *value_axes).astype(self.dtype)
+            intermediates[f"{projection_letter}_pre_conv"] = y
+            tap_weights = jnp.squeeze(convolution_module(), -2)
+            if projection_letter == "k":
                 # The barrier makes the convolution of the keys wait for the convolution of the
                 # queries. Both at once would need more fast memory than a TPU has for them.
                 tap_weights, intermediates["q"] = lax.optimization_barrier(
                     (tap_weights, intermediates["q"])
                 )
-            intermediates[letter] = short_convolution(y, tap_weights, segment_ids).astype(
-                self.dtype
-            )
+            intermediates[projection_letter] = short_convolution(
+                y, tap_weights, segment_ids
+            ).astype(self.dtype)
         intermediates["gate_input"] = constrain(self.in_proj_z(x), *VALUE_AXES).astype(self.dtype)
         intermediates["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
         intermediates["beta"] = jax.nn.sigmoid(intermediates["beta_logit"])
@@ -183,9 +183,9 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     tap_count = weight.shape[-1]
     weighted_sum = x.astype(jnp.float32) * weight[..., -1]
     for tap_distance in range(1, tap_count):
-        same_segment = _shifted(segment_ids, tap_distance) == segment_ids
-        in_segment = jnp.expand_dims(same_segment, range(2, x.ndim))
-        earlier_values = jnp.where(in_segment, _shifted(x, tap_distance), 0).astype(jnp.float32)
+        is_same_segment = _shifted(segment_ids, tap_distance) == segment_ids
+        is_in_segment = jnp.expand_dims(is_same_segment, range(2, x.ndim))
+        earlier_values = jnp.where(is_in_segment, _shifted(x, tap_distance), 0).astype(jnp.float32)
         weighted_sum += earlier_values * weight[..., -1 - tap_distance]
     return jax.nn.silu(weighted_sum)
 
@@ -240,21 +240,21 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     *float_arrays, segment_ids = map(np.asarray, arrays)
     q, k, v, log_decay, beta = (x.astype(np.float64) for x in float_arrays)
     q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + EPSILON) for x in (q, k))
-    row_count, length, key_heads, values_per_key, value_size = v.shape
+    row_count, row_length, key_head_count, value_heads_per_key, value_size = v.shape
     # The state S of every value head, (B, K, G, D, U).
-    state = np.zeros((row_count, key_heads, values_per_key, k.shape[-1], value_size))
-    outputs = []
-    previous_segment = np.zeros(row_count)
-    for t in range(length):
-        segment = segment_ids[:, t]
-        continues_segment = (segment == previous_segment)[:, None, None]
+    state = np.zeros((row_count, key_head_count, value_heads_per_key, k.shape[-1], value_size))
+    token_outputs = []
+    previous_token_segments = np.zeros(row_count)
+    for t in range(row_length):
+        token_segments = segment_ids[:, t]
+        continues_segment = (token_segments == previous_token_segments)[:, None, None]
         decay = np.where(continues_segment, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
         state *= decay[..., None, None]
-        difference = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
-        state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], difference)
-        outputs.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
-        previous_segment = segment
-    return np.stack(outputs, axis=1)
+        value_differences = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
+        state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], value_differences)
+        token_outputs.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
+        previous_token_segments = token_segments
+    return np.stack(token_outputs, axis=1)
 
 
 def gated_delta_rule(
@@ -275,15 +275,15 @@ def gated_delta_rule(
     Returns:
         The outputs, (B, T, K, G, U) in the dtype of v. See `DeltaRule`.
     """
-    dtype = v.dtype
+    output_dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
     head_arrays = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*head_arrays, segment_ids[..., None])))
     state = jnp.zeros((*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
-    _, outputs = lax.scan(_step, state, chunks)
-    outputs = jnp.moveaxis(outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
-    return outputs.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(dtype)
+    _, chunk_outputs = lax.scan(_step, state, chunks)
+    chunk_outputs = jnp.moveaxis(chunk_outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
+    return chunk_outputs.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(output_dtype)
 
 
 def inverse_length(x: Array) -> Array:
@@ -370,8 +370,8 @@ def _prepare(
     query_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
     right_hand_side = beta * jnp.concatenate([v, decay_since_begin * k], axis=-1)
-    inverse = _inverse(beta * key_products * decay_between)
-    solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverse, right_hand_side)
+    inverses = _inverse(beta * key_products * decay_between)
+    solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
     initial_vectors, vector_readers = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         initial_vectors=initial_vectors,
@@ -403,20 +403,22 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses, (N, B, K, G, I, J).
     """
-    tokens = np.arange(CHUNK)
-    inverse = jnp.eye(CHUNK)
-    multiply = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
-    for level in range(CHUNK.bit_length() - 1):
-        block_numbers = tokens >> level
-        joined_numbers = tokens >> (level + 1)
-        in_joined_block = joined_numbers[:, None] == joined_numbers
-        in_lower_block = block_numbers[:, None] > block_numbers
-        lower_left = jnp.where(in_joined_block & in_lower_block, matrices, 0)
+    token_numbers = np.arange(CHUNK)
+    inverses = jnp.eye(CHUNK)
+    multiply_matrices = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
+    for block_level in range(CHUNK.bit_length() - 1):
+        block_numbers = token_numbers >> block_level
+        joined_numbers = token_numbers >> (block_level + 1)
+        is_in_joined_block = joined_numbers[:, None] == joined_numbers
+        is_in_lower_block = block_numbers[:, None] > block_numbers
+        lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
         # On the first level, the blocks are single tokens, so X and Y are 1.
-        if level > 0:
-            lower_left = multiply(multiply(inverse, lower_left), inverse)
-        inverse = inverse - lower_left
-    return inverse
+        if block_level > 0:
+            lower_left_values = multiply_matrices(
+                multiply_matrices(inverses, lower_left_values), inverses
+            )
+        inverses = inverses - lower_left_values
+    return inverses
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
@@ -438,21 +440,25 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         The share of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is 0 if
         the token's segment begins in the chunk.
     """
-    segment = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
+    token_segments = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
     # The segment of the last token of each chunk but the last one.
-    last_segment = segment[:-1, ..., -1:, :]
+    last_segment_of_chunk = token_segments[:-1, ..., -1:, :]
     # The segment of the last token before each chunk; -1 before the first chunk.
-    previous_segment = jnp.pad(last_segment, [(1, 0), *[(0, 0)] * 5], constant_values=-1)
+    segment_before_chunk = jnp.pad(
+        last_segment_of_chunk, [(1, 0), *[(0, 0)] * 5], constant_values=-1
+    )
     # Whether token I sees token J, (N, B, 1, 1, I, J).
-    mask = jnp.tril(segment == segment.mT)
+    sees_token = jnp.tril(token_segments == token_segments.mT)
     # A matrix (I, C), which is 1 where token C does not come after token I, and 0 elsewhere.
     not_after_mask = jnp.tri(CHUNK)
     log_decay_between = einsum(
         "IC,NBKGCJ->NBKGIJ", not_after_mask, log_decay * jnp.tri(CHUNK, k=-1)
     )
     log_decay_since_begin = einsum("IC,NBKGCJ->NBKGIJ", not_after_mask, log_decay)
-    decay_between = jnp.where(mask, jnp.exp(log_decay_between), 0)
-    decay_since_begin = jnp.where(segment == previous_segment, jnp.exp(log_decay_since_begin), 0)
+    decay_between = jnp.where(sees_token, jnp.exp(log_decay_between), 0)
+    decay_since_begin = jnp.where(
+        token_segments == segment_before_chunk, jnp.exp(log_decay_since_begin), 0
+    )
     return decay_between, decay_since_begin
 
 
@@ -473,7 +479,9 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
     state_products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
     subtracted_vectors, state_outputs = jnp.split(state_products, 2, axis=3)
     added_vectors = chunk.initial_vectors - subtracted_vectors
-    outputs = state_outputs + einsum("BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors)
+    token_outputs = state_outputs + einsum(
+        "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
+    )
     state = chunk.decay * state
     state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, added_vectors)
-    return state, outputs
+    return state, token_outputs

@@ -89,10 +89,10 @@ class Encoder:
             `aliases` (all other names), `width` (the number of features), `most` (`max_codes`),
             `autoencoder` (the name of the autoencoder) and `reconstructs` (the name of the target).
         """
-        hook = self.hook
+        codes_hook = self.hook
         return {
-            "module": hook.module,
-            "aliases": hook.names()[1:],
+            "module": codes_hook.module,
+            "aliases": codes_hook.names()[1:],
             "width": self.autoencoder.features,
             "most": self.max_codes,
             "autoencoder": plain_url(self.autoencoder.name),
@@ -107,10 +107,10 @@ class Encoder:
         """
         keeps_all_active = self.max_codes == self.autoencoder.k
         sentence_start = "each token has" if keeps_all_active else "a token has at most"
-        token_bytes = code_bytes(self.max_codes, dtype)
+        codes_bytes_per_token = code_bytes(self.max_codes, dtype)
         return (
             f"{self.hook.name}: {sentence_start} {self.max_codes} of "
-            f"{self.autoencoder.features:,} features, {token_bytes:,} bytes per token"
+            f"{self.autoencoder.features:,} features, {codes_bytes_per_token:,} bytes per token"
         )
 
     @property
@@ -127,9 +127,9 @@ class Encoder:
             layout: The mesh.
         """
         weight_count = sum(array.size for array in self.autoencoder.arrays.values())
-        shard_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
+        weight_shard_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
         block_bytes = 4 * 4 * VALUES_OF_A_BLOCK  # about four arrays of float32 at a time
-        return weight_count * self.autoencoder.dtype.itemsize / shard_count + block_bytes
+        return weight_count * self.autoencoder.dtype.itemsize / weight_shard_count + block_bytes
 
     def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes, dtypes and shardings of the autoencoder's arrays on the devices.
@@ -140,12 +140,12 @@ class Encoder:
         Returns:
             Field of `Autoencoder` -> the shape, dtype and sharding of its array.
         """
-        shape_of_field = {}
+        shape_by_field = {}
         for field_name, array in self.autoencoder.arrays.items():
             dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
             sharding = layout.sharding(AXES[field_name], array.shape)
-            shape_of_field[field_name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
-        return shape_of_field
+            shape_by_field[field_name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+        return shape_by_field
 
     def weights(self, layout: Layout) -> Weights:
         """Copies the autoencoder's arrays to the devices. Each device gets only its own shard.
@@ -189,18 +189,18 @@ def make_encoders(
     """
     encoders: list[Encoder] = []
     for autoencoder in autoencoders:
-        flag = f"--encode {plain_url(autoencoder.name)}"
-        source = _hook_of_width(
-            autoencoder.hook, autoencoder.W_enc.shape[1], flag, table, depth, sizes
+        flag_and_name = f"--encode {plain_url(autoencoder.name)}"
+        source_hook = _hook_of_width(
+            autoencoder.hook, autoencoder.W_enc.shape[1], flag_and_name, table, depth, sizes
         )
-        target = _hook_of_width(
-            autoencoder.target, len(autoencoder.b_dec), flag, table, depth, sizes
+        target_hook = _hook_of_width(
+            autoencoder.target, len(autoencoder.b_dec), flag_and_name, table, depth, sizes
         )
-        if any(encoder.source == source for encoder in encoders):
-            raise InputError(f"{flag}: {source.name} has another autoencoder already")
+        if any(encoder.source == source_hook for encoder in encoders):
+            raise InputError(f"{flag_and_name}: {source_hook.name} has another autoencoder already")
         max_active_features = autoencoder.k or autoencoder.features
         encoder_max_codes = min(max_codes or autoencoder.k or DEFAULT_MOST, max_active_features)
-        encoders.append(Encoder(autoencoder, source, target, encoder_max_codes))
+        encoders.append(Encoder(autoencoder, source_hook, target_hook, encoder_max_codes))
     return tuple(sorted(encoders, key=lambda encoder: encoder.source))
 
 
@@ -227,14 +227,14 @@ def _hook_of_width(
         raise InputError(f"{flag}: {str(error).removeprefix('--hook_names ')}") from error
     if len(matching_hooks) > 1 or matching_hooks[0].kind.dtype is not None:
         raise InputError(f"{flag}: {name} is not one hook with activations")
-    hook = matching_hooks[0]
-    hook_width = hook.kind.width(sizes)
+    matching_hook = matching_hooks[0]
+    hook_width = matching_hook.kind.width(sizes)
     if hook_width != width:
         raise InputError(
-            f"{flag}: is for {width:,} numbers per token, {hook.name} has {hook_width:,}; is it "
-            "of another model?"
+            f"{flag}: is for {width:,} numbers per token, {matching_hook.name} has {hook_width:,}; "
+            "is it of another model?"
         )
-    return hook
+    return matching_hook
 
 
 def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
@@ -254,19 +254,19 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
     """
-    feature_shards = layout.size(*RULES["head_vocab"])
-    tokens_of_a_block = VALUES_OF_A_BLOCK * feature_shards // encoder.autoencoder.features
+    feature_shard_count = layout.size(*RULES["head_vocab"])
+    tokens_per_block = VALUES_OF_A_BLOCK * feature_shard_count // encoder.autoencoder.features
     weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
     hook_values = [x] if encoder.source == encoder.target else [x, target]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
-        sharded_arrays = [
+        sharded_hook_values = [
             layout.constrain(array, "batch", "sequence", "hidden") for array in block_values
         ]
-        return _records(encoder, weights, sharded_arrays[0], sharded_arrays[-1], layout)
+        return _records(encoder, weights, sharded_hook_values[0], sharded_hook_values[-1], layout)
 
     with jax.named_scope("encode"):
-        return in_blocks(records_of_block, hook_values, tokens_of_a_block, layout)
+        return in_blocks(records_of_block, hook_values, tokens_per_block, layout)
 
 
 def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
@@ -330,19 +330,19 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     if autoencoder.score_factor is not None:
         feature_values = top_scores / jnp.take(weights["score_factor"], feature_ids)
     # If fewer features are active than are kept, the remaining scores are -inf.
-    is_active = jnp.isfinite(top_scores)
-    feature_ids = jnp.where(is_active, feature_ids, autoencoder.features)
-    feature_values = jnp.where(is_active, feature_values, 0)
+    is_code_active = jnp.isfinite(top_scores)
+    feature_ids = jnp.where(is_code_active, feature_ids, autoencoder.features)
+    feature_values = jnp.where(is_code_active, feature_values, 0)
     feature_ids, feature_values = lax.sort((feature_ids, feature_values), num_keys=1)
-    int32_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
-    record_fields = [
+    as_int32_bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    record_parts = [
         active_count,
-        int32_bits(squared_error),
-        int32_bits(target_norm),
+        as_int32_bits(squared_error),
+        as_int32_bits(target_norm),
         feature_ids,
-        int32_bits(feature_values),
+        as_int32_bits(feature_values),
     ]
-    return jnp.concatenate(record_fields, axis=-1)
+    return jnp.concatenate(record_parts, axis=-1)
 
 
 def _normalised(x: Array, normalisation: str) -> tuple[Array, Callable[[Array], Array]]:
@@ -358,10 +358,12 @@ def _normalised(x: Array, normalisation: str) -> tuple[Array, Callable[[Array], 
             A function that takes an output of the decoder, (B, T, D), and undoes the normalisation.
     """
     if normalisation == "constant_norm_rescale":
-        scale = math.sqrt(x.shape[-1]) / jnp.linalg.norm(x, axis=-1, keepdims=True)
-        return x * scale, lambda output: output / scale
+        input_scale = math.sqrt(x.shape[-1]) / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return x * input_scale, lambda output: output / input_scale
     if normalisation == "layer_norm":
-        mean = x.mean(axis=-1, keepdims=True)
-        deviation = jnp.std(x, axis=-1, keepdims=True, ddof=1)
-        return (x - mean) / (deviation + EPSILON), lambda output: output * deviation + mean
+        input_mean = x.mean(axis=-1, keepdims=True)
+        input_deviation = jnp.std(x, axis=-1, keepdims=True, ddof=1)
+        return (x - input_mean) / (
+            input_deviation + EPSILON
+        ), lambda output: output * input_deviation + input_mean
     return x, lambda output: output

@@ -96,8 +96,8 @@ def pallas_experts(
     Returns:
         The sums, (T, D) float32. See `ExpertSum`.
     """
-    expert_count, hidden, width = stacks.gate.shape[1:]
-    if x.dtype == jnp.float32 or hidden % LANES or width % LANES:
+    expert_count, hidden_size, expert_width = stacks.gate.shape[1:]
+    if x.dtype == jnp.float32 or hidden_size % LANES or expert_width % LANES:
         return ragged_experts(x, weights, chosen, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen = jnp.pad(chosen, padding_widths, constant_values=-1)
@@ -105,12 +105,14 @@ def pallas_experts(
     weighted_rows = _run_weighted(row_table, stacks, _run_gated(row_table, stacks, x))
     parts = parts if len(row_table.fetches) % parts == 0 else 1
     fetches_by_part = jnp.split(row_table.fetches, parts)
-    counts_by_part = jnp.split(row_table.fetch_counts, parts)
-    sums = [
-        _run_added(weighted_rows, fetches, counts)
-        for fetches, counts in zip(fetches_by_part, counts_by_part, strict=True)
+    fetch_counts_by_part = jnp.split(row_table.fetch_counts, parts)
+    sums_by_part = [
+        _run_added(weighted_rows, part_fetches, part_fetch_counts)
+        for part_fetches, part_fetch_counts in zip(
+            fetches_by_part, fetch_counts_by_part, strict=True
+        )
     ]
-    return jnp.concatenate(sums)[: len(x)]
+    return jnp.concatenate(sums_by_part)[: len(x)]
 
 
 def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
@@ -136,13 +138,13 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     row_experts = chosen.reshape(-1)
     has_expert = (row_experts >= 0) & (row_experts < expert_count)
     row_experts = jnp.where(has_expert, row_experts, expert_count)
-    experts = jnp.arange(expert_count)
-    tile_places = jnp.arange(ROWS)
+    expert_numbers = jnp.arange(expert_count)
+    places_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
-    missing_rows = -(row_experts[:, None] == experts).sum(axis=0) % ROWS
-    is_padding = tile_places < missing_rows[:, None]
+    padding_row_counts = -(row_experts[:, None] == expert_numbers).sum(axis=0) % ROWS
+    is_padding = places_in_tile < padding_row_counts[:, None]
     # The expert of each row of padding; E for rows that are not needed.
-    padding_experts = jnp.where(is_padding, experts[:, None], expert_count).reshape(-1)
+    padding_experts = jnp.where(is_padding, expert_numbers[:, None], expert_count).reshape(-1)
     final_padding_widths = 0, -row_count % ROWS
     padding_experts = jnp.pad(padding_experts, final_padding_widths, constant_values=expert_count)
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
@@ -151,28 +153,31 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     weights = jnp.pad(weights.reshape(-1), (0, padding_experts.size))
     sort_operands = expert_keys, row_numbers, weights
     expert_keys, sorted_row_numbers, weights = lax.sort(sort_operands, num_keys=1, is_stable=False)
-    is_fetched = (sorted_row_numbers < row_count) & (expert_keys < 2 * expert_count)
+    is_row_fetched = (sorted_row_numbers < row_count) & (expert_keys < 2 * expert_count)
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
-    group_places = sorted_row_numbers % rows_per_group
+    places_in_group = sorted_row_numbers % rows_per_group
     tile_experts = expert_keys[::ROWS] // 2
-    group_keys = 2 * sorted_row_numbers - group_places + jnp.where(is_fetched, 0, rows_per_group)
+    group_keys = (
+        2 * sorted_row_numbers - places_in_group + jnp.where(is_row_fetched, 0, rows_per_group)
+    )
     group_keys = jnp.where(sorted_row_numbers < row_count, group_keys, 2 * row_count)
-    group_keys, row_places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
+    group_keys, sorted_row_places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
     # In a group's buffer, the first row of every token comes before the second row of any token.
-    group_places = group_keys[:row_count] % rows_per_group
-    group_places = group_places % experts_per_token * TOKENS + group_places // experts_per_token
-    fetched_rows = row_places[:row_count].reshape(-1, 1, rows_per_group)
-    buffer_places = group_places.reshape(-1, 1, rows_per_group)
+    places_in_group = group_keys[:row_count] % rows_per_group
+    tokens_in_group = places_in_group // experts_per_token
+    buffer_places = places_in_group % experts_per_token * TOKENS + tokens_in_group
+    fetched_row_numbers = sorted_row_places[:row_count].reshape(-1, 1, rows_per_group)
+    buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
     return Table(
         used_tiles=(tile_experts < expert_count).sum(),
         experts=jnp.minimum(tile_experts, expert_count - 1),
-        row_counts=is_fetched.reshape(-1, ROWS).sum(axis=1),
-        tokens=jnp.where(is_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
+        row_counts=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
+        tokens=jnp.where(is_row_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
             -1, 1, ROWS
         ),
         weights=weights.reshape(-1, 1, ROWS),
-        fetches=jnp.concatenate([fetched_rows, buffer_places], axis=1),
+        fetches=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
         fetch_counts=(row_experts < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
 
@@ -187,11 +192,11 @@ def columns_per_block(columns: int, bytes_per_column: int) -> int:
         columns: The number of all columns, a multiple of LANES.
         bytes_per_column: The bytes of the weights of a column.
     """
-    block_columns = LANES
+    block_column_count = LANES
     for column_count in range(LANES, columns + 1, LANES):
         if columns % column_count == 0 and 2 * column_count * bytes_per_column <= MOST_OF_WEIGHTS:
-            block_columns = column_count
-    return block_columns
+            block_column_count = column_count
+    return block_column_count
 
 
 def _call(
@@ -231,9 +236,9 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     Returns:
         The results in the order of the tiles, (n', M) in the dtype of x.
     """
-    _, _, hidden, width = stacks.gate.shape
+    _, _, hidden_size, expert_width = stacks.gate.shape
     tile_count = len(table.experts)
-    block_columns = columns_per_block(width, 2 * hidden * x.dtype.itemsize)
+    block_column_count = columns_per_block(expert_width, 2 * hidden_size * x.dtype.itemsize)
 
     # A step of the grid fetches its own tile, but multiplies the tile of the step before, so it
     # reads the weights and writes the result for the step before.
@@ -248,19 +253,19 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     return _call(
         _multiply_fetched,
         [stacks.layer.reshape(1), table.experts, table.row_counts],
-        jax.ShapeDtypeStruct((tile_count * ROWS, width), x.dtype),
+        jax.ShapeDtypeStruct((tile_count * ROWS, expert_width), x.dtype),
         GATED,
-        grid=(width // block_columns, table.used_tiles + 1),
+        grid=(expert_width // block_column_count, table.used_tiles + 1),
         in_specs=[
             pl.BlockSpec(
                 (None, 1, ROWS), lambda column, step, *_: (step, 0, 0), memory_space=pltpu.SMEM
             ),
             pl.BlockSpec(memory_space=pltpu.HBM),
-            *[pl.BlockSpec((None, None, hidden, block_columns), weight_index)] * 2,
+            *[pl.BlockSpec((None, None, hidden_size, block_column_count), weight_index)] * 2,
         ],
-        out_specs=pl.BlockSpec((ROWS, block_columns), result_index),
+        out_specs=pl.BlockSpec((ROWS, block_column_count), result_index),
         scratch_shapes=[
-            pltpu.VMEM((2, ROWS, hidden // LANES, LANES), x.dtype),
+            pltpu.VMEM((2, ROWS, hidden_size // LANES, LANES), x.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
     )(table.tokens, x.reshape(len(x), -1, LANES), stacks.gate, stacks.up)
@@ -294,28 +299,30 @@ def _multiply_fetched(
         buffers: Two buffers for the tokens of a tile, (2, ROWS, D / LANES, LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
     """
-    step = pl.program_id(1)
-    previous_step = jnp.maximum(step - 1, 0)
-    copy_turns = pl.cdiv(counts[step], AT_ONCE)
-    previous_copy_turns = pl.cdiv(counts[previous_step], AT_ONCE)
+    step_number = pl.program_id(1)
+    previous_step_number = jnp.maximum(step_number - 1, 0)
+    copy_turn_count = pl.cdiv(counts[step_number], AT_ONCE)
+    previous_copy_turn_count = pl.cdiv(counts[previous_step_number], AT_ONCE)
 
     def start_copies(turn: Any, _: None) -> None:
-        for row in range(AT_ONCE):
-            row += turn * AT_ONCE
-            token_row = x_ref.at[pl.ds(tokens[0, row], 1)]
-            buffer_row = buffers.at[step % 2, pl.ds(row, 1)]
-            pltpu.make_async_copy(token_row, buffer_row, semaphores.at[step % 2]).start()
+        for row_in_turn in range(AT_ONCE):
+            row_number = turn * AT_ONCE + row_in_turn
+            token_row_ref = x_ref.at[pl.ds(tokens[0, row_number], 1)]
+            buffer_row_ref = buffers.at[step_number % 2, pl.ds(row_number, 1)]
+            pltpu.make_async_copy(
+                token_row_ref, buffer_row_ref, semaphores.at[step_number % 2]
+            ).start()
 
-    lax.fori_loop(0, copy_turns, start_copies, None)
+    lax.fori_loop(0, copy_turn_count, start_copies, None)
 
-    @pl.when(step > 0)
+    @pl.when(step_number > 0)
     def multiply() -> None:
-        buffer = (step - 1) % 2
-        _wait(buffers, semaphores, buffer, previous_copy_turns * AT_ONCE)
-        x = buffers[buffer].reshape(buffers.shape[1], -1)
-        gate = einsum("nD,DM->nM", x, gate_ref[...])
-        up = einsum("nD,DM->nM", x, up_ref[...])
-        out_ref[...] = (jax.nn.silu(gate) * up).astype(out_ref.dtype)
+        buffer_index = (step_number - 1) % 2
+        _wait(buffers, semaphores, buffer_index, previous_copy_turn_count * AT_ONCE)
+        x = buffers[buffer_index].reshape(buffers.shape[1], -1)
+        gate_product = einsum("nD,DM->nM", x, gate_ref[...])
+        up_product = einsum("nD,DM->nM", x, up_ref[...])
+        out_ref[...] = (jax.nn.silu(gate_product) * up_product).astype(out_ref.dtype)
 
 
 def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
@@ -332,8 +339,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
     def wait() -> None:
         # Waiting for a copy subtracts its size from the semaphore. The copy below is never started;
         # it only has the size of all copies into the buffer.
-        copied_rows = buffers.at[buffer, pl.ds(0, count)]
-        pltpu.make_async_copy(copied_rows, copied_rows, semaphores.at[buffer]).wait()
+        copied_rows_ref = buffers.at[buffer, pl.ds(0, count)]
+        pltpu.make_async_copy(copied_rows_ref, copied_rows_ref, semaphores.at[buffer]).wait()
 
 
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
@@ -349,8 +356,8 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     Returns:
         The results in the order of the tiles, (n', D / LANES, LANES) in the dtype of `gated`.
     """
-    _, _, width, hidden = stacks.down.shape
-    block_columns = columns_per_block(hidden, width * gated.dtype.itemsize)
+    _, _, expert_width, hidden_size = stacks.down.shape
+    block_column_count = columns_per_block(hidden_size, expert_width * gated.dtype.itemsize)
 
     def weight_index(column: Any, tile: Any, layer: Any, experts: Any) -> tuple[Any, ...]:
         return layer[0], experts[tile], 0, column
@@ -358,16 +365,16 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     return _call(
         _multiply_down,
         [stacks.layer.reshape(1), table.experts],
-        jax.ShapeDtypeStruct((len(gated), hidden // LANES, LANES), gated.dtype),
+        jax.ShapeDtypeStruct((len(gated), hidden_size // LANES, LANES), gated.dtype),
         WEIGHTED,
-        grid=(hidden // block_columns, jnp.maximum(table.used_tiles, 1)),
+        grid=(hidden_size // block_column_count, jnp.maximum(table.used_tiles, 1)),
         in_specs=[
             pl.BlockSpec((None, 1, ROWS), lambda column, tile, *_: (tile, 0, 0)),
-            pl.BlockSpec((ROWS, width), lambda column, tile, *_: (tile, 0)),
-            pl.BlockSpec((None, None, width, block_columns), weight_index),
+            pl.BlockSpec((ROWS, expert_width), lambda column, tile, *_: (tile, 0)),
+            pl.BlockSpec((None, None, expert_width, block_column_count), weight_index),
         ],
         out_specs=pl.BlockSpec(
-            (ROWS, block_columns // LANES, LANES), lambda column, tile, *_: (tile, column, 0)
+            (ROWS, block_column_count // LANES, LANES), lambda column, tile, *_: (tile, column, 0)
         ),
     )(table.weights, gated, stacks.down)
 
@@ -387,8 +394,8 @@ def _multiply_down(
         down_ref: A block of columns of the expert's down projection, (M, columns).
         out_ref: The same columns of the result, (ROWS, columns / LANES, LANES).
     """
-    weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]  # shape (ROWS, 1)
-    y = weights * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
+    weight_column = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]  # shape (ROWS, 1)
+    y = weight_column * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
     out_ref[...] = y.astype(out_ref.dtype).reshape(out_ref.shape)
 
 
@@ -408,7 +415,7 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
         The sums, (groups * TOKENS, D) float32.
     """
     group_count, _, rows_per_group = fetches.shape
-    hidden = math.prod(rows.shape[1:])
+    hidden_size = math.prod(rows.shape[1:])
 
     # A step of the grid fetches its own group. The last step only adds up the group before, so its
     # index is limited.
@@ -418,14 +425,16 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     return _call(
         _add_fetched,
         [jnp.pad(counts, (0, 1))],
-        jax.ShapeDtypeStruct((group_count * TOKENS, hidden), jnp.float32),
+        jax.ShapeDtypeStruct((group_count * TOKENS, hidden_size), jnp.float32),
         ADDED,
         grid=(group_count + 1,),
         in_specs=[
             pl.BlockSpec((None, 2, rows_per_group), fetch_index, memory_space=pltpu.SMEM),
             pl.BlockSpec(memory_space=pltpu.HBM),
         ],
-        out_specs=pl.BlockSpec((TOKENS, hidden), lambda step, _: (jnp.maximum(step - 1, 0), 0)),
+        out_specs=pl.BlockSpec(
+            (TOKENS, hidden_size), lambda step, _: (jnp.maximum(step - 1, 0), 0)
+        ),
         scratch_shapes=[
             pltpu.VMEM((2, rows_per_group, *rows.shape[1:]), rows.dtype),
             pltpu.SemaphoreType.DMA((2,)),
@@ -452,26 +461,28 @@ def _add_fetched(
         buffers: Two buffers for the rows of a group, (2, X * TOKENS, D / LANES, LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
     """
-    step = pl.program_id(0)
+    step_number = pl.program_id(0)
     rows_per_group = buffers.shape[1]
 
     # Rows that are not fetched must count as 0, so the buffer is cleared if there are any.
-    @pl.when(counts[step] < rows_per_group)
+    @pl.when(counts[step_number] < rows_per_group)
     def clear() -> None:
-        buffers[step % 2] = jnp.zeros_like(buffers[step % 2])
+        buffers[step_number % 2] = jnp.zeros_like(buffers[step_number % 2])
 
     def start_copy(number: Any, _: None) -> None:
-        source_row = rows_ref.at[pl.ds(fetches[0, number], 1)]
-        buffer_row = buffers.at[step % 2, pl.ds(fetches[1, number], 1)]
-        pltpu.make_async_copy(source_row, buffer_row, semaphores.at[step % 2]).start()
+        source_row_ref = rows_ref.at[pl.ds(fetches[0, number], 1)]
+        buffer_row_ref = buffers.at[step_number % 2, pl.ds(fetches[1, number], 1)]
+        pltpu.make_async_copy(
+            source_row_ref, buffer_row_ref, semaphores.at[step_number % 2]
+        ).start()
 
-    lax.fori_loop(0, counts[step], start_copy, None)
+    lax.fori_loop(0, counts[step_number], start_copy, None)
 
-    @pl.when(step > 0)
+    @pl.when(step_number > 0)
     def add() -> None:
-        buffer = (step - 1) % 2
-        _wait(buffers, semaphores, buffer, counts[step - 1])
+        buffer_index = (step_number - 1) % 2
+        _wait(buffers, semaphores, buffer_index, counts[step_number - 1])
         token_sums = jnp.zeros((TOKENS, *buffers.shape[2:]), jnp.float32)
-        for first_row in range(0, rows_per_group, TOKENS):
-            token_sums += buffers[buffer, pl.ds(first_row, TOKENS)].astype(jnp.float32)
+        for first_buffer_row in range(0, rows_per_group, TOKENS):
+            token_sums += buffers[buffer_index, pl.ds(first_buffer_row, TOKENS)].astype(jnp.float32)
         out_ref[...] = token_sums.reshape(out_ref.shape)

@@ -154,9 +154,9 @@ class Experts(nn.Module):
         expert_inputs = x, weights, chosen, layer, gate, up, down
         input_axes = "layer", "experts", "hidden", "mlp"
         output_axes = "layer", "experts", "mlp", "hidden"
-        axes = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
+        axes_by_input = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
         sum_on_device = partial(_sum_on_device, self.layout, self.expert_sum)
-        return self.layout.per_device(sum_on_device, expert_inputs, axes, template=0)
+        return self.layout.per_device(sum_on_device, expert_inputs, axes_by_input, template=0)
 
 
 def _sum_on_device(
@@ -183,12 +183,12 @@ def _sum_on_device(
     if layout.size("expert") > 1:
         expert_sum = partial(_sum_in_ring, layout.ring("expert"), expert_sum)
     token_arrays = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
-    y = expert_sum(*token_arrays, Stacks(*stacks))
+    token_sums = expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(axis for axis in MODEL_AXES if layout.size(axis) > 1)
     if split_axes:
-        y = lax.psum(y.astype(x.dtype), split_axes).astype(jnp.float32)
-    return y.reshape(x.shape)
+        token_sums = lax.psum(token_sums.astype(x.dtype), split_axes).astype(jnp.float32)
+    return token_sums.reshape(x.shape)
 
 
 def _sum_in_ring(
@@ -229,14 +229,14 @@ def _sum_in_ring(
         The sums for the tokens of this device, (T, D) float32.
     """
     device_count = len(ring)
-    token_count, hidden = x.shape
+    token_count, hidden_size = x.shape
     half_count = token_count // 2
     # Kernels fetch rows from arrays of this shape. It is cheaper to reshape the tokens of this
     # device before they are sent than the tokens of all devices afterwards.
-    x = x.reshape(token_count, -1, math.gcd(hidden, LANES))
+    x = x.reshape(token_count, -1, math.gcd(hidden_size, LANES))
     # For each direction, the half of the tokens that goes this way, and the number of places in the
     # ring by which a hop moves it.
-    directions = [(slice(half_count), 1), (slice(half_count, None), -1)]
+    halves_and_shifts = [(slice(half_count), 1), (slice(half_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:
         ring_pairs = [
@@ -246,11 +246,11 @@ def _sum_in_ring(
         return lax.ppermute(arrays, "expert", ring_pairs)
 
     halves_by_direction = []
-    for half_slice, shift in directions:
-        part_halves = [[array[half_slice] for array in (x, weights, chosen)]]
+    for half_slice, ring_shift in halves_and_shifts:
+        halves_by_part = [[array[half_slice] for array in (x, weights, chosen)]]
         for _ in range(1, device_count):
-            part_halves.append(hop(part_halves[-1], shift))
-        halves_by_direction.append(part_halves)
+            halves_by_part.append(hop(halves_by_part[-1], ring_shift))
+        halves_by_direction.append(halves_by_part)
     # The halves of the parts in the order: first half of part 0, second half of part 0, first half
     # of part 1, and so on.
     ordered_halves: list[list[Array]] = []
@@ -258,7 +258,7 @@ def _sum_in_ring(
         ordered_halves.extend(both_halves)
     x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*ordered_halves, strict=True))
     chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
-    y = expert_sum(x.reshape(-1, hidden), weights, chosen, stacks, parts=device_count)
+    y = expert_sum(x.reshape(-1, hidden_size), weights, chosen, stacks, parts=device_count)
 
     # Without barriers, XLA would concatenate the results of the parts again, in order to convert
     # and slice them together.
@@ -266,11 +266,12 @@ def _sum_in_ring(
         lax.optimization_barrier, jnp.split(y, device_count)
     )
     half_sums = []
-    for half_slice, shift in directions:
+    for half_slice, ring_shift in halves_and_shifts:
         half_sum = other_part_results[0][half_slice]
         for part_results in [*other_part_results[1:], own_part_results]:
             half_sum = (
-                hop(half_sum.astype(x.dtype), shift).astype(jnp.float32) + part_results[half_slice]
+                hop(half_sum.astype(x.dtype), ring_shift).astype(jnp.float32)
+                + part_results[half_slice]
             )
         half_sums.append(half_sum)
     return jnp.concatenate(half_sums)
@@ -300,21 +301,23 @@ def in_sorted_rows(
     experts_per_token = chosen.shape[1]
     expert_count = stacks.gate.shape[1]
     has_expert = (chosen >= 0) & (chosen < expert_count)
-    expert_of_row = jnp.where(has_expert, chosen, expert_count).reshape(-1)
-    row_order = jnp.argsort(expert_of_row, stable=True)
-    row_counts = jnp.bincount(expert_of_row, length=expert_count + 1)[:expert_count].astype(
-        jnp.int32
-    )
+    expert_by_row = jnp.where(has_expert, chosen, expert_count).reshape(-1)
+    row_order = jnp.argsort(expert_by_row, stable=True)
+    row_counts_by_expert = jnp.bincount(expert_by_row, length=expert_count + 1)[
+        :expert_count
+    ].astype(jnp.int32)
     sorted_rows = from_bits(to_bits(x)[row_order // experts_per_token], x.dtype)
-    result_bits = to_bits(compute(sorted_rows, row_counts, stacks))
+    result_bits = to_bits(compute(sorted_rows, row_counts_by_expert, stacks))
     # For each expert of a token, the number of its row in the sorted order, (T, X).
     row_numbers = jnp.zeros_like(row_order).at[row_order].set(jnp.arange(row_order.size))
     row_numbers = row_numbers.reshape(chosen.shape)
 
     def add_up(row_numbers: Array, weights: Array, has_expert: Array) -> Array:
         token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
-        for expert_index, rows_of_index in enumerate(row_numbers.T):
-            expert_results = from_bits(result_bits[rows_of_index], x.dtype).astype(jnp.float32)
+        for expert_index, rows_of_expert_index in enumerate(row_numbers.T):
+            expert_results = from_bits(result_bits[rows_of_expert_index], x.dtype).astype(
+                jnp.float32
+            )
             token_sums += jnp.where(
                 has_expert[:, expert_index, None],
                 expert_results * weights[:, expert_index, None],
@@ -346,12 +349,14 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
     layer, gate, up, down = stacks
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layer_count, expert_count = gate.shape[:2]
-    all_sizes = jnp.zeros((layer_count, expert_count), jnp.int32).at[layer].set(sizes).reshape(-1)
+    sizes_of_all_layers = (
+        jnp.zeros((layer_count, expert_count), jnp.int32).at[layer].set(sizes).reshape(-1)
+    )
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
         matrices = stack.reshape(-1, *stack.shape[2:])
         dot_options: Any = dict(precision=precision, preferred_element_type=dtype)
-        return lax.ragged_dot(x, matrices, all_sizes, **dot_options)
+        return lax.ragged_dot(x, matrices, sizes_of_all_layers, **dot_options)
 
     gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
     return product(gated_values.astype(x.dtype), down, x.dtype)
@@ -375,7 +380,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
     """
     row_count = len(x)
     row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
-    first_rows = jnp.cumsum(sizes) - sizes
+    first_row_by_expert = jnp.cumsum(sizes) - sizes
     layer, *stack_bits = map(to_bits, stacks)
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -391,7 +396,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         tile_count = (sizes[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
-            return compute_tile(y, first_rows[expert] + tile * TILE, gate, up, down)
+            return compute_tile(y, first_row_by_expert[expert] + tile * TILE, gate, up, down)
 
         return lax.fori_loop(0, tile_count, compute_next_tile, y)
 
@@ -426,9 +431,9 @@ def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: 
     """
     layer, gate, up, down = stacks
     token_sums = jnp.zeros(x.shape, jnp.float32)
-    for expert in range(gate.shape[1]):
-        gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert]))
-        gated_values *= einsum("TD,DM->TM", x, up[layer, expert])
-        expert_weight = jnp.where(chosen == expert, weights, 0).sum(axis=-1, keepdims=True)
-        token_sums += expert_weight * einsum("TM,MD->TD", gated_values, down[layer, expert])
+    for expert_number in range(gate.shape[1]):
+        gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert_number]))
+        gated_values *= einsum("TD,DM->TM", x, up[layer, expert_number])
+        expert_weight = jnp.where(chosen == expert_number, weights, 0).sum(axis=-1, keepdims=True)
+        token_sums += expert_weight * einsum("TM,MD->TD", gated_values, down[layer, expert_number])
     return token_sums

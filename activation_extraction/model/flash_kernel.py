@@ -65,19 +65,20 @@ def flash_attention(
     v = whole_blocks(v, KEYS)
     query_segments = whole_blocks(segments.q, QUERIES, PADDING)
     key_segments = whole_blocks(segments.k, KEYS, PADDING)
-    row_count, padded_queries, heads = q.shape[:3]
-    padded_keys = k.shape[1]
-    heads_per_key = heads // k.shape[2]
+    row_count, padded_query_count, head_count = q.shape[:3]
+    padded_key_count = k.shape[1]
+    query_heads_per_key = head_count // k.shape[2]
     span_begins, span_ends = _spans(query_segments, key_segments, first_query, window)
     # The grid has a program for each block of queries i, query head n and row b.
     span_spec = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
     query_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
     key_spec = pl.BlockSpec(
-        (None, padded_keys, None, head_size), lambda i, n, b: (b, 0, n // heads_per_key, 0)
+        (None, padded_key_count, None, head_size),
+        lambda i, n, b: (b, 0, n // query_heads_per_key, 0),
     )
-    output = pl.pallas_call(
+    padded_output = pl.pallas_call(
         partial(_attend, window=window),
-        grid=(padded_queries // QUERIES, heads, row_count),
+        grid=(padded_query_count // QUERIES, head_count, row_count),
         in_specs=[
             pl.BlockSpec((1,), lambda i, n, b: (0,)),
             span_spec,
@@ -86,7 +87,7 @@ def flash_attention(
             key_spec,
             key_spec,
             pl.BlockSpec((None, QUERIES), lambda i, n, b: (b, i)),
-            pl.BlockSpec((None, padded_keys), lambda i, n, b: (b, 0)),
+            pl.BlockSpec((None, padded_key_count), lambda i, n, b: (b, 0)),
         ],
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -102,7 +103,7 @@ def flash_attention(
         query_segments,
         key_segments,
     )
-    return output[:, :query_count]
+    return padded_output[:, :query_count]
 
 
 def _spans(
@@ -124,13 +125,17 @@ def _spans(
         of queries that are all padding, so their spans are empty.
     """
     # The segment of the first query of every block of queries.
-    first_segments = query_segments[:, ::QUERIES]
-    in_segment = key_segments[:, None, :] == first_segments[..., None]
-    span_begins = jnp.argmax(in_segment, axis=-1).astype(jnp.int32)
-    span_ends = first_query + QUERIES * jnp.arange(1, first_segments.shape[1] + 1, dtype=jnp.int32)
+    first_segment_of_block = query_segments[:, ::QUERIES]
+    is_in_segment = key_segments[:, None, :] == first_segment_of_block[..., None]
+    span_begins = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
+    span_ends = first_query + QUERIES * jnp.arange(
+        1, first_segment_of_block.shape[1] + 1, dtype=jnp.int32
+    )
     if window is not None:
         span_begins = jnp.maximum(span_begins, span_ends - QUERIES - window + 1)
-    span_ends = jnp.where(first_segments > 0, jnp.minimum(span_ends, key_segments.shape[1]), 0)
+    span_ends = jnp.where(
+        first_segment_of_block > 0, jnp.minimum(span_ends, key_segments.shape[1]), 0
+    )
     return span_begins // KEYS, pl.cdiv(span_ends, KEYS)
 
 
@@ -180,21 +185,23 @@ def _attend(
         """
         output, max_score, weight_sums = state
         key_slice = pl.ds(number * KEYS, KEYS)
-        distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
-        mask = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (distances >= 0)
+        query_key_distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
+        sees_key = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (
+            query_key_distances >= 0
+        )
         if window is not None:
-            mask &= distances < window
+            sees_key &= query_key_distances < window
         scores = plgpu.dot(q, k_ref[key_slice, :].T) * math.log2(math.e)
-        scores = jnp.where(mask, scores, UNSEEN)
+        scores = jnp.where(sees_key, scores, UNSEEN)
         new_max_score = jnp.maximum(max_score, scores.max(axis=1))
-        weights = jnp.exp2(scores - new_max_score[:, None])
+        key_weights = jnp.exp2(scores - new_max_score[:, None])
         rescale_factors = jnp.exp2(max_score - new_max_score)
         output = output * rescale_factors[:, None]
-        output += plgpu.dot(weights.astype(v_ref.dtype), v_ref[key_slice, :])
-        return output, new_max_score, weight_sums * rescale_factors + weights.sum(axis=1)
+        output += plgpu.dot(key_weights.astype(v_ref.dtype), v_ref[key_slice, :])
+        return output, new_max_score, weight_sums * rescale_factors + key_weights.sum(axis=1)
 
-    state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
-    output, _, weight_sums = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, state)
+    initial_state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
+    output, _, weight_sums = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, initial_state)
     # A block of nothing but padding has an empty span, so the sums of its weights are 0.
     out_ref[...] = (output / jnp.where(weight_sums == 0, 1, weight_sums)[:, None]).astype(
         out_ref.dtype

@@ -129,10 +129,11 @@ def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
     Raises:
         InputError: If the model needs transforms.
     """
-    transforms = quantization.get("transform_config")
-    if isinstance(transforms, Mapping) and not transforms.get("config_groups"):
-        transforms = transforms.keys() - {"config_groups"}
-    if transforms:
+    transform_config = quantization.get("transform_config")
+    needs_transforms = bool(transform_config)
+    if isinstance(transform_config, Mapping) and not transform_config.get("config_groups"):
+        needs_transforms = bool(transform_config.keys() - {"config_groups"})
+    if needs_transforms:
         raise InputError(
             f"{source}: quantization_config has a transform_config: activations are rotated while "
             "this model runs, which is not supported; use a checkpoint without transforms"
@@ -142,9 +143,9 @@ def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
 def _quantization(raw: Mapping[str, Any]) -> Any:
     """Returns the quantization_config of a model, or of the language model inside it."""
     quantization = raw.get("quantization_config")
-    for section in ("text_config", "thinker_config"):
-        if quantization is None and isinstance(raw.get(section), Mapping):
-            quantization = _quantization(raw[section])
+    for section_name in ("text_config", "thinker_config"):
+        if quantization is None and isinstance(raw.get(section_name), Mapping):
+            quantization = _quantization(raw[section_name])
     return quantization
 
 
@@ -160,8 +161,8 @@ def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
     Returns:
         The names, as a list; empty if the tensor has no scales.
     """
-    possible_names = [tensor + ending for ending in ENDINGS]
-    return [name for name in possible_names if name in tensors]
+    possible_scale_names = [tensor + scale_ending for scale_ending in ENDINGS]
+    return [name for name in possible_scale_names if name in tensors]
 
 
 def without_scales(tensors: Collection[str], source: str) -> set[str]:
@@ -176,10 +177,10 @@ def without_scales(tensors: Collection[str], source: str) -> set[str]:
     """
     tensor_names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
     for name in sorted(tensor_names):
-        ending = next(filter(name.endswith, ENDINGS), None)
-        if ending is None:
+        scale_ending = next(filter(name.endswith, ENDINGS), None)
+        if scale_ending is None:
             continue
-        scaled_name = name.removesuffix(ending)
+        scaled_name = name.removesuffix(scale_ending)
         if scaled_name not in tensors:
             raise InputError(f"{source}: {name} is a scale without its tensor, {scaled_name}")
         tensor_names.remove(name)
@@ -232,37 +233,43 @@ class Scales:
         file, header_entry = locate(tensor)
         scale_tensors = scale_names(tensor, tensors)
         tensor_dtype = DTYPE_NAMES[header_entry.dtype]
-        expected_scales = int(header_entry.dtype == VALUE_DTYPE)
-        message_start = f"{file.location}: tensor {tensor} is {tensor_dtype}"
-        if expected_scales == 0 and tensor_dtype not in FLOAT_TYPES:
-            float_types = ", ".join(FLOAT_TYPES)
+        expected_scale_count = int(header_entry.dtype == VALUE_DTYPE)
+        tensor_in_words = f"{file.location}: tensor {tensor} is {tensor_dtype}"
+        if expected_scale_count == 0 and tensor_dtype not in FLOAT_TYPES:
+            listed_float_types = ", ".join(FLOAT_TYPES)
             raise InputError(
-                f"{message_start}; only {float_types} and, beside its scales, F8_E4M3 are read"
+                f"{tensor_in_words}; only {listed_float_types} and, beside its scales, F8_E4M3 are "
+                "read"
             )
-        zero_points = f"{tensor}_zero_point"
-        if zero_points in tensors:
-            raise InputError(f"{message_start} and has {zero_points}: zero points are not read")
-        if len(scale_tensors) != expected_scales:
+        zero_point_name = f"{tensor}_zero_point"
+        if zero_point_name in tensors:
+            raise InputError(
+                f"{tensor_in_words} and has {zero_point_name}: zero points are not read"
+            )
+        if len(scale_tensors) != expected_scale_count:
             listed_scales = " and ".join(scale_tensors) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{message_start} and has {listed_scales}, "
-                f"expected {expected_scales or 'no'} tensor of scales"
+                f"{tensor_in_words} and has {listed_scales}, "
+                f"expected {expected_scale_count or 'no'} tensor of scales"
             )
         if not scale_tensors:
             return None
         scale_name = scale_tensors[0]
         scale_file, scale_entry = locate(scale_name)
-        layouts = _layouts(header_entry.shape, float8.block_size)
+        values_per_scale_by_shape = _layouts(header_entry.shape, float8.block_size)
         scale_dtype = DTYPE_NAMES[scale_entry.dtype]
-        if scale_dtype not in float8.scale_types or scale_entry.shape not in layouts:
+        if (
+            scale_dtype not in float8.scale_types
+            or scale_entry.shape not in values_per_scale_by_shape
+        ):
             raise InputError(
                 f"{scale_file.location}: tensor {scale_name} is {scale_dtype} of shape "
                 f"{scale_entry.shape}; scales of {header_entry.shape} in blocks of "
                 f"{float8.block_size} are read in {', '.join(float8.scale_types)} and have one of "
                 "the shapes "
-                f"{', '.join(map(str, layouts))}"
+                f"{', '.join(map(str, values_per_scale_by_shape))}"
             )
-        values_per_scale = layouts[scale_entry.shape]
+        values_per_scale = values_per_scale_by_shape[scale_entry.shape]
         return cls(tensor, header_entry.shape, scale_file, tensors[scale_name], values_per_scale)
 
     def dequantize(self, codes: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
@@ -284,13 +291,13 @@ class Scales:
             InputError: If a code or a scale is not a finite number.
         """
         # For each axis, an array with the number of the scale at every index of the part.
-        scale_numbers = []
+        scale_numbers_by_axis = []
         for axis_slice, size, values_per_scale in zip(
             index, self.shape, self.values_per_scale, strict=True
         ):
-            start, stop, _ = axis_slice.indices(size)
-            scale_numbers.append(np.arange(start, stop) // values_per_scale)
-        *expert_scale_numbers, row_scale_numbers, column_scale_numbers = scale_numbers
+            first_row, stop, _ = axis_slice.indices(size)
+            scale_numbers_by_axis.append(np.arange(first_row, stop) // values_per_scale)
+        *expert_scale_numbers, row_scale_numbers, column_scale_numbers = scale_numbers_by_axis
         code_count = len(FLOAT32_OF_CODE)
         scales = self._read()[..., column_scale_numbers[0] : column_scale_numbers[-1] + 1]
         scales_per_row = scales.shape[-1]
@@ -303,25 +310,31 @@ class Scales:
             VALUES_AT_ONCE // max(len(column_scale_numbers), table_values_per_row), 1
         )
         for matrix_index in np.ndindex(codes.shape[:-2]):
-            scale_matrix = tuple(
-                axis_numbers[expert]
-                for axis_numbers, expert in zip(expert_scale_numbers, matrix_index, strict=True)
+            scale_matrix_index = tuple(
+                axis_numbers[expert_index]
+                for axis_numbers, expert_index in zip(
+                    expert_scale_numbers, matrix_index, strict=True
+                )
             )
-            matrix_scales = scales[scale_matrix]
-            for start in range(0, len(row_scale_numbers), rows_per_piece):
-                piece_slice = slice(start, start + rows_per_piece)
+            matrix_scales = scales[scale_matrix_index]
+            for first_row in range(0, len(row_scale_numbers), rows_per_piece):
+                piece_slice = slice(first_row, first_row + rows_per_piece)
                 piece_codes = codes[matrix_index][piece_slice].view(np.uint8)
-                piece_rows = row_scale_numbers[piece_slice]
+                piece_scale_numbers = row_scale_numbers[piece_slice]
                 if (piece_codes & NAN_CODE).max() == NAN_CODE:
                     raise InputError(f"{self.file.location}: tensor {self.tensor} has NaN codes")
-                piece_scales = matrix_scales[piece_rows[0] : piece_rows[-1] + 1, :, None]
+                piece_scales = matrix_scales[
+                    piece_scale_numbers[0] : piece_scale_numbers[-1] + 1, :, None
+                ]
                 value_table = (FLOAT32_OF_CODE * piece_scales).astype(dtype).reshape(-1)
                 # The smallest dtype that can index the table moves the fewest bytes.
                 index_dtype = np.min_scalar_type(len(value_table))
                 table_indices = np.add(
                     piece_codes, column_offsets.astype(index_dtype), dtype=index_dtype
                 )
-                row_offsets = (piece_rows - piece_rows[0]) * code_count * scales_per_row
+                row_offsets = (
+                    (piece_scale_numbers - piece_scale_numbers[0]) * code_count * scales_per_row
+                )
                 table_indices += row_offsets.astype(index_dtype)[:, None]
                 # The mode "raise" would copy the values once more.
                 np.take(
@@ -373,24 +386,28 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     """
     if len(shape) not in (2, 3):
         return {}
-    *expert_axis, row_count, column_count = shape
-    one_expert = (1,) * len(expert_axis)  # empty without experts
+    *expert_sizes, row_count, column_count = shape
+    ones_for_experts = (1,) * len(expert_sizes)  # empty without experts
     # The last block of rows and the last block of columns may be smaller than the others.
     block_counts = -(-row_count // block_size[0]), -(-column_count // block_size[1])
-    values_per_scale_of_shape = {
+    values_per_scale_by_shape = {
         (1,): shape,
-        (*expert_axis, row_count, 1): (*one_expert, 1, column_count),
+        (*expert_sizes, row_count, 1): (*ones_for_experts, 1, column_count),
     }
-    if expert_axis:
-        shapes_per_expert = (*expert_axis,), (*expert_axis, 1), (*expert_axis, 1, 1)
-        values_per_scale_of_shape |= dict.fromkeys(
-            shapes_per_expert, (*one_expert, row_count, column_count)
+    if expert_sizes:
+        shapes_with_one_scale_per_expert = (
+            (*expert_sizes,),
+            (*expert_sizes, 1),
+            (*expert_sizes, 1, 1),
         )
-    values_per_scale_of_shape |= {(*expert_axis, *block_counts): (*one_expert, *block_size)}
-    if not expert_axis:
+        values_per_scale_by_shape |= dict.fromkeys(
+            shapes_with_one_scale_per_expert, (*ones_for_experts, row_count, column_count)
+        )
+    values_per_scale_by_shape |= {(*expert_sizes, *block_counts): (*ones_for_experts, *block_size)}
+    if not expert_sizes:
         # modelopt writes scales of rows and of blocks in these shapes.
-        values_per_scale_of_shape |= {
+        values_per_scale_by_shape |= {
             (row_count,): (1, column_count),
             (block_counts[0], 1, block_counts[1], 1): block_size,
         }
-    return values_per_scale_of_shape
+    return values_per_scale_by_shape

@@ -140,16 +140,20 @@ class Program:
         """
         if not self.encoders:
             return hook_stacks
-        arrays_left = {vector_type: iter(stack) for vector_type, stack in hook_stacks.items()}
-        activations = {hook: next(arrays_left[self.vector_type(hook)]) for hook in self.model.hooks}
+        array_iterator_by_type = {
+            vector_type: iter(stack) for vector_type, stack in hook_stacks.items()
+        }
+        activations_by_hook = {
+            hook: next(array_iterator_by_type[self.vector_type(hook)]) for hook in self.model.hooks
+        }
         for encoder, encoder_weights in zip(self.encoders, weights_by_encoder, strict=True):
-            source = activations[encoder.source]
-            target = activations[encoder.target]
-            codes = encode(encoder, encoder_weights, source, target, self.layout)
-            activations[encoder.hook] = codes
+            source_values = activations_by_hook[encoder.source]
+            target_values = activations_by_hook[encoder.target]
+            codes = encode(encoder, encoder_weights, source_values, target_values, self.layout)
+            activations_by_hook[encoder.hook] = codes
         arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
-            arrays_by_type[self.vector_type(hook)].append(activations[hook])
+            arrays_by_type[self.vector_type(hook)].append(activations_by_hook[hook])
         return {vector_type: jnp.stack(stack) for vector_type, stack in arrays_by_type.items()}
 
 
@@ -180,9 +184,9 @@ class Forward(Program):
         """
         if all(isinstance(key, int) for key in self.hooks):
             return "layer"
-        keys = [str(key) for key in self.hooks]
+        key_texts = [str(key) for key in self.hooks]
         hook_names = [hook.name for hook in self.hooks.values()]
-        return "hook name" if keys == hook_names else keys
+        return "hook name" if key_texts == hook_names else key_texts
 
     def receive(self, activations: Activations) -> dict[Key, np.ndarray]:
         """Copies the activations of this host's rows from the devices to the host.
@@ -196,11 +200,16 @@ class Forward(Program):
             rows.
         """
         if isinstance(activations, KeptTokens):
-            stacks = activations.receive()
+            stack_by_type = activations.receive()
         else:
-            stacks = self.rows.receive(activations)
-        arrays_left = {vector_type: iter(stack) for vector_type, stack in stacks.items()}
-        return {key: next(arrays_left[self.vector_type(hook)]) for key, hook in self.hooks.items()}
+            stack_by_type = self.rows.receive(activations)
+        array_iterator_by_type = {
+            vector_type: iter(stack) for vector_type, stack in stack_by_type.items()
+        }
+        return {
+            key: next(array_iterator_by_type[self.vector_type(hook)])
+            for key, hook in self.hooks.items()
+        }
 
 
 def compile_step(forward: Forward) -> Step:
@@ -217,25 +226,25 @@ def compile_step(forward: Forward) -> Step:
     """
     host_rows = forward.rows
     model_weights = read_weights(forward)
-    encoder_weights = [encoder.weights(forward.layout) for encoder in forward.encoders]
-    params = model_weights, encoder_weights
+    weights_by_encoder = [encoder.weights(forward.layout) for encoder in forward.encoders]
+    params = model_weights, weights_by_encoder
     start_time = time.perf_counter()
     with watch_compiling() as was_cached:
         compiled_program = _compile(forward, params)
     cache_note = ", from the cache" if was_cached() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_note)
-    padding_ids = np.zeros(forward.shape, np.int32)
+    padding_array = np.zeros(forward.shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
-        host_arrays = [padding_ids] * 3
+        host_arrays = [padding_array] * 3
         if batch is not None:
             host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         host_arrays.append(np.array([flags], np.int32))
-        activations, votes = compiled_program(params, *map(host_rows.feed, host_arrays))
+        activations, flag_counts = compiled_program(params, *map(host_rows.feed, host_arrays))
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, before the next step is sent to the devices.
             activations = take_kept(activations, batch.kept_mask)
-        return activations, votes
+        return activations, flag_counts
 
     return step
 
@@ -258,8 +267,8 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
 
     def apply(params: Any, tokens: Array, segments: Array, positions: Array, flags: Array) -> Any:
         model_params, encoder_weights = params
-        activations: Any = model.apply({"params": model_params}, tokens, segments, positions)
-        return program.with_codes(activations, encoder_weights), flags.sum(axis=0)
+        hook_stacks: Any = model.apply({"params": model_params}, tokens, segments, positions)
+        return program.with_codes(hook_stacks, encoder_weights), flags.sum(axis=0)
 
     out_shardings = host_rows.outgoing(program.shape[1], model.layout), host_rows.everywhere()
     flags_shape = 1, 3
@@ -290,13 +299,13 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
             if a step does not fit in memory.
     """
     model = program.model
-    dtype = jnp.uint16 if program.as_bits else model.dtype
-    params = {}
+    param_dtype = jnp.uint16 if program.as_bits else model.dtype
+    param_shape_by_path = {}
     for path, spec in program.weights.items():
         sharding = model.layout.sharding(spec.axes, spec.shape)
-        params[path] = jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
-    encoder_shapes = [encoder.shapes(model.layout) for encoder in program.encoders]
-    return _compile(program, (unflatten_dict(params), encoder_shapes), **options)
+        param_shape_by_path[path] = jax.ShapeDtypeStruct(spec.shape, param_dtype, sharding=sharding)
+    shapes_by_encoder = [encoder.shapes(model.layout) for encoder in program.encoders]
+    return _compile(program, (unflatten_dict(param_shape_by_path), shapes_by_encoder), **options)
 
 
 def bytes_of_step(program: Program) -> float:
@@ -338,8 +347,8 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     """
     model = forward.model
     layout = forward.layout
-    weights = forward.weights
-    parameter_count = sum(math.prod(spec.shape) for spec in weights.values())
+    weight_table = forward.weights
+    parameter_count = sum(math.prod(spec.shape) for spec in weight_table.values())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
         model.num_layers - 1,
@@ -365,7 +374,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         disable=not on_terminal(),
     ) as progress_bar:
         return load_params(
-            weights,
+            weight_table,
             forward.checkpoint,
             model.dtype,
             layout,

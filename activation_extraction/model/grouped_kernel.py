@@ -76,9 +76,9 @@ def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> 
     """
     layer, *layer_stacks = stacks
     gate, up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in layer_stacks)
-    first_expert = layer * len(sizes)
-    gated_values = _product(x, [gate, up], sizes, first_expert, interpret)
-    return _product(gated_values, [down], sizes, first_expert, interpret)
+    first_expert_number = layer * len(sizes)
+    gated_values = _product(x, [gate, up], sizes, first_expert_number, interpret)
+    return _product(gated_values, [down], sizes, first_expert_number, interpret)
 
 
 def _product(
@@ -104,27 +104,27 @@ def _product(
     output_count = stacks[0].shape[-1]
     # The last tile of each expert may be partly empty, which takes up to one more tile per expert.
     tile_count = -(-row_count // ROWS) + len(sizes)
-    block_width = math.gcd(output_count, COLUMNS)
+    block_column_count = math.gcd(output_count, COLUMNS)
     # The grid has a program for each block of columns and each tile of rows.
     tile_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
-    stack_shape = len(stacks[0]), input_count, block_width
-    stack_spec = pl.BlockSpec(stack_shape, lambda block, tile: (0, 0, block))
-    experts, first_rows, end_rows = _tile_table(sizes, tile_count)
+    stack_block_shape = len(stacks[0]), input_count, block_column_count
+    stack_spec = pl.BlockSpec(stack_block_shape, lambda block, tile: (0, 0, block))
+    tile_experts, first_rows, end_rows = _tile_table(sizes, tile_count)
     return pl.pallas_call(
         partial(_multiply, inputs_at_once=math.gcd(input_count, INNER)),
-        grid=(output_count // block_width, tile_count),
+        grid=(output_count // block_column_count, tile_count),
         in_specs=[
             *([tile_spec] * 3),
             pl.BlockSpec(x.shape, lambda block, tile: (0, 0)),
             *([stack_spec] * len(stacks)),
         ],
-        out_specs=pl.BlockSpec((row_count, block_width), lambda block, tile: (0, block)),
+        out_specs=pl.BlockSpec((row_count, block_column_count), lambda block, tile: (0, block)),
         out_shape=jax.ShapeDtypeStruct((row_count, output_count), x.dtype),
         # Two stacks need twice the registers, so twice the warps. They get fewer stages, because
         # each stage takes more of a core's memory.
         compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
-    )(first_expert + experts, first_rows, end_rows, x, *stacks)
+    )(first_expert + tile_experts, first_rows, end_rows, x, *stacks)
 
 
 def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
@@ -147,8 +147,8 @@ def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
     tile_experts = jnp.searchsorted(expert_tile_ends, tile_numbers, side="right").clip(
         max=len(sizes) - 1
     )
-    tile_of_expert = tile_numbers - (expert_tile_ends - tiles_per_expert)[tile_experts]
-    first_rows = (expert_row_ends - sizes)[tile_experts] + tile_of_expert * ROWS
+    tile_number_in_expert = tile_numbers - (expert_tile_ends - tiles_per_expert)[tile_experts]
+    first_rows = (expert_row_ends - sizes)[tile_experts] + tile_number_in_expert * ROWS
     return tile_experts.astype(jnp.int32), first_rows, expert_row_ends[tile_experts]
 
 
@@ -176,24 +176,26 @@ def _multiply(
     *stacks, out_ref = stacks_and_out
     first_row = start_ref[0]
     end_row = end_ref[0]
-    expert = expert_ref[0]
+    expert_number = expert_ref[0]
     row_slice = pl.ds(first_row, ROWS)
     # The rows after the expert's last one belong to other experts.
-    in_expert = (first_row + jnp.arange(ROWS) < end_row)[:, None]
+    is_row_of_expert = (first_row + jnp.arange(ROWS) < end_row)[:, None]
 
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
-        x = plgpu.load(x_ref.at[row_slice, input_slice], mask=in_expert, other=0.0)
+        x = plgpu.load(x_ref.at[row_slice, input_slice], mask=is_row_of_expert, other=0.0)
         new_products = []
         for product_so_far, stack in zip(products, stacks, strict=True):
-            new_products.append(product_so_far + plgpu.dot(x, stack[expert, input_slice, :]))
+            new_products.append(product_so_far + plgpu.dot(x, stack[expert_number, input_slice, :]))
         return new_products
 
     @pl.when(first_row < end_row)
     def _() -> None:
         zero_products = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
         products = lax.fori_loop(0, x_ref.shape[1] // inputs_at_once, add_inputs, zero_products)
-        result = products[-1]
+        tile_result = products[-1]
         if len(products) == 2:
-            result *= jax.nn.silu(products[0])
-        plgpu.store(out_ref.at[row_slice, :], result.astype(out_ref.dtype), mask=in_expert)
+            tile_result *= jax.nn.silu(products[0])
+        plgpu.store(
+            out_ref.at[row_slice, :], tile_result.astype(out_ref.dtype), mask=is_row_of_expert
+        )

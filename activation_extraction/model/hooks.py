@@ -199,8 +199,8 @@ class Hook(NamedTuple):
 
     def names(self) -> list[str]:
         """Returns all names of the hook: the canonical name, the aliases, then the modules."""
-        patterns = self.kind.name, *self.kind.aliases, *self.kind.modules
-        return [pattern.format(self.layer) for pattern in patterns]
+        name_patterns = self.kind.name, *self.kind.aliases, *self.kind.modules
+        return [name_pattern.format(self.layer) for name_pattern in name_patterns]
 
     def matching(self, pattern: str) -> list[str]:
         """Returns the names of the hook that a glob matches.
@@ -261,8 +261,8 @@ class HookTable:
 
     def without_predictions(self) -> "HookTable":
         """Returns the table without the kinds that need logits, for a model without a head."""
-        kinds = tuple(kind for kind in self.kinds if not kind.is_prediction)
-        return replace(self, kinds=kinds)
+        kept_kinds = tuple(kind for kind in self.kinds if not kind.is_prediction)
+        return replace(self, kinds=kept_kinds)
 
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
         """Returns all hooks of a model in the order in which they are computed.
@@ -272,8 +272,8 @@ class HookTable:
             large: Whether to include hooks of large kinds (see `HookKind.large`).
         """
         return sorted(
-            Hook(layer, order, kind)
-            for order, kind in enumerate(self.kinds)
+            Hook(layer, kind_order, kind)
+            for kind_order, kind in enumerate(self.kinds)
             for layer in kind.layers(depth, self.layer_types)
             if large or not kind.large
         )
@@ -315,15 +315,15 @@ class HookTable:
             InputError: If a glob matches no hook.
         """
         hooks = self.all_hooks(depth, large=True)
-        name_of_hook: dict[Hook, str] = {}
+        name_by_hook: dict[Hook, str] = {}
         for pattern in patterns:
             names_by_hook = {hook: hook.matching(pattern) for hook in hooks}
             if not any(names_by_hook.values()):
                 raise self._no_match_error(pattern, depth)
             for hook, matching_names in names_by_hook.items():
                 if matching_names:
-                    name_of_hook.setdefault(hook, matching_names[0])
-        return {name_of_hook[hook]: hook for hook in sorted(name_of_hook)}
+                    name_by_hook.setdefault(hook, matching_names[0])
+        return {name_by_hook[hook]: hook for hook in sorted(name_by_hook)}
 
     def _no_match_error(self, pattern: str, depth: int) -> InputError:
         """Returns the error for a glob that matches no hook.
@@ -352,10 +352,10 @@ class HookTable:
                     f"{hook.name}"
                 )
         all_names = [name for hook in hooks for name in hook.names()]
-        hint = near_miss(pattern, all_names)
+        near_miss_hint = near_miss(pattern, all_names)
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
-            f"{depth - 1}{hint}; --list_hooks shows their names"
+            f"{depth - 1}{near_miss_hint}; --list_hooks shows their names"
         )
 
 
@@ -451,11 +451,11 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
         config: The configuration of the model.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
-    kinds = []
+    existing_kinds = []
     for kind in _kinds(_type_words(config), top_logits):
         if any(kind.exists_in(layer_type) for layer_type in config.layer_types):
-            kinds.append(kind)
-    return HookTable(tuple(kinds), config.layer_types, config.vocab_size)
+            existing_kinds.append(kind)
+    return HookTable(tuple(existing_kinds), config.layer_types, config.vocab_size)
 
 
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -469,21 +469,21 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         These are words of the types of the layers that have these kinds; () if all layers have
         them. A word is missing if no layer of the model has kinds with this word.
     """
-    delta, experts = config.delta, config.experts
-    attention_words = () if delta is None else (ATTENTION,)
+    delta_config, experts_config = config.delta, config.experts
+    attention_words = () if delta_config is None else (ATTENTION,)
     type_words: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_words}
-    type_words[DENSE] = () if experts is None else (DENSE,)
+    type_words[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
         type_words[NORMED] = attention_words
     if config.q_gate:
         type_words[GATED] = attention_words
-    if delta is not None:
+    if delta_config is not None:
         type_words[LINEAR] = (LINEAR,)
         # In Hugging Face, a projection is the output of a module only if it is stored separately.
-        type_words[INTERLEAVED if delta.interleaved else APART] = (LINEAR,)
-    if experts is not None:
+        type_words[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+    if experts_config is not None:
         type_words[SPARSE] = (SPARSE,)
-        if experts.shared_width:
+        if experts_config.shared_width:
             type_words[SHARED] = (SPARSE,)
     return type_words
 
@@ -496,44 +496,46 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
             with this word, as returned by `_type_words`.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
-    kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers_word, name, letters, intermediate, module_names, alias_names in HOOK_KINDS:
+    hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
+    for layers_word, kind_name, letters, intermediate, module_names, alias_names in HOOK_KINDS:
         if layers_word not in type_words:
             continue
         # In a model with both dense layers and layers with experts, `mlp.gate` is the router, so
         # these aliases of dense layers change.
         if type_words[layers_word] == (DENSE,):
             alias_names = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", alias_names)
-        kinds.append(
+        hook_kinds.append(
             HookKind(
-                f"blocks.{{}}.{name}",
+                f"blocks.{{}}.{kind_name}",
                 letters,
                 intermediate,
-                tuple(f"model.layers.{{}}.{module}" for module in module_names.split()),
-                tuple(f"blocks.{{}}.{alias}" for alias in alias_names.split()),
+                tuple(f"model.layers.{{}}.{module_name}" for module_name in module_names.split()),
+                tuple(f"blocks.{{}}.{alias_name}" for alias_name in alias_names.split()),
                 type_words=type_words[layers_word],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate),
             )
         )
-    last_kind = partial(HookKind, at_end=True)
-    kinds += [
-        last_kind("ln_final.hook_normalized", "D", "final.normalized"),
-        last_kind("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
-        last_kind("logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)),
-        last_kind(
+    make_end_kind = partial(HookKind, at_end=True)
+    hook_kinds += [
+        make_end_kind("ln_final.hook_normalized", "D", "final.normalized"),
+        make_end_kind("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
+        make_end_kind(
+            "logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)
+        ),
+        make_end_kind(
             "logits.top_ids", "", "predicted.top_ids", dtype="int32", width_factor=top_logits
         ),
-        last_kind(
+        make_end_kind(
             "logits.top_logprobs",
             "",
             "predicted.top_logprobs",
             dtype="float32",
             width_factor=top_logits,
         ),
-        last_kind("loss", "", "predicted.loss", dtype="float32"),
-        last_kind("entropy", "", "predicted.entropy", dtype="float32"),
+        make_end_kind("loss", "", "predicted.loss", dtype="float32"),
+        make_end_kind("entropy", "", "predicted.entropy", dtype="float32"),
     ]
-    return kinds
+    return hook_kinds
 
 
 # The hooks of Qwen2, the family with the fewest kinds of hooks.

@@ -89,8 +89,8 @@ class HubFiles:
     def open_weights(self, name: str) -> WeightFile | None:
         if not self._belongs_in_cache(name):
             return self._remote.open_weights(name)
-        path = self.find(name)
-        return None if path is None else LocalFile(path)
+        cached_path = self.find(name)
+        return None if cached_path is None else LocalFile(cached_path)
 
     def _config(self) -> Path:
         """Downloads the configuration if necessary, which sets `_revision` to a commit.
@@ -167,10 +167,10 @@ class HubFiles:
         cached_path = try_to_load_from_cache(self._name, name, revision=self._revision)
         if not isinstance(cached_path, str | None):  # a sentinel object means a recorded absence
             return True
-        snapshot = self._snapshot()
-        if snapshot is None:
+        snapshot_folder = self._snapshot()
+        if snapshot_folder is None:
             return False
-        return constants.HF_HUB_OFFLINE or self._is_complete(snapshot, name)
+        return constants.HF_HUB_OFFLINE or self._is_complete(snapshot_folder, name)
 
     def _snapshot(self) -> Path | None:
         """Returns the folder of this commit in the hub's cache; None if there is no such folder."""
@@ -194,7 +194,8 @@ class HubFiles:
         if self._kind is AUTOENCODER:
             autoencoder_folder = (snapshot / name).parent
             return autoencoder_folder.is_dir() and any(
-                path.name.endswith(AUTOENCODER_WEIGHTS) for path in autoencoder_folder.iterdir()
+                autoencoder_path.name.endswith(AUTOENCODER_WEIGHTS)
+                for autoencoder_path in autoencoder_folder.iterdir()
             )
         if not (snapshot / self._kind.config_file).is_file():
             return False
@@ -202,8 +203,10 @@ class HubFiles:
             return True
         if self._kind is not MODEL or not (snapshot / INDEX_FILE).is_file():
             return False
-        shards = set(read_index(snapshot / INDEX_FILE).values())
-        return all((snapshot / shard).is_file() for shard in shards)
+        weight_file_names = set(read_index(snapshot / INDEX_FILE).values())
+        return all(
+            (snapshot / weight_file_name).is_file() for weight_file_name in weight_file_names
+        )
 
     def _belongs_in_cache(self, name: str) -> bool:
         """Returns whether to read a weight file through the hub's cache instead of by ranges.

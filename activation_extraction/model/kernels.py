@@ -90,31 +90,33 @@ def splash_attention(
     segment_ids = splash.SegmentIds(
         q=whole_blocks(segments.q, LANES, PADDING), kv=whole_blocks(segments.k, LANES, PADDING)
     )
-    heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # shapes BNTH, BKSH and BKSH
+    qkv_heads_first = [x.swapaxes(1, 2) for x in (q, k, v)]  # shapes BNTH, BKSH and BKSH
     scores_shape = q.shape[1], k.shape[1]
     block_sizes = splash.BlockSizes(
         block_q=_largest_block(q.shape[1], q.dtype), block_kv=_largest_block(k.shape[1], q.dtype)
     )
 
     def attend_from(first_query: int) -> Array:
-        mask: Any = splash.CausalMask(scores_shape, offset=first_query)
+        attention_mask: Any = splash.CausalMask(scores_shape, offset=first_query)
         if window is not None:
-            mask = splash.LocalMask(scores_shape, (window - 1, 0), offset=first_query)
-        head_masks = splash.MultiHeadMask([mask] * q.shape[2])
-        kernel = splash.make_splash_mha_single_device(
+            attention_mask = splash.LocalMask(scores_shape, (window - 1, 0), offset=first_query)
+        head_masks = splash.MultiHeadMask([attention_mask] * q.shape[2])
+        splash_kernel = splash.make_splash_mha_single_device(
             head_masks, block_sizes=block_sizes, interpret=interpret
         )
         # The kernel sets no precision, so a TPU would round float32 to bfloat16.
-        precision = "highest" if q.dtype == jnp.float32 else "default"
-        with jax.default_matmul_precision(precision):
-            return jax.vmap(kernel)(*heads_first, segment_ids)
+        matmul_precision = "highest" if q.dtype == jnp.float32 else "default"
+        with jax.default_matmul_precision(matmul_precision):
+            return jax.vmap(splash_kernel)(*qkv_heads_first, segment_ids)
 
     if isinstance(first_query, int):
         output = attend_from(first_query)
     else:
-        first_queries = range(0, key_count, query_count)
-        branches = [partial(attend_from, index) for index in first_queries]
-        output = lax.switch(first_query // query_count, branches)
+        possible_first_queries = range(0, key_count, query_count)
+        attention_branches = [
+            partial(attend_from, query_index) for query_index in possible_first_queries
+        ]
+        output = lax.switch(first_query // query_count, attention_branches)
     return output.swapaxes(1, 2)[:, :query_count]
 
 
@@ -167,8 +169,11 @@ def candidates_for(platform: str) -> Candidates:
     preferred_kernels = PREFERRED.get("gpu" if platform in ("cuda", "rocm") else platform)
     if preferred_kernels is None:
         raise InputError(f"JAX runs on the platform {platform!r}: expected cpu, gpu or tpu")
-    candidates = {}
-    for field, default_name in DEFAULT_NAMES.items():
-        default_candidate = {default_name: getattr(Kernels(), field)}
-        candidates[field] = {**preferred_kernels.get(field, {}), **default_candidate}
-    return candidates
+    kernels_by_field = {}
+    for kernel_field, default_name in DEFAULT_NAMES.items():
+        default_kernel_by_name = {default_name: getattr(Kernels(), kernel_field)}
+        kernels_by_field[kernel_field] = {
+            **preferred_kernels.get(kernel_field, {}),
+            **default_kernel_by_name,
+        }
+    return kernels_by_field

@@ -56,9 +56,9 @@ class RMSNorm(nn.Module):
         x = x.astype(jnp.float32)
         inverse_rms = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         normalized = x * inverse_rms
-        weighted_norm = normalized * (weight.astype(jnp.float32) + self.config.norm_offset)
-        weighted_norm = weighted_norm.astype(self.dtype)
-        return weighted_norm, {"normalized": normalized, "out": weighted_norm}
+        weighted_values = normalized * (weight.astype(jnp.float32) + self.config.norm_offset)
+        weighted_values = weighted_values.astype(self.dtype)
+        return weighted_values, {"normalized": normalized, "out": weighted_values}
 
 
 class Linear(nn.Module):
@@ -116,9 +116,9 @@ def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     cos = jnp.cos(angles) * attention_factor
     sin = jnp.sin(angles) * attention_factor
     unrotated_zeros = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(frequencies)))
-    all_cos = jnp.concatenate([cos, cos, 1 + unrotated_zeros], -1)
-    all_sin = jnp.concatenate([-sin, sin, unrotated_zeros], -1)
-    return all_cos, all_sin
+    cos_of_all_dims = jnp.concatenate([cos, cos, 1 + unrotated_zeros], -1)
+    sin_of_all_dims = jnp.concatenate([-sin, sin, unrotated_zeros], -1)
+    return cos_of_all_dims, sin_of_all_dims
 
 
 def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
@@ -135,9 +135,11 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
         The rotated queries or keys, (B, T, N, H) float32.
     """
     cos, sin = rotary
-    pair_count = len(config.rope.frequencies(config.head_dim))
+    rotated_pair_count = len(config.rope.frequencies(config.head_dim))
     partner_values = lax.platform_dependent(
-        x, tpu=partial(swap_pairs_on_tpu, pair_count), default=partial(swap_pairs, pair_count)
+        x,
+        tpu=partial(swap_pairs_on_tpu, rotated_pair_count),
+        default=partial(swap_pairs, rotated_pair_count),
     )
     return x.astype(jnp.float32) * cos + partner_values * sin
 
@@ -172,7 +174,7 @@ def swap_pairs_on_tpu(pair_count: int, x: Array) -> Array:
         The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
     """
     head_size = x.shape[-1]
-    permutation = np.eye(head_size, k=pair_count) + np.eye(head_size, k=-pair_count)
-    permutation[2 * pair_count :] = 0
-    permutation[:, 2 * pair_count :] = 0
-    return einsum("BTNH,HI->BTNI", x, jnp.asarray(permutation, x.dtype))
+    permutation_matrix = np.eye(head_size, k=pair_count) + np.eye(head_size, k=-pair_count)
+    permutation_matrix[2 * pair_count :] = 0
+    permutation_matrix[:, 2 * pair_count :] = 0
+    return einsum("BTNH,HI->BTNI", x, jnp.asarray(permutation_matrix, x.dtype))

@@ -110,16 +110,19 @@ class LoraAdapter:
         self._base = base
         self._config = read_json(self.files.file(ADAPTER.config_file))
         config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
-        for name, supported_values in SUPPORTED_SETTINGS.items():
-            setting = self._config.get(name)
+        for setting_name, supported_values in SUPPORTED_SETTINGS.items():
+            setting = self._config.get(setting_name)
             if setting not in supported_values:
                 raise InputError(
-                    f"{config_name}: {name} {setting!r} is not supported; merge it with PEFT"
+                    f"{config_name}: {setting_name} {setting!r} is not supported; merge it with "
+                    "PEFT"
                 )
-        for name in BOOLEAN_SETTINGS:
-            setting = self._config.get(name)
+        for setting_name in BOOLEAN_SETTINGS:
+            setting = self._config.get(setting_name)
             if type(setting) not in (bool, type(None)):
-                raise InputError(f"{config_name}: {name} is {setting!r}, expected true or false")
+                raise InputError(
+                    f"{config_name}: {setting_name} is {setting!r}, expected true or false"
+                )
         self._file = self.files.open_weights(ADAPTER.weights_file)
         self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
         for key, tensor in self._file.tensors.items():
@@ -135,38 +138,40 @@ class LoraAdapter:
         self._magnitudes: dict[str, str] = {}
         # Matrix of the base model -> the changes that are added to it.
         self._changes: dict[str, list[Change]] = defaultdict(list)
-        modules = self._modules()
-        module_names = {text_name(path.removesuffix(".weight")) for path in modules}
+        keys_by_module = self._modules()
+        module_names = {
+            text_name(module_path.removesuffix(".weight")) for module_path in keys_by_module
+        }
         keeps_tie = self._config.get("ensure_weight_tying")
         changes_embedding = "model.embed_tokens" in module_names and not keeps_tie
         changes_head = "lm_head" in module_names
         if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
-        text_modules = {}
-        for path, keys in modules.items():
-            if text_name(path) is not None:
-                text_modules[path] = keys
-        if not text_modules:
+        keys_by_text_module = {}
+        for module_path, keys_by_suffix in keys_by_module.items():
+            if text_name(module_path) is not None:
+                keys_by_text_module[module_path] = keys_by_suffix
+        if not keys_by_text_module:
             raise InputError(f"{self._file.location}: has no tensor for the language model")
         unknown_keys = []
-        for path, keys in text_modules.items():
-            unknown_keys += self._record_changes(path, keys)
+        for module_path, keys_by_suffix in keys_by_text_module.items():
+            unknown_keys += self._record_changes(module_path, keys_by_suffix)
         if unknown_keys:
             if changes_head and HEAD not in base.tensors:
                 head_key = next(key for key in unknown_keys if "lm_head" in key)
-                reason = (
+                error_reason = (
                     f"changes {HEAD}, which {base.flag_and_path} has not; give a base that has it"
                 )
-                raise self._error(head_key, reason)
+                raise self._error(head_key, error_reason)
             counted_keys = counted(len(unknown_keys), "key")
-            reason = f"fits no tensor of the base model ({counted_keys} in all)"
-            raise self._error(unknown_keys[0], reason)
+            error_reason = f"fits no tensor of the base model ({counted_keys} in all)"
+            raise self._error(unknown_keys[0], error_reason)
         changed_tensors = {*self._replacements, *self._biases, *self._changes}
         log.info(
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
             self.files.flag_and_path,
             len(changed_tensors),
-            len(modules) - len(text_modules),
+            len(keys_by_module) - len(keys_by_text_module),
         )
 
     def check_read(self, read_tensors: Collection[str]) -> None:
@@ -208,23 +213,23 @@ class LoraAdapter:
             it replaces the whole tensor, they have the dtype in the adapter's file. Otherwise they
             are the result of `read_base`.
         """
-        read_tensor = read_base
+        read_values = read_base
         if tensor in self._replacements:
-            read_tensor = partial(self._file.read, self._replacements[tensor])
+            read_values = partial(self._file.read, self._replacements[tensor])
         if tensor in self._biases:
             key, scale = self._biases[tensor]
             return (
-                read_tensor(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
+                read_values(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
             )
         if tensor not in self._changes:
-            return read_tensor(index)
+            return read_values(index)
         magnitude_key = self._magnitudes.get(tensor)
         column_range = index[-1]
         if magnitude_key is not None:  # because norms of rows need whole rows
             index = index[0], slice(0, self._shape(tensor)[1])
-        merged_values = read_tensor(index).astype(np.float32)
-        for change in self._changes[tensor]:
-            self._add(change, merged_values, index)
+        merged_values = read_values(index).astype(np.float32)
+        for tensor_change in self._changes[tensor]:
+            self._add(tensor_change, merged_values, index)
         if magnitude_key is not None:
             row_scales = self._factor(magnitude_key)[index[0]] / np.linalg.norm(
                 merged_values, axis=1
@@ -282,17 +287,17 @@ class LoraAdapter:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
                 module.
         """
-        modules: dict[str, dict[str, str]] = defaultdict(dict)
+        keys_by_module: dict[str, dict[str, str]] = defaultdict(dict)
         for key, shape in self._shapes.items():
             if 0 in (shape or (0,)):
                 raise self._error(key, f"has shape {shape} (was it saved from a part of ZeRO-3?)")
             shortened_key = ADDED_WORDS.sub("", key.removeprefix("base_model.model."))
-            path, _, suffix = shortened_key.partition(".lora_")
+            module_path, _, suffix = shortened_key.partition(".lora_")
             suffix = suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
-            if suffix in modules[path]:
-                raise self._error(key, f"and {modules[path][suffix]} are the same")
-            modules[path][suffix] = key
-        return modules
+            if suffix in keys_by_module[module_path]:
+                raise self._error(key, f"and {keys_by_module[module_path][suffix]} are the same")
+            keys_by_module[module_path][suffix] = key
+        return keys_by_module
 
     def _record_changes(self, path: str, keys: Mapping[str, str]) -> list[str]:
         """Records which tensors of the base model a module of the adapter changes.
@@ -308,19 +313,19 @@ class LoraAdapter:
             InputError: If a tensor has a wrong shape, or the module is not supported.
         """
         path = path.replace(".base_layer", "")
-        name = str(text_name(path))
-        replaced_shape = self._shape(name)
+        module_name = str(text_name(path))
+        replaced_shape = self._shape(module_name)
         if keys.keys() == {""} and replaced_shape:
             self._check_shape(keys[""], replaced_shape)
-            self._check_new(keys[""], name, self._replacements)
-            self._replacements[name] = keys[""]
+            self._check_new(keys[""], module_name, self._replacements)
+            self._replacements[module_name] = keys[""]
             return []
         suffixes = sorted(keys.keys() - {BIAS, MAGNITUDE})
         if suffixes not in (LINEAR_SUFFIXES, EMBEDDING_SUFFIXES):
             return [*keys.values()]
         is_embedding = suffixes == EMBEDDING_SUFFIXES
-        weight_name = f"{name}.weight"
-        bias_name = f"{name}.bias"
+        weight_name = f"{module_name}.weight"
+        bias_name = f"{module_name}.bias"
         if BIAS in keys and not self._shape(bias_name):
             return [keys[BIAS]]
         a = keys[suffixes[0]]
@@ -330,13 +335,13 @@ class LoraAdapter:
             raise self._error(a, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}")
         weight_shape = self._shape(weight_name)
         rank = self._shapes[a][0]
-        changes: list[tuple[str, Change]] = []
+        named_changes: list[tuple[str, Change]] = []
         if len(weight_shape) == 2:
             out_size, in_size = weight_shape[::-1] if is_embedding else weight_shape
             self._check_shape(a, (rank, in_size))
             self._check_shape(b, (out_size, rank))
             change = Change(a, b, self._scale(path, a, rank), is_exchanged=is_embedding)
-            changes = [(weight_name, change)]
+            named_changes = [(weight_name, change)]
             if BIAS in keys:
                 self._check_shape(keys[BIAS], self._shape(bias_name))
                 self._biases[bias_name] = keys[BIAS], change.scale
@@ -344,12 +349,12 @@ class LoraAdapter:
                 self._check_shape(keys[MAGNITUDE], weight_shape[:1])
                 self._magnitudes[weight_name] = keys[MAGNITUDE]
         elif sorted(keys) == LINEAR_SUFFIXES:
-            changes = self._expert_changes(path, name, a, b)
-        for tensor_name in dict(changes):
+            named_changes = self._expert_changes(path, module_name, a, b)
+        for tensor_name in dict(named_changes):
             self._check_new(a, tensor_name, self._changes)
-        for tensor_name, change in changes:
+        for tensor_name, change in named_changes:
             self._changes[tensor_name].append(change)
-        return [] if changes else [*keys.values()]
+        return [] if named_changes else [*keys.values()]
 
     def _expert_changes(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
         """Returns the changes that a module of the adapter makes to all experts of a layer.
@@ -372,17 +377,20 @@ class LoraAdapter:
             InputError: If A or B has a wrong shape or rank, or it is unclear whether inputs and
                 outputs are exchanged.
         """
-        separate_name = f"{name}.{{expert}}.{{projection}}_proj.weight"
+        separate_name_pattern = f"{name}.{{expert}}.{{projection}}_proj.weight"
         is_transposed = False
         fused_shape = self._shape(f"{name}.down_proj")
-        first_shape = self._shape(separate_name.format(expert=0, projection="down"))
+        first_expert_shape = self._shape(separate_name_pattern.format(expert=0, projection="down"))
         if fused_shape:
-            expert_count, hidden_size, width = fused_shape
-            is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (width, 2 * hidden_size)
+            expert_count, hidden_size, expert_width = fused_shape
+            is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (
+                expert_width,
+                2 * hidden_size,
+            )
             if is_transposed:
-                hidden_size, width = width, hidden_size
-        elif first_shape:
-            hidden_size, width = first_shape
+                hidden_size, expert_width = expert_width, hidden_size
+        elif first_expert_shape:
+            hidden_size, expert_width = first_expert_shape
             down_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
             expert_count = sum(
                 down_pattern.fullmatch(tensor_name) is not None
@@ -390,14 +398,14 @@ class LoraAdapter:
             )
         else:
             return []
-        all_ranks = self._shapes[a][0]  # the sum of the ranks of all experts, E * r
+        rank_sum = self._shapes[a][0]  # the sum of the ranks of all experts, E * r
         in_size = self._shapes[a][-1]
         out_size = self._shapes[b][0]
         matrix_name = "gate_up"
-        matrix_shape = (2 * width, hidden_size)
-        if {out_size, in_size} == {hidden_size, width}:
+        matrix_shape = (2 * expert_width, hidden_size)
+        if {out_size, in_size} == {hidden_size, expert_width}:
             matrix_name = "down"
-            matrix_shape = (hidden_size, width)
+            matrix_shape = (hidden_size, expert_width)
         is_exchanged = (out_size, in_size) == matrix_shape[::-1]
         # If A and B are square, only the version of PEFT tells whether inputs and outputs are
         # exchanged.
@@ -406,30 +414,30 @@ class LoraAdapter:
             version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
             is_exchanged = version_numbers < EXCHANGED_UNTIL
             if version_numbers < EXCHANGED_SINCE:
-                reason = "does not tell whether its inputs and outputs are exchanged"
-                raise self._error(a, f"is square, and peft_version {peft_version} {reason}")
+                error_reason = "does not tell whether its inputs and outputs are exchanged"
+                raise self._error(a, f"is square, and peft_version {peft_version} {error_reason}")
         out_size, in_size = matrix_shape[::-1] if is_exchanged else matrix_shape
-        self._check_shape(a, (all_ranks, in_size))
-        self._check_shape(b, (out_size, all_ranks))
-        scale = self._scale(f"{path}.{matrix_name}_proj", a, all_ranks / expert_count)
+        self._check_shape(a, (rank_sum, in_size))
+        self._check_shape(b, (out_size, rank_sum))
+        change_scale = self._scale(f"{path}.{matrix_name}_proj", a, rank_sum / expert_count)
         layer_change = Change(
-            a, b, scale, is_exchanged, expert_count=expert_count, is_transposed=is_transposed
+            a, b, change_scale, is_exchanged, expert_count=expert_count, is_transposed=is_transposed
         )
-        changes = []
+        named_changes = []
         for expert_number in range(expert_count):
             tensor_names = [f"{name}.{matrix_name}_proj"]
             # Without fused experts, gate and up are two tensors.
             if not fused_shape:
                 tensor_names = [
-                    separate_name.format(expert=expert_number, projection=projection)
+                    separate_name_pattern.format(expert=expert_number, projection=projection)
                     for projection in matrix_name.split("_")
                 ]
             for projection_number, tensor_name in enumerate(tensor_names):
                 expert_change = layer_change._replace(
-                    expert_number=expert_number, first_row=projection_number * width
+                    expert_number=expert_number, first_row=projection_number * expert_width
                 )
-                changes.append((tensor_name, expert_change))
-        return changes
+                named_changes.append((tensor_name, expert_change))
+        return named_changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
         """Returns the scale of a module's change, which follows from its rank and its alpha.
@@ -466,17 +474,19 @@ class LoraAdapter:
             InputError: If the number or a pattern is unusable.
         """
         config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
-        setting: Any = self._config.get(name)
+        setting_value: Any = self._config.get(name)
         try:
-            for pattern, pattern_setting in (self._config.get(patterns_name) or {}).items():
-                if re.match(rf"(.*\.)?({pattern})$", path):
-                    setting = pattern_setting
+            for path_pattern, pattern_setting in (self._config.get(patterns_name) or {}).items():
+                if re.match(rf"(.*\.)?({path_pattern})$", path):
+                    setting_value = pattern_setting
                     break
         except (AttributeError, re.error) as error:
             raise InputError(f"{config_name}: {patterns_name}: {error}") from error
-        if type(setting) not in (int, float) or not abs(setting) < 1e9:
-            raise InputError(f"{config_name}: {name} of {path} is {setting!r}, expected a number")
-        return setting
+        if type(setting_value) not in (int, float) or not abs(setting_value) < 1e9:
+            raise InputError(
+                f"{config_name}: {name} of {path} is {setting_value!r}, expected a number"
+            )
+        return setting_value
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
         """Returns the shape of a tensor of the base model; () if there is no such tensor.
@@ -496,12 +506,14 @@ class LoraAdapter:
         Raises:
             InputError: If the tensor has another shape.
         """
-        shape = self._shapes[key]
-        if shape != expected:
-            reason = f"has shape {shape}, expected {expected}"
+        tensor_shape = self._shapes[key]
+        if tensor_shape != expected:
+            error_reason = f"has shape {tensor_shape}, expected {expected}"
             if re.search(r"\b(embed_tokens|lm_head)\b", key):
-                reason += "; if the vocabulary was resized for training, give the base of that size"
-            raise self._error(key, reason)
+                error_reason += (
+                    "; if the vocabulary was resized for training, give the base of that size"
+                )
+            raise self._error(key, error_reason)
 
     def _check_new(self, key: str, tensor: str, changed_tensors: Collection[str]) -> None:
         """Checks that no other key of the adapter changes the same tensor.

@@ -82,17 +82,17 @@ def no_weights(
             transformers`.
         names: The names of all files in the repository.
     """
-    shards = sorted(name for name in names if name.endswith(".safetensors"))
-    other_weights = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
+    safetensors_names = sorted(name for name in names if name.endswith(".safetensors"))
+    other_weight_names = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
     weights_remark = ""
-    if shards and weights == SINGLE_FILE:
+    if safetensors_names and weights == SINGLE_FILE:
         weights_remark = (
-            f" and no {INDEX_FILE}, but {shards[0]}; copy the index from where the shards come "
-            "from: it tells which shard contains a tensor"
+            f" and no {INDEX_FILE}, but {safetensors_names[0]}; copy the index from where the "
+            "shards come from: it tells which shard contains a tensor"
         )
-    elif other_weights:
+    elif other_weight_names:
         weights_remark = (
-            f", but {other_weights[0]}; only safetensors are read: load the {description} and "
+            f", but {other_weight_names[0]}; only safetensors are read: load the {description} and "
             "store it with save_pretrained"
         )
     return InputError(f"{flag_and_path}: has no {weights}{weights_remark}")

@@ -69,12 +69,12 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     Returns:
         The value of the parameter.
     """
-    axes = tuple(LOGICAL_AXES[letter] for letter in letters)
+    logical_axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     shape = tuple(module.config.sizes[letter] for letter in letters)
     if len(letters) == 1 or (letters in NOT_GATHERED and math.prod(shape) <= SMALL):
-        axes = tuple("hidden" if axis == "embed" else axis for axis in axes)
-    zeros = nn.with_logical_partitioning(nn.initializers.zeros, axes)
-    return module.param(name, zeros, shape, module.dtype)
+        logical_axes = tuple("hidden" if axis == "embed" else axis for axis in logical_axes)
+    initialize_zeros = nn.with_logical_partitioning(nn.initializers.zeros, logical_axes)
+    return module.param(name, initialize_zeros, shape, module.dtype)
 
 
 # The result is cached, because tracing a model takes long, and a run asks for it several times.
@@ -89,9 +89,12 @@ def declared(model: nn.Module) -> Mapping[ParamPath, Any]:
         Path of a parameter -> Flax's box of its logical axes (`names`) around a
         `jax.ShapeDtypeStruct` (`value`).
     """
-    token_array = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    abstract_token_array = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     abstract_variables = jax.eval_shape(
-        lambda *x: model.init(jax.random.key(0), *x), token_array, token_array, token_array
+        lambda *x: model.init(jax.random.key(0), *x),
+        abstract_token_array,
+        abstract_token_array,
+        abstract_token_array,
     )
     return MappingProxyType(flatten_dict(abstract_variables["params"]))
 

@@ -69,10 +69,10 @@ class Repository:
         self.path = path
         self.kind = kind
         self.flag_and_path = f"{kind.flag} {path}"
-        folder = Path(os.path.expanduser(path))
-        self.local = folder.is_dir()
+        local_folder = Path(os.path.expanduser(path))
+        self.local = local_folder.is_dir()
         is_url = "://" in path
-        if folder.is_file():
+        if local_folder.is_file():
             raise not_read.path_is_file(self.flag_and_path)
         if not (self.local or is_url or HUB_NAME.fullmatch(path)):
             raise not_read.no_folder_and_no_hub_name(self.flag_and_path)
@@ -80,7 +80,7 @@ class Repository:
             raise not_read.revision_of_a_folder(self.flag_and_path, revision)
         self._files: RepositoryFiles
         if self.local:
-            self._files = LocalFiles(folder)
+            self._files = LocalFiles(local_folder)
         elif is_url:
             self._files = RemoteFiles(path, self.flag_and_path, kind.flag)
         else:
@@ -162,10 +162,10 @@ class Repository:
                 raise not_read.no_weights(
                     self.flag_and_path, name, self.kind.description, repository_files.file_names
                 )
-            file = repository_files.open_weights(name)
-            if file is None:
+            weight_file = repository_files.open_weights(name)
+            if weight_file is None:
                 raise not_read.lacks_file(self.flag_and_path, name, repository_files.offline)
-            self._weight_files[name] = file
+            self._weight_files[name] = weight_file
         return self._weight_files[name]
 
     def adapter_error(self) -> InputError:
@@ -200,9 +200,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
         InputError: If the file cannot be read, or does not contain a JSON object.
     """
     try:
-        json_value = json.loads(Path(path).read_bytes())
+        json_content = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(json_value, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(json_value).__name__}")
-    return json_value
+    if not isinstance(json_content, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(json_content).__name__}")
+    return json_content

@@ -104,12 +104,12 @@ class LocalFiles:
         return os.listdir(self._folder)
 
     def find(self, name: str) -> Path | None:
-        path = self._folder / name
-        return path if path.is_file() else None
+        local_path = self._folder / name
+        return local_path if local_path.is_file() else None
 
     def open_weights(self, name: str) -> WeightFile | None:
-        path = self.find(name)
-        return None if path is None else LocalFile(path)
+        local_path = self.find(name)
+        return None if local_path is None else LocalFile(local_path)
 
 
 class RemoteFiles:

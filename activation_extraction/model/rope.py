@@ -122,10 +122,12 @@ class Rope:
             The frequency of each pair in radians per position, (rotated dimensions / 2,) float32.
         """
         rotated_dims = int(head_dim * self.rotated_share)
-        exponents = np.arange(0, rotated_dims, 2, dtype=np.float32) / np.float32(rotated_dims)
+        theta_exponents = np.arange(0, rotated_dims, 2, dtype=np.float32) / np.float32(rotated_dims)
         # Powers are computed in float64, because NumPy's float32 power is wrong in the last bit,
         # and large positions multiply the error.
-        undivided_frequencies = 1 / (self.theta ** exponents.astype(np.float64)).astype(np.float32)
+        undivided_frequencies = 1 / (self.theta ** theta_exponents.astype(np.float64)).astype(
+            np.float32
+        )
         divided_frequencies = undivided_frequencies / np.float32(self.factor)
         if self.blended_range is None:
             return divided_frequencies
@@ -159,11 +161,11 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     rope = rope_settings if isinstance(rope_settings, dict) else {}
     if _rope_type(rope, source) not in ("llama3", "yarn"):
         return  # because other types do not use the length of the trained context
-    for fields in (section, rope):
-        if fields.get(TRAINED) is not None:
-            positive_field(fields, TRAINED, source)
+    for settings in (section, rope):
+        if settings.get(TRAINED) is not None:
+            positive_field(settings, TRAINED, source)
         else:
-            fields.pop(TRAINED, None)
+            settings.pop(TRAINED, None)
 
 
 def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:
@@ -257,8 +259,8 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         mscale = positive_field(rope, "mscale", source)
-        all_dim_scale = positive_field(rope, "mscale_all_dim", source)
-        return paper_factor(mscale) / paper_factor(all_dim_scale)
+        mscale_all_dim = positive_field(rope, "mscale_all_dim", source)
+        return paper_factor(mscale) / paper_factor(mscale_all_dim)
     return paper_factor(1.0)
 
 
@@ -322,20 +324,20 @@ def _blended_indices(
         return rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
     boundary_turns = []
-    for field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
+    for beta_field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
         boundary_turns.append(
-            positive_field(rope, field, source) if rope.get(field) else default_turns
+            positive_field(rope, beta_field, source) if rope.get(beta_field) else default_turns
         )
     try:
-        first_index, last_index = map(index_with_turns, boundary_turns)
+        first_blended_index, last_blended_index = map(index_with_turns, boundary_turns)
         if rope.get("truncate", True):
-            first_index = math.floor(first_index)
-            last_index = math.ceil(last_index)
+            first_blended_index = math.floor(first_blended_index)
+            last_blended_index = math.ceil(last_blended_index)
     except ArithmeticError:  # because theta is 1, or a beta is almost 0
         raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
-    first_index = max(first_index, 0)
-    last_index = float(min(last_index, rotated_dims - 1))
+    first_blended_index = max(first_blended_index, 0)
+    last_blended_index = float(min(last_blended_index, rotated_dims - 1))
     # The difference of the indices is a divisor, so it must not be 0.
-    if first_index == last_index:
-        last_index += 0.001
-    return first_index, last_index
+    if first_blended_index == last_blended_index:
+        last_blended_index += 0.001
+    return first_blended_index, last_blended_index

@@ -47,12 +47,12 @@ def text_name(name: str) -> str | None:
         del module_names[0]
     if not module_names:
         return name
-    module = module_names[0]
-    if module not in {"embed_tokens", "layers", "norm", "lm_head", *OTHER_MODULES}:
+    first_module_name = module_names[0]
+    if first_module_name not in {"embed_tokens", "layers", "norm", "lm_head", *OTHER_MODULES}:
         return name
-    if module in OTHER_MODULES or name.endswith(RECOMPUTED):
+    if first_module_name in OTHER_MODULES or name.endswith(RECOMPUTED):
         return None
-    return ".".join(module_names if module == "lm_head" else ["model", *module_names])
+    return ".".join(module_names if first_module_name == "lm_head" else ["model", *module_names])
 
 
 def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
@@ -68,15 +68,15 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
     Raises:
         InputError: If two tensors have the same name in the language model.
     """
-    checkpoint_name_of: dict[str, str] = {}
+    checkpoint_name_by_name: dict[str, str] = {}
     for checkpoint_name in checkpoint_names:
         name = text_name(checkpoint_name)
         if name is None:
             continue
-        if name in checkpoint_name_of:
+        if name in checkpoint_name_by_name:
             raise InputError(
-                f"{source}: {checkpoint_name_of[name]} and {checkpoint_name} are both the text "
-                f"model's {name}"
+                f"{source}: {checkpoint_name_by_name[name]} and {checkpoint_name} are both the "
+                f"text model's {name}"
             )
-        checkpoint_name_of[name] = checkpoint_name
-    return checkpoint_name_of
+        checkpoint_name_by_name[name] = checkpoint_name
+    return checkpoint_name_by_name

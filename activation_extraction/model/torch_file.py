@@ -99,7 +99,10 @@ class _Unpickler(AllowListUnpickler):
     error_reason = "only tensors are read"
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
-        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        if any(
+            archive_member.compress_type != zipfile.ZIP_STORED
+            for archive_member in archive.infolist()
+        ):
             raise ValueError("the archive is compressed")
         pickle_names = [name for name in archive.namelist() if name.endswith("data.pkl")]
         (pickle_name,) = pickle_names

@@ -174,37 +174,39 @@ class RemoteFile(WeightFile):
         """
         header_entry = self.tensors[tensor]
         shape = header_entry.shape
-        bounds = [
+        bounds_by_axis = [
             axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)
         ]
-        axis, ranges = byte_ranges(header_entry, bounds)
-        downloaded_bytes = np.empty(sum(stop - start for start, stop in ranges), np.uint8)
+        range_axis, offset_ranges = byte_ranges(header_entry, bounds_by_axis)
+        downloaded_bytes = np.empty(sum(stop - start for start, stop in offset_ranges), np.uint8)
         # A request is the offset of its first byte in the file, and the view of `downloaded_bytes`
         # that it fills.
-        requests: list[tuple[int, np.ndarray]] = []
+        byte_requests: list[tuple[int, np.ndarray]] = []
         requested_bytes = 0
-        for start, stop in ranges:
+        for start, stop in offset_ranges:
             for offset in range(start, stop, REQUEST_BYTES):
                 request_size = min(REQUEST_BYTES, stop - offset)
-                requests.append(
+                byte_requests.append(
                     (offset, downloaded_bytes[requested_bytes : requested_bytes + request_size])
                 )
                 requested_bytes += request_size
 
         def fill(request: tuple[int, np.ndarray]) -> None:
-            offset, target_bytes = request
+            first_offset, target_bytes = request
             target_bytes[:] = np.frombuffer(
-                self.read_bytes(offset, offset + target_bytes.size), np.uint8
+                self.read_bytes(first_offset, first_offset + target_bytes.size), np.uint8
             )
 
-        for _ in _connections().map(fill, requests):
+        for _ in _connections().map(fill, byte_requests):
             pass
-        # The axes after `axis` were downloaded whole, so the index is applied to them here.
-        lengths = [stop - start for start, stop in bounds[: axis + 1]]
+        # The axes after `range_axis` were downloaded whole, so the index is applied to them here.
+        lengths_by_axis = [stop - start for start, stop in bounds_by_axis[: range_axis + 1]]
         downloaded_part = downloaded_bytes.view(header_entry.dtype).reshape(
-            *lengths, *shape[axis + 1 :]
+            *lengths_by_axis, *shape[range_axis + 1 :]
         )
-        return downloaded_part[(slice(None),) * len(lengths) + tuple(index[axis + 1 :])]
+        return downloaded_part[
+            (slice(None),) * len(lengths_by_axis) + tuple(index[range_axis + 1 :])
+        ]
 
 
 def byte_ranges(
@@ -227,25 +229,32 @@ def byte_ranges(
             The ranges, each as the offsets of its start and its stop in the file.
     """
     # The distance in bytes between two neighbouring indices on each axis.
-    strides = [
-        tensor.dtype.itemsize * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(bounds))
+    byte_strides = [
+        tensor.dtype.itemsize * math.prod(tensor.shape[range_axis + 1 :])
+        for range_axis in range(len(bounds))
     ]
-    axis = 0
-    while axis + 1 < len(bounds):
-        next_start, next_stop = bounds[axis + 1]
-        needed_bytes = (next_stop - next_start) * strides[axis + 1]
-        if strides[axis] - needed_bytes < GAP_BYTES:
+    range_axis = 0
+    while range_axis + 1 < len(bounds):
+        next_start, next_stop = bounds[range_axis + 1]
+        needed_bytes = (next_stop - next_start) * byte_strides[range_axis + 1]
+        if byte_strides[range_axis] - needed_bytes < GAP_BYTES:
             break
-        axis += 1
-    start, stop = bounds[axis]
+        range_axis += 1
+    range_start, range_stop = bounds[range_axis]
     offset_ranges = []
-    for outer_indices in product(*(range(*axis_bounds) for axis_bounds in bounds[:axis])):
+    for outer_indices in product(*(range(*axis_bounds) for axis_bounds in bounds[:range_axis])):
         axis_offsets = [
-            index * stride for index, stride in zip(outer_indices, strides, strict=False)
+            outer_index * byte_stride
+            for outer_index, byte_stride in zip(outer_indices, byte_strides, strict=False)
         ]
         offset = tensor.offset + sum(axis_offsets)
-        offset_ranges.append((offset + start * strides[axis], offset + stop * strides[axis]))
-    return axis, offset_ranges
+        offset_ranges.append(
+            (
+                offset + range_start * byte_strides[range_axis],
+                offset + range_stop * byte_strides[range_axis],
+            )
+        )
+    return range_axis, offset_ranges
 
 
 def read_index(path: Path) -> dict[str, str]:
@@ -261,12 +270,12 @@ def read_index(path: Path) -> dict[str, str]:
         InputError: If the file is not an index of weight files, or names files in other folders.
     """
     try:
-        file_names = dict(json.loads(path.read_bytes())["weight_map"])
-        for tensor_name, file_name in file_names.items():
+        file_name_by_tensor = dict(json.loads(path.read_bytes())["weight_map"])
+        for tensor_name, file_name in file_name_by_tensor.items():
             if type(file_name) is not str or not SHARD_NAME.fullmatch(file_name):
                 shown_names = f"{ascii(file_name):.80} for {ascii(tensor_name):.80}"
                 raise ValueError(f"weight_map: {shown_names}, expected a file beside it")
-        return file_names
+        return file_name_by_tensor
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}: not a safetensors index: {error!r}") from error
 

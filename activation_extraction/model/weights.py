@@ -93,12 +93,12 @@ class WeightSpec:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the checkpoint."""
-        bounds = self._bounds([*map(range, self.shape[self.stacked_axes :])])
-        sizes = [stop - start for start, stop in bounds]
+        bounds_by_axis = self._bounds([*map(range, self.shape[self.stacked_axes :])])
+        tensor_sizes = [stop - start for start, stop in bounds_by_axis]
         if self.tensor_slice is not None:
-            heads = self.shape[self.stacked_axes] if self.tensor_slice.per_head else 1
-            sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * heads
-        return tuple(sizes)
+            head_count = self.shape[self.stacked_axes] if self.tensor_slice.per_head else 1
+            tensor_sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
+        return tuple(tensor_sizes)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
         """Translates a part of the parameter to the bounds of this part in a tensor.
@@ -111,25 +111,27 @@ class WeightSpec:
         Returns:
             The start and stop on each axis of the tensor.
         """
-        bounds: list[tuple[int, int]] = []
-        axes = self.axes[self.stacked_axes :]
-        sizes = self.shape[self.stacked_axes :]
-        for axis_name, axis_length, axis_range in zip(axes, sizes, ranges, strict=True):
-            if axis_name != "head_dim" or not bounds:
-                bounds.append((axis_range.start, axis_range.stop))
+        bounds_by_axis: list[tuple[int, int]] = []
+        axis_names = self.axes[self.stacked_axes :]
+        axis_lengths = self.shape[self.stacked_axes :]
+        for axis_name, axis_length, axis_range in zip(
+            axis_names, axis_lengths, ranges, strict=True
+        ):
+            if axis_name != "head_dim" or not bounds_by_axis:
+                bounds_by_axis.append((axis_range.start, axis_range.stop))
             else:  # head_dim and the axis of heads before it are a single axis of the tensor
-                start_head, stop_head = bounds[-1]
-                bounds[-1] = start_head * axis_length, stop_head * axis_length
+                start_head, stop_head = bounds_by_axis[-1]
+                bounds_by_axis[-1] = start_head * axis_length, stop_head * axis_length
         if self.reverses_axes:
-            bounds[-2], bounds[-1] = bounds[-1], bounds[-2]
+            bounds_by_axis[-2], bounds_by_axis[-1] = bounds_by_axis[-1], bounds_by_axis[-2]
         if self.tensor_slice is not None:
-            axis_number, offset, axis_size, per_head = self.tensor_slice
-            start, stop = bounds[axis_number]
+            sliced_axis, slice_offset, axis_size, per_head = self.tensor_slice
+            start, stop = bounds_by_axis[sliced_axis]
             # On this axis, each head has `axis_size` values in the tensor, and fewer in the slice.
             if per_head:
-                offset += ranges[0].start * (axis_size - (stop - start))
-            bounds[axis_number] = start + offset, stop + offset
-        return bounds
+                slice_offset += ranges[0].start * (axis_size - (stop - start))
+            bounds_by_axis[sliced_axis] = start + slice_offset, stop + slice_offset
+        return bounds_by_axis
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
         """Checks that a tensor exists and has the shape that the parameter needs.
@@ -171,15 +173,25 @@ class WeightSpec:
             The array, with the shape of the part.
         """
         parameter_part = _aligned([*map(len, ranges)], dtype)
-        axis = self.stacked_axes
-        rows_at_once = max(values_at_once // math.prod(parameter_part.shape[axis + 1 :]), 1)
+        first_tensor_axis = self.stacked_axes
+        rows_at_once = max(
+            values_at_once // math.prod(parameter_part.shape[first_tensor_axis + 1 :]), 1
+        )
         # Tensors of single experts may have their axes in reverse order, so they are read whole.
-        if "experts" in self.axes[:axis]:
-            rows_at_once = len(ranges[axis])
-        for start in range(0, len(ranges[axis]), rows_at_once):
-            row_slice = slice(start, start + rows_at_once)
-            ranges_of_rows = *ranges[:axis], ranges[axis][row_slice], *ranges[axis + 1 :]
-            self._fill(parameter_part[(slice(None),) * axis + (row_slice,)], read, ranges_of_rows)
+        if "experts" in self.axes[:first_tensor_axis]:
+            rows_at_once = len(ranges[first_tensor_axis])
+        for first_row in range(0, len(ranges[first_tensor_axis]), rows_at_once):
+            row_slice = slice(first_row, first_row + rows_at_once)
+            ranges_of_rows = (
+                *ranges[:first_tensor_axis],
+                ranges[first_tensor_axis][row_slice],
+                *ranges[first_tensor_axis + 1 :],
+            )
+            self._fill(
+                parameter_part[(slice(None),) * first_tensor_axis + (row_slice,)],
+                read,
+                ranges_of_rows,
+            )
         return parameter_part
 
     def _fill(self, target: np.ndarray, read: ReadTensor, ranges: Sequence[range]) -> None:
@@ -210,8 +222,8 @@ class WeightSpec:
             tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
             tensor_values = read(self.hf_names[tensor_number], tensor_index)
             if self.reverses_axes:
-                for start in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
-                    row_slice = slice(start, start + TRANSPOSED_ROWS)
+                for first_row in range(0, tensor_values.shape[-2], TRANSPOSED_ROWS):
+                    row_slice = slice(first_row, first_row + TRANSPOSED_ROWS)
                     target[stack_index][..., row_slice] = tensor_values[..., row_slice, :].swapaxes(
                         -1, -2
                     )
@@ -298,12 +310,14 @@ def check_tensors(
     """
     for spec in specs:
         for name in spec.hf_names:
-            file, header_entry = checkpoint.locate(name)
-            spec.check(name, header_entry.shape, file.location)
+            weight_file, header_entry = checkpoint.locate(name)
+            spec.check(name, header_entry.shape, weight_file.location)
             checkpoint.scales(name)
     tensor_names = set(checkpoint.tensors)
-    for file in checkpoint.weight_files:  # files may contain tensors that the index does not list
-        tensor_names.update(text_names(file.tensors, file.location))
+    for (
+        weight_file
+    ) in checkpoint.weight_files:  # files may contain tensors that the index does not list
+        tensor_names.update(text_names(weight_file.tensors, weight_file.location))
     unknown_names = sorted(without_scales(tensor_names, checkpoint.flag_and_path) - allowed_names)
     if unknown_names:
         more_names = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
@@ -340,25 +354,25 @@ def load_params(
     Returns:
         The parameters on the devices, as a nested dict.
     """
-    stages = layout.size("pipeline")
+    stage_count = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
     stacked_specs = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
     def zeros() -> dict[ParamPath, jax.Array]:
         return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacked_specs.items()}
 
-    shardings = {}
+    sharding_by_path = {}
     for path, spec in stacked_specs.items():
-        shardings[path] = layout.sharding(spec.axes, spec.shape)
-    params = jax.jit(zeros, out_shardings=shardings)()
+        sharding_by_path[path] = layout.sharding(spec.axes, spec.shape)
+    array_by_path = jax.jit(zeros, out_shardings=sharding_by_path)()
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
-    jobs: list[tuple[ParamPath, int | None]] = []
+    load_jobs: list[tuple[ParamPath, int | None]] = []
     for path, spec in table.items():
         if path in stacked_specs:
-            jobs += [(path, layer) for layer in range(spec.shape[0] // stages)]
+            load_jobs += [(path, layer) for layer in range(spec.shape[0] // stage_count)]
         else:
-            jobs.append((path, None))
+            load_jobs.append((path, None))
 
     def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
         """Returns the sort key of a job: the position of its first tensor in the files.
@@ -372,14 +386,14 @@ def load_params(
                 The name of the file with the first tensor; "" for zeros.
                 The offset of this tensor in the file in bytes; 0 for zeros.
         """
-        path, layer = job
+        path, layer_in_stage = job
         spec = table[path]
         tensors_per_layer = math.prod(spec.shape[1 : spec.stacked_axes])
-        tensor_names = spec.hf_names[(layer or 0) * tensors_per_layer :]
+        tensor_names = spec.hf_names[(layer_in_stage or 0) * tensors_per_layer :]
         if not tensor_names:
             return True, "", 0
-        file, header_entry = checkpoint.locate(tensor_names[0])
-        return False, file.name, header_entry.offset
+        first_file, header_entry = checkpoint.locate(tensor_names[0])
+        return False, first_file.name, header_entry.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
         """Loads a job as an array on the devices.
@@ -392,47 +406,47 @@ def load_params(
             The layer of each stage, (stages, ...), or the whole parameter.
         """
         spec = table[path]
-        axes = spec.axes
+        array_axes = spec.axes
         first_file, _ = checkpoint.locate(spec.hf_names[0])
-        ranges = [*map(range, spec.shape)]
+        ranges_by_axis = [*map(range, spec.shape)]
         if layer is not None:
-            axes = ("stage", *axes[1:])
-            ranges[0] = range(layer, spec.shape[0], spec.shape[0] // stages)
+            array_axes = ("stage", *array_axes[1:])
+            ranges_by_axis[0] = range(layer, spec.shape[0], spec.shape[0] // stage_count)
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
         # The index of a shard -> the shard, because several devices may need the same shard.
-        shards: dict[str, np.ndarray] = {}
+        shard_by_index: dict[str, np.ndarray] = {}
 
         def shard_at(index: Index | None) -> np.ndarray:
             index_text = str(index)
-            if index_text not in shards:
-                shard_ranges = ranges
+            if index_text not in shard_by_index:
+                shard_ranges = ranges_by_axis
                 if index:
                     shard_ranges = [
                         axis_range[axis_slice]
-                        for axis_range, axis_slice in zip(ranges, index, strict=True)
+                        for axis_range, axis_slice in zip(ranges_by_axis, index, strict=True)
                     ]
                 shard = spec.read_slice(read_tensor, dtype, shard_ranges, first_file.values_at_once)
-                shards[index_text] = shard.view(loaded_dtype)
-            return shards[index_text]
+                shard_by_index[index_text] = shard.view(loaded_dtype)
+            return shard_by_index[index_text]
 
-        loaded_shape = tuple(map(len, ranges))
+        loaded_shape = tuple(map(len, ranges_by_axis))
         loaded_array = jax.make_array_from_callback(
-            loaded_shape, layout.sharding(axes, loaded_shape), shard_at
+            loaded_shape, layout.sharding(array_axes, loaded_shape), shard_at
         )
         return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 
-    jobs.sort(key=position)
-    with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as pool:
-        loaded_arrays = _loaded_ahead(pool, load, jobs)
-        for path, layer in jobs:
+    load_jobs.sort(key=position)
+    with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as reader_pool:
+        loaded_arrays = _loaded_ahead(reader_pool, load, load_jobs)
+        for path, layer in load_jobs:
             loaded_array = next(loaded_arrays)
             progress(loaded_array.nbytes)
             if layer is not None:
-                loaded_array = _put_layer(params[path], loaded_array, np.int32(layer))
+                loaded_array = _put_layer(array_by_path[path], loaded_array, np.int32(layer))
             # Without waiting here, arrays of many jobs would accumulate in the devices' memory.
-            params[path] = jax.block_until_ready(loaded_array)
+            array_by_path[path] = jax.block_until_ready(loaded_array)
             del loaded_array  # because it would stay in memory while the next array is loaded
-    return unflatten_dict(params)
+    return unflatten_dict(array_by_path)
 
 
 def _loaded_ahead(
@@ -471,6 +485,8 @@ def _put_layer(stack: jax.Array, layers: jax.Array, layer_number: jax.Array) -> 
     Returns:
         The stack with these layers.
     """
-    stages = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
-    updated_stages = lax.dynamic_update_index_in_dim(stages, layers, layer_number, axis=1)
-    return updated_stages.reshape(stack.shape)
+    layers_by_stage = stack.reshape(layers.shape[0], -1, *layers.shape[1:])
+    updated_layers_by_stage = lax.dynamic_update_index_in_dim(
+        layers_by_stage, layers, layer_number, axis=1
+    )
+    return updated_layers_by_stage.reshape(stack.shape)
