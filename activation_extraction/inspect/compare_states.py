@@ -67,11 +67,13 @@ class Limits:
             has_experts: Whether the model chooses experts for each token.
         """
         other_dtype = "float32" if stored_dtype == "float32" else "bfloat16"
-        computing = max(COMPUTING_ERRORS[computing_dtype][1], COMPUTING_ERRORS[other_dtype][1])
-        row_limit = computing + ROUNDING_ERRORS[stored_dtype]
-        is_rounded = "bfloat16" in (computing_dtype, other_dtype)
-        other_experts = OTHER_EXPERTS if has_experts and is_rounded else 0.0
-        return cls(row_limit, TOKEN_FACTOR * row_limit, other_experts)
+        computing_error = max(
+            COMPUTING_ERRORS[computing_dtype][1], COMPUTING_ERRORS[other_dtype][1]
+        )
+        row_limit = computing_error + ROUNDING_ERRORS[stored_dtype]
+        uses_bfloat16 = "bfloat16" in (computing_dtype, other_dtype)
+        max_other_experts_share = OTHER_EXPERTS if has_experts and uses_bfloat16 else 0.0
+        return cls(row_limit, TOKEN_FACTOR * row_limit, max_other_experts_share)
 
 
 class HookMatch(NamedTuple):
@@ -106,10 +108,10 @@ def token_errors(stored: np.ndarray, computed: np.ndarray) -> np.ndarray:
             zeros counts as 1.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        differences = np.linalg.norm(stored - computed, axis=1).astype(np.float64)
-    norms = np.linalg.norm(computed, axis=1).astype(np.float64)
-    errors = differences / np.where(norms == 0, 1, norms)
-    return np.where(np.isfinite(errors), errors, np.inf)
+        difference_norms = np.linalg.norm(stored - computed, axis=1).astype(np.float64)
+    computed_norms = np.linalg.norm(computed, axis=1).astype(np.float64)
+    relative_errors = difference_norms / np.where(computed_norms == 0, 1, computed_norms)
+    return np.where(np.isfinite(relative_errors), relative_errors, np.inf)
 
 
 def match_hooks(
@@ -128,30 +130,36 @@ def match_hooks(
         The match by the name of the hook and the offset. Offsets are 0, -1 and 1, and, if there are
         fewer states than tokens, the offset with which the last state belongs to the last token.
     """
-    stored = row.states(layer)
-    tokens = len(row.token_ids)
-    offsets = {0, -1, 1}
-    if len(stored) < tokens:
-        offsets.add(tokens - len(stored))
-    matches = {}
-    for hook, states in computed.items():
-        for offset in offsets:
-            first = max(0, -offset)
-            stop = min(len(stored), tokens - offset)
-            if first >= stop:
+    stored_states = row.states(layer)
+    token_count = len(row.token_ids)
+    token_offsets = {0, -1, 1}
+    if len(stored_states) < token_count:
+        token_offsets.add(token_count - len(stored_states))
+    match_by_hook_and_offset = {}
+    for hook, hook_states in computed.items():
+        for token_offset in token_offsets:
+            first_state = max(0, -token_offset)
+            stop_state = min(len(stored_states), token_count - token_offset)
+            if first_state >= stop_state:
                 continue
-            expected = row.as_if_stored(states[first + offset : stop + offset], first)
-            errors = token_errors(stored[first:stop], expected)
-            with_other_experts = _with_other_experts(errors, limits)
-            errors = errors[~with_other_experts]
-            error = float(np.sqrt(np.mean(errors**2)))
-            matches[hook, offset] = HookMatch(
-                error, float(errors.max()), hook, offset, int(with_other_experts.sum())
+            expected_states = row.as_if_stored(
+                hook_states[first_state + token_offset : stop_state + token_offset], first_state
             )
-    return matches
+            errors_by_token = token_errors(stored_states[first_state:stop_state], expected_states)
+            may_have_other_experts = _tokens_with_other_experts(errors_by_token, limits)
+            errors_by_token = errors_by_token[~may_have_other_experts]
+            row_error = float(np.sqrt(np.mean(errors_by_token**2)))
+            match_by_hook_and_offset[hook, token_offset] = HookMatch(
+                row_error,
+                float(errors_by_token.max()),
+                hook,
+                token_offset,
+                int(may_have_other_experts.sum()),
+            )
+    return match_by_hook_and_offset
 
 
-def _with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
+def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
     """Returns a mask of the tokens that may have other experts, bool (tokens,).
 
     They are the tokens with the largest errors among those that rounding alone does not explain, as
@@ -161,14 +169,14 @@ def _with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
         errors: Relative error of each token, (tokens,).
         limits: Largest errors.
     """
-    mask = np.zeros(len(errors), bool)
+    may_have_other_experts = np.zeros(len(errors), bool)
     if not limits.other_experts or len(errors) < 2:
-        return mask
-    candidates = np.flatnonzero((errors > limits.row) & (errors <= OTHER_EXPERTS_ERROR))
-    most = max(int(limits.other_experts * len(errors)), 1)
-    by_error = candidates[np.argsort(-errors[candidates])]
-    mask[by_error[:most]] = True
-    return mask
+        return may_have_other_experts
+    candidate_tokens = np.flatnonzero((errors > limits.row) & (errors <= OTHER_EXPERTS_ERROR))
+    max_count = max(int(limits.other_experts * len(errors)), 1)
+    candidates_by_error = candidate_tokens[np.argsort(-errors[candidate_tokens])]
+    may_have_other_experts[candidates_by_error[:max_count]] = True
+    return may_have_other_experts
 
 
 class Alignment(NamedTuple):
@@ -212,23 +220,23 @@ def align(
     """
     # Squared distances of all pairs are |s|^2 + |c|^2 - 2 s.c, (states, tokens). Float64 leaves a
     # relative error of 1e-8, which is far below all limits.
-    stored = row.states(layer).astype(np.float64)
+    stored_states = row.states(layer).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        products = stored @ computed.astype(np.float64).T
-        stored_squares = np.square(stored).sum(axis=1)[:, None]
+        dot_products = stored_states @ computed.astype(np.float64).T
+        stored_squares = np.square(stored_states).sum(axis=1)[:, None]
         computed_squares = np.square(computed.astype(np.float64)).sum(axis=1)[None]
-        squares = stored_squares + computed_squares - 2 * products
-        matches = squares <= (ALIGNMENT_FACTOR * limits.row) ** 2 * computed_squares
-    matches &= computed_squares > 0
-    state_indices, token_indices = np.nonzero(matches)
+        squared_distances = stored_squares + computed_squares - 2 * dot_products
+        is_match = squared_distances <= (ALIGNMENT_FACTOR * limits.row) ** 2 * computed_squares
+    is_match &= computed_squares > 0
+    state_indices, token_indices = np.nonzero(is_match)
     state_offsets = token_indices - state_indices
-    offsets, counts = np.unique(state_offsets, return_counts=True)
-    most_frequent = np.lexsort((np.abs(offsets), -counts))[:MAX_PARTS]
+    distinct_offsets, states_by_offset = np.unique(state_offsets, return_counts=True)
+    most_frequent_indices = np.lexsort((np.abs(distinct_offsets), -states_by_offset))[:MAX_PARTS]
     alignments = []
-    for offset in offsets[most_frequent].tolist():
-        mask = np.zeros(len(stored), bool)
-        mask[state_indices[state_offsets == offset]] = True
-        alignments.append(Alignment(number, hook, offset, mask))
+    for offset in distinct_offsets[most_frequent_indices].tolist():
+        is_at_offset = np.zeros(len(stored_states), bool)
+        is_at_offset[state_indices[state_offsets == offset]] = True
+        alignments.append(Alignment(number, hook, offset, is_at_offset))
     return alignments
 
 
@@ -244,10 +252,13 @@ def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
     Yields:
         Alignments without the states that the earlier ones explain.
     """
-    left = list(alignments)
+    remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):
-        largest = max(left, key=lambda alignment: alignment.size)
-        if largest.size < min(2, len(largest.states)):
+        largest_alignment = max(remaining_alignments, key=lambda alignment: alignment.size)
+        if largest_alignment.size < min(2, len(largest_alignment.states)):
             return
-        yield largest
-        left = [alignment._replace(states=alignment.states & ~largest.states) for alignment in left]
+        yield largest_alignment
+        remaining_alignments = [
+            alignment._replace(states=alignment.states & ~largest_alignment.states)
+            for alignment in remaining_alignments
+        ]

@@ -73,8 +73,8 @@ class StoredRow:
     @property
     def dtype(self) -> str:
         """The name of the stored dtype, FLOAT8 for e4m3."""
-        name = self.layers[0].dtype.name
-        return FLOAT8 if name == VALUE_DTYPE.name else name
+        dtype_name = self.layers[0].dtype.name
+        return FLOAT8 if dtype_name == VALUE_DTYPE.name else dtype_name
 
     @property
     def width(self) -> int:
@@ -87,8 +87,8 @@ class StoredRow:
         Args:
             layer: Index of the layer in the file.
         """
-        values = self.layers[layer].astype(np.float32)
-        return values if self.scales is None else values * self.scales
+        float32_states = self.layers[layer].astype(np.float32)
+        return float32_states if self.scales is None else float32_states * self.scales
 
     def as_if_stored(self, values: np.ndarray, first_state: int) -> np.ndarray:
         """Rounds recomputed values as the file rounds its values, if these are float8.
@@ -105,9 +105,9 @@ class StoredRow:
         """
         if self.scales is None:
             return values
-        scales = self.scales[first_state : first_state + len(values)]
-        scaled = np.clip(values / scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
-        return scaled.astype(VALUE_DTYPE).astype(np.float32) * scales
+        token_scales = self.scales[first_state : first_state + len(values)]
+        values_in_range = np.clip(values / token_scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
+        return values_in_range.astype(VALUE_DTYPE).astype(np.float32) * token_scales
 
 
 class StatesFolder(ABC):
@@ -194,25 +194,27 @@ class SpeculatorsFolder(StatesFolder):
         return f"blocks.{depth - 1}.hook_resid_post"
 
     def read(self, number: int) -> StoredRow:
-        path = self.files[number]
-        tensors = _safetensors(path)
-        _check_names(path, tensors, ("hidden_states", "token_ids"))
-        states = tensors["hidden_states"]
-        token_ids = tensors["token_ids"]
-        _check_states(path, "hidden_states", states, ("tokens", "layers", "width"))
+        file_path = self.files[number]
+        tensors_by_name = _safetensors(file_path)
+        _check_names(file_path, tensors_by_name, ("hidden_states", "token_ids"))
+        states = tensors_by_name["hidden_states"]
+        token_ids = tensors_by_name["token_ids"]
+        _check_states(file_path, "hidden_states", states, ("tokens", "layers", "width"))
         if token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
-            raise RunError(f"{path}: token_ids is {_described(token_ids)}, expected (tokens,)")
-        scales = tensors.get(SCALES)
-        if (scales is not None) != (states.dtype == VALUE_DTYPE):
-            present = "without" if scales is None else "with"
-            raise RunError(f"{path}: holds {states.dtype} {present} {SCALES}")
-        if scales is not None:
-            if scales.shape != (len(states), 1, 1):
-                shape = f"expected ({len(states)}, 1, 1)"
-                raise RunError(f"{path}: {SCALES} is {_described(scales)}, {shape}")
-            scales = scales.astype(np.float32)[:, 0]
-        layers = [states[:, layer] for layer in range(states.shape[1])]
-        return StoredRow(token_ids.astype(np.int64), layers, scales)
+            raise RunError(f"{file_path}: token_ids is {_described(token_ids)}, expected (tokens,)")
+        token_scales = tensors_by_name.get(SCALES)
+        if (token_scales is not None) != (states.dtype == VALUE_DTYPE):
+            with_or_without = "without" if token_scales is None else "with"
+            raise RunError(f"{file_path}: holds {states.dtype} {with_or_without} {SCALES}")
+        if token_scales is not None:
+            if token_scales.shape != (len(states), 1, 1):
+                shape_in_words = f"expected ({len(states)}, 1, 1)"
+                raise RunError(
+                    f"{file_path}: {SCALES} is {_described(token_scales)}, {shape_in_words}"
+                )
+            token_scales = token_scales.astype(np.float32)[:, 0]
+        states_by_layer = [states[:, layer_index] for layer_index in range(states.shape[1])]
+        return StoredRow(token_ids.astype(np.int64), states_by_layer, token_scales)
 
     @cached_property
     def _data_set(self) -> Any:
@@ -223,12 +225,17 @@ class SpeculatorsFolder(StatesFolder):
         if not state_file.exists():
             return None
         try:
-            names = [file["filename"] for file in json.loads(state_file.read_text())["_data_files"]]
-            tables = []
-            for name in names:
-                source = pyarrow.memory_map(str(self.path / Path(name).name))
-                tables.append(pyarrow.ipc.open_stream(source).read_all().select(["input_ids"]))
-            return pyarrow.concat_tables(tables)["input_ids"]
+            arrow_file_names = [
+                data_file["filename"]
+                for data_file in json.loads(state_file.read_text())["_data_files"]
+            ]
+            id_tables = []
+            for arrow_file_name in arrow_file_names:
+                mapped_file = pyarrow.memory_map(str(self.path / Path(arrow_file_name).name))
+                id_tables.append(
+                    pyarrow.ipc.open_stream(mapped_file).read_all().select(["input_ids"])
+                )
+            return pyarrow.concat_tables(id_tables)["input_ids"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{state_file}: its data set cannot be read: {one_line(error)}"
@@ -247,9 +254,12 @@ class SpeculatorsFolder(StatesFolder):
             return [
                 "there is no data set beside hidden_states, so token_ids are not compared with it"
             ]
-        missing = len(set(range(len(self._data_set))) - self.files.keys())
-        if missing:
-            return [f"{missing:,} of the {len(self._data_set):,} rows of the data set have no file"]
+        missing_count = len(set(range(len(self._data_set))) - self.files.keys())
+        if missing_count:
+            return [
+                f"{missing_count:,} of the {len(self._data_set):,} rows of the data set "
+                "have no file"
+            ]
         return []
 
 
@@ -268,25 +278,36 @@ class SpecForgeFolder(StatesFolder):
         return FINAL_NORM_HOOK
 
     def read(self, number: int) -> StoredRow:
-        path = self.files[number]
-        tensors = _torch_tensors(path)
-        _check_names(path, tensors, ("input_ids", LOSS_MASK, "hidden_state", "aux_hidden_state"))
-        states = {}
-        for name in ("hidden_state", "aux_hidden_state"):
-            tensor = tensors[name]
-            values = tensor[0] if tensor.ndim == 3 and len(tensor) == 1 else tensor
-            _check_states(path, name, values, ("tokens", "width"))
-            states[name] = values
-        last = states["hidden_state"]
-        streams = states["aux_hidden_state"]
-        count, remainder = divmod(streams.shape[1], last.shape[1])
-        if remainder or not count or len(streams) != len(last) or streams.dtype != last.dtype:
-            raise RunError(
-                f"{path}: aux_hidden_state is {_described(streams)}, which does not fit "
-                f"hidden_state, {_described(last)}"
+        file_path = self.files[number]
+        tensors_by_name = _torch_tensors(file_path)
+        _check_names(
+            file_path, tensors_by_name, ("input_ids", LOSS_MASK, "hidden_state", "aux_hidden_state")
+        )
+        states_by_name = {}
+        for tensor_name in ("hidden_state", "aux_hidden_state"):
+            stored_tensor = tensors_by_name[tensor_name]
+            unbatched_states = (
+                stored_tensor[0]
+                if stored_tensor.ndim == 3 and len(stored_tensor) == 1
+                else stored_tensor
             )
-        layers = [*np.split(streams, count, axis=1), last]
-        return StoredRow(tensors["input_ids"].reshape(-1).astype(np.int64), layers)
+            _check_states(file_path, tensor_name, unbatched_states, ("tokens", "width"))
+            states_by_name[tensor_name] = unbatched_states
+        last_layer = states_by_name["hidden_state"]
+        concatenated_streams = states_by_name["aux_hidden_state"]
+        stream_count, remaining_width = divmod(concatenated_streams.shape[1], last_layer.shape[1])
+        if (
+            remaining_width
+            or not stream_count
+            or len(concatenated_streams) != len(last_layer)
+            or concatenated_streams.dtype != last_layer.dtype
+        ):
+            raise RunError(
+                f"{file_path}: aux_hidden_state is {_described(concatenated_streams)}, "
+                f"which does not fit hidden_state, {_described(last_layer)}"
+            )
+        states_by_layer = [*np.split(concatenated_streams, stream_count, axis=1), last_layer]
+        return StoredRow(tensors_by_name["input_ids"].reshape(-1).astype(np.int64), states_by_layer)
 
 
 def find_states_folder(path: Path) -> StatesFolder | None:
@@ -312,16 +333,16 @@ def find_states_folder(path: Path) -> StatesFolder | None:
 
 def _numbered(folder: Path, glob: str, pattern: re.Pattern[str]) -> dict[int, Path]:
     """Returns files by the number in their names, which the first group of `pattern` matches."""
-    files: dict[int, Path] = {}
-    for path in folder.glob(glob):
-        match = pattern.fullmatch(path.name)
-        if match is None:
+    path_by_row: dict[int, Path] = {}
+    for file_path in folder.glob(glob):
+        name_match = pattern.fullmatch(file_path.name)
+        if name_match is None:
             continue
-        number = int(match[1])
-        if number in files:
-            raise InputError(f"{path}: has the same row as {files[number]}")
-        files[number] = path
-    return files
+        row_number = int(name_match[1])
+        if row_number in path_by_row:
+            raise InputError(f"{file_path}: has the same row as {path_by_row[row_number]}")
+        path_by_row[row_number] = file_path
+    return path_by_row
 
 
 def _safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -331,15 +352,18 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
         RunError: If the file cannot be read, or is no safetensors file.
     """
     try:
-        content = np.memmap(path, np.uint8, "r")
+        mapped_bytes = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # ValueError for an empty file
         raise RunError(f"{path}: {reason_of(error)}") from error
     header = read_header(
-        lambda start, stop: content[start:stop].tobytes(), len(content), str(path), RunError
+        lambda start, stop: mapped_bytes[start:stop].tobytes(),
+        len(mapped_bytes),
+        str(path),
+        RunError,
     )
     return {
-        name: np.ndarray(tensor.shape, tensor.dtype, content, tensor.offset)
-        for name, tensor in header.tensors.items()
+        tensor_name: np.ndarray(tensor.shape, tensor.dtype, mapped_bytes, tensor.offset)
+        for tensor_name, tensor in header.tensors.items()
     }
 
 
@@ -355,16 +379,20 @@ def _torch_tensors(path: Path) -> dict[str, np.ndarray]:
     except ModuleNotFoundError as error:
         raise InputError(f"{path}: reading it needs torch; {install('torch')}") from error
     try:
-        content = path.read_bytes()
+        file_bytes = path.read_bytes()
         if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        loaded = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        return {name: _as_array(value) for name, value in loaded.items() if torch.is_tensor(value)}
+            file_bytes = gzip.decompress(file_bytes)
+        loaded_tensors = torch.load(io.BytesIO(file_bytes), map_location="cpu", weights_only=True)
+        return {
+            tensor_name: _as_array(tensor)
+            for tensor_name, tensor in loaded_tensors.items()
+            if torch.is_tensor(tensor)
+        }
     except (OSError, EOFError, zlib.error) as error:
         raise RunError(f"{path}: {reason_of(error)}") from error
     except NOT_ONLY_TENSORS as error:
-        reason = one_line(error).partition(". ")[0]
-        raise RunError(f"{path}: is damaged, or holds more than tensors: {reason}") from error
+        error_reason = one_line(error).partition(". ")[0]
+        raise RunError(f"{path}: is damaged, or holds more than tensors: {error_reason}") from error
 
 
 def _as_array(tensor: Any) -> np.ndarray:
@@ -373,17 +401,19 @@ def _as_array(tensor: Any) -> np.ndarray:
 
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:  # Tensor.numpy does not support it
-        values: np.ndarray = tensor.contiguous().view(torch.int16).numpy()
-        return values.view(ml_dtypes.bfloat16)
-    array: np.ndarray = tensor.numpy()
-    return array
+        bfloat16_bits: np.ndarray = tensor.contiguous().view(torch.int16).numpy()
+        return bfloat16_bits.view(ml_dtypes.bfloat16)
+    tensor_values: np.ndarray = tensor.numpy()
+    return tensor_values
 
 
 def _check_names(path: Path, tensors: dict[str, np.ndarray], names: Sequence[str]) -> None:
     """Raises RunError unless a file contains all tensors that a trainer reads."""
-    for name in names:
-        if name not in tensors:
-            raise RunError(f"{path}: lacks the tensor {name}; has {', '.join(map(str, tensors))}")
+    for tensor_name in names:
+        if tensor_name not in tensors:
+            raise RunError(
+                f"{path}: lacks the tensor {tensor_name}; has {', '.join(map(str, tensors))}"
+            )
 
 
 def _check_states(path: Path, name: str, states: np.ndarray, axes: Sequence[str]) -> None:
@@ -391,8 +421,8 @@ def _check_states(path: Path, name: str, states: np.ndarray, axes: Sequence[str]
     if states.ndim != len(axes) or 0 in states.shape[1:]:
         raise RunError(f"{path}: {name} is {_described(states)}, expected ({', '.join(axes)})")
     if states.dtype.name not in DTYPES:
-        dtypes = ", ".join(DTYPES)
-        raise RunError(f"{path}: {name} is {_described(states)}, expected one of {dtypes}")
+        accepted_dtypes = ", ".join(DTYPES)
+        raise RunError(f"{path}: {name} is {_described(states)}, expected one of {accepted_dtypes}")
 
 
 def _described(array: np.ndarray) -> str:

@@ -83,9 +83,11 @@ class RowCheck:
         """
         if len(self.row.layers[layer]) != len(self.row.token_ids):
             return False
-        expected = self.matches[layer][hook, 0]
-        nearest_error = min(m.error for m in self.matches[layer].values() if m.offset == 0)
-        return expected.within(self.limits) and expected.error <= NEARER * nearest_error
+        expected_match = self.matches[layer][hook, 0]
+        nearest_error = min(
+            match.error for match in self.matches[layer].values() if match.offset == 0
+        )
+        return expected_match.within(self.limits) and expected_match.error <= NEARER * nearest_error
 
 
 def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, count: int) -> int:
@@ -110,46 +112,60 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             f"--verify: {folder.path} holds hidden states of {folder.program}, which are compared "
             "with a model; give --model_path"
         )
-    numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
-    rows, problems = _read_rows(folder, numbers)
+    chosen_numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
+    rows, read_problems = _read_rows(folder, chosen_numbers)
     if not rows:
-        say(*problems)
+        say(*read_problems)
         raise InputError(
-            f"{folder.path}: none of {counted(len(numbers), 'chosen file')} can be used"
+            f"{folder.path}: none of {counted(len(chosen_numbers), 'chosen file')} can be used"
         )
-    first_row = next(iter(rows.values()))
-    layer_count = len(first_row.layers)
-    samples = _neighbours(folder, rows) | {n: row.token_ids for n, row in rows.items()}
-    model = load_model([*samples.values()], first_row.width)
-    hooks = _requested_hooks(folder, model, layer_count)
-    checks = _match_rows(rows, model)
-    if hooks is None:
-        hooks = [_nearest_hook(checks, layer) for layer in range(layer_count - 1)]
-        hooks.append(ExpectedHook(folder.last_hook(model.depth)))
-    lines = [_line_of_layer(layer, hooks[layer], checks) for layer in range(layer_count)]
-    order_problem = "" if model.requested_hooks is not None else _order_problem(hooks)
-    if order_problem:
-        lines.append(order_problem)
-    wrong_rows = {number for number in numbers if number not in rows}
-    lines += problems
-    for number, id_problem in _wrong_ids(folder, rows):
-        wrong_rows.add(number)
-        lines.append(id_problem)
-    for check in tqdm(checks, "describing wrong rows", leave=False, unit=" rows", disable=None):
-        wrong_layers = [i for i in range(layer_count) if not check.is_right(i, hooks[i].name)]
-        if wrong_layers:
-            wrong_rows.add(check.number)
-            lines += _describe(check, wrong_layers, hooks, model, samples)
-    notes = [*folder.notes, *_notes_on_hooks(folder, model, hooks)]
-    failed = bool(wrong_rows or order_problem)
-    say(
-        *lines,
-        *(f"note: {note}" for note in notes),
-        f"{'FAILED' if failed else 'in order'}: hidden states of {folder.program}, "
-        f"{counted(len(folder.files), 'row')}; {counted(len(numbers), 'row')} compared, "
-        f"{len(wrong_rows)} wrong",
+    first_row_read = next(iter(rows.values()))
+    layer_count = len(first_row_read.layers)
+    ids_by_row = _neighbours(folder, rows) | {
+        row_number: row.token_ids for row_number, row in rows.items()
+    }
+    states_model = load_model([*ids_by_row.values()], first_row_read.width)
+    expected_hooks = _requested_hooks(folder, states_model, layer_count)
+    row_checks = _match_rows(rows, states_model)
+    if expected_hooks is None:
+        expected_hooks = [_nearest_hook(row_checks, layer) for layer in range(layer_count - 1)]
+        expected_hooks.append(ExpectedHook(folder.last_hook(states_model.depth)))
+    report_lines = [
+        _line_of_layer(layer, expected_hooks[layer], row_checks) for layer in range(layer_count)
+    ]
+    order_message = (
+        "" if states_model.requested_hooks is not None else _order_problem(expected_hooks)
     )
-    return 1 if failed else 0
+    if order_message:
+        report_lines.append(order_message)
+    wrong_row_numbers = {number for number in chosen_numbers if number not in rows}
+    report_lines += read_problems
+    for number, id_problem in _wrong_ids(folder, rows):
+        wrong_row_numbers.add(number)
+        report_lines.append(id_problem)
+    for row_check in tqdm(
+        row_checks, "describing wrong rows", leave=False, unit=" rows", disable=None
+    ):
+        wrong_layers = [
+            layer
+            for layer, hook in enumerate(expected_hooks)
+            if not row_check.is_right(layer, hook.name)
+        ]
+        if wrong_layers:
+            wrong_row_numbers.add(row_check.number)
+            report_lines += _describe(
+                row_check, wrong_layers, expected_hooks, states_model, ids_by_row
+            )
+    notes_on_run = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
+    has_failed = bool(wrong_row_numbers or order_message)
+    say(
+        *report_lines,
+        *(f"note: {note}" for note in notes_on_run),
+        f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program}, "
+        f"{counted(len(folder.files), 'row')}; {counted(len(chosen_numbers), 'row')} compared, "
+        f"{len(wrong_row_numbers)} wrong",
+    )
+    return 1 if has_failed else 0
 
 
 def _read_rows(
@@ -166,27 +182,28 @@ def _read_rows(
             The rows by number. All have as many layers and values per state as the first one.
             A message about each row that is left out.
     """
-    rows: dict[int, StoredRow] = {}
-    problems = []
+    rows_by_number: dict[int, StoredRow] = {}
+    messages = []
     for number in numbers:
         try:
             row = folder.read(number)
         except RunError as error:
-            problems.append(f"row {number}: {error}")
+            messages.append(f"row {number}: {error}")
             continue
-        first = next(iter(rows.values()), row)
-        form = (len(row.layers), row.width)
-        first_form = (len(first.layers), first.width)
+        first_row = next(iter(rows_by_number.values()), row)
+        layer_count, width = len(row.layers), row.width
+        first_layer_count, first_width = len(first_row.layers), first_row.width
         if not len(row.token_ids) or not len(row.layers[0]):
-            problems.append(f"row {number}: {folder.file_name(number)}: holds no tokens or states")
-        elif form != first_form:
-            problems.append(
-                f"row {number}: {folder.file_name(number)}: holds {form[0]} layers of {form[1]} "
-                f"values; row {next(iter(rows))} holds {first_form[0]} of {first_form[1]}"
+            messages.append(f"row {number}: {folder.file_name(number)}: holds no tokens or states")
+        elif (layer_count, width) != (first_layer_count, first_width):
+            messages.append(
+                f"row {number}: {folder.file_name(number)}: holds {layer_count} layers of {width} "
+                f"values; row {next(iter(rows_by_number))} holds {first_layer_count} of "
+                f"{first_width}"
             )
         else:
-            rows[number] = row
-    return rows, problems
+            rows_by_number[number] = row
+    return rows_by_number, messages
 
 
 def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarray]:
@@ -200,33 +217,35 @@ def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarr
         The token ids by the number of the row, int64 (tokens,). Rows that do not exist, cannot be
         read or are among the other rows are left out.
     """
-    neighbours = {}
+    ids_by_neighbour = {}
     for number in rows:
-        for neighbour in (number - 1, number + 1):
-            if neighbour in folder.files and neighbour not in rows:
+        for neighbour_number in (number - 1, number + 1):
+            if neighbour_number in folder.files and neighbour_number not in rows:
                 try:
-                    neighbours[neighbour] = folder.read(neighbour).token_ids
+                    ids_by_neighbour[neighbour_number] = folder.read(neighbour_number).token_ids
                 except RunError:
                     continue  # it is only one of the samples to which wrong states may belong
-    return neighbours
+    return ids_by_neighbour
 
 
 def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[RowCheck]:
     """Compares all layers of rows with the states of their samples, and shows a progress bar."""
     from tqdm import tqdm
 
-    numbers = [*rows]
-    checks: dict[int, RowCheck] = {}
-    states = model.states([rows[number].token_ids for number in numbers])
-    for index, computed in tqdm(
-        states, "verifying", len(numbers), leave=False, unit=" rows", disable=None
+    row_numbers = [*rows]
+    checks_by_number: dict[int, RowCheck] = {}
+    states_of_rows = model.states([rows[number].token_ids for number in row_numbers])
+    for row_index, states_by_hook in tqdm(
+        states_of_rows, "verifying", len(row_numbers), leave=False, unit=" rows", disable=None
     ):
-        row = rows[numbers[index]]
-        check = RowCheck(numbers[index], row, Limits.of(row.dtype, model.dtype, model.has_experts))
+        row = rows[row_numbers[row_index]]
+        row_check = RowCheck(
+            row_numbers[row_index], row, Limits.of(row.dtype, model.dtype, model.has_experts)
+        )
         for layer in range(len(row.layers)):
-            check.matches.append(match_hooks(row, layer, computed, check.limits))
-        checks[check.number] = check
-    return [checks[number] for number in numbers]
+            row_check.matches.append(match_hooks(row, layer, states_by_hook, row_check.limits))
+        checks_by_number[row_check.number] = row_check
+    return [checks_by_number[number] for number in row_numbers]
 
 
 def _requested_hooks(
@@ -246,16 +265,16 @@ def _requested_hooks(
     if model.requested_hooks is None:
         return None
     last_hook = folder.last_hook(model.depth)
-    hooks = [_canonical(hook) for hook in model.requested_hooks]
-    if len(hooks) == layer_count - 1:
-        hooks.append(last_hook)
-    if len(hooks) != layer_count or hooks[-1] != last_hook:
+    hook_names = [_canonical(hook_name) for hook_name in model.requested_hooks]
+    if len(hook_names) == layer_count - 1:
+        hook_names.append(last_hook)
+    if len(hook_names) != layer_count or hook_names[-1] != last_hook:
         raise InputError(
             f"--layers_to_extract, --hook_names: name {', '.join(model.requested_hooks)}; the "
             f"files of {folder.path} hold {layer_count} layers, of which the last one, {last_hook},"
             " may be left out"
         )
-    return [ExpectedHook(hook) for hook in hooks]
+    return [ExpectedHook(hook_name) for hook_name in hook_names]
 
 
 def _canonical(hook: str) -> str:
@@ -264,9 +283,13 @@ def _canonical(hook: str) -> str:
     Raises:
         InputError: If the hook is neither a residual stream nor the output of the final norm.
     """
-    number = next(iter(streams_by_number([hook])), None)
-    if number is not None:
-        return "blocks.0.hook_resid_pre" if number == 0 else f"blocks.{number - 1}.hook_resid_post"
+    stream_number = next(iter(streams_by_number([hook])), None)
+    if stream_number is not None:
+        return (
+            "blocks.0.hook_resid_pre"
+            if stream_number == 0
+            else f"blocks.{stream_number - 1}.hook_resid_post"
+        )
     if hook != FINAL_NORM_HOOK:
         raise InputError(
             f"--hook_names {hook}: is no residual stream; hidden states of other programs are "
@@ -282,10 +305,10 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
     many rows, the one with the smallest error is returned.
     """
     best_matches = sorted(check.best(layer) for check in checks)
-    limits = checks[0].limits
-    matching = [match for match in best_matches if match.within(limits)]
-    counts = Counter(match.hook for match in matching or best_matches)
-    return ExpectedHook(counts.most_common(1)[0][0], bool(matching))
+    error_limits = checks[0].limits
+    matches_within_limits = [match for match in best_matches if match.within(error_limits)]
+    rows_by_hook = Counter(match.hook for match in matches_within_limits or best_matches)
+    return ExpectedHook(rows_by_hook.most_common(1)[0][0], bool(matches_within_limits))
 
 
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
@@ -293,32 +316,35 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     layer_name = f"layer {layer + 1} of {len(checks[0].row.layers)}"
     if not hook.is_known:
         return f"{layer_name}: no row matches a hook"
-    matches = []
-    for check in checks:
-        if check.is_right(layer, hook.name):
-            matches.append(check.matches[layer][hook.name, 0])
-    right = f"right in {len(matches)} of {counted(len(checks), 'row')}"
-    if not matches:
-        return f"{layer_name}: {hook.name}, {right}"
-    largest = _percent(max(match.error for match in matches))
-    at_most = "" if largest.startswith("below") else "at most "
-    other_experts = sum(match.other_experts for match in matches)
-    exception = ""
-    if other_experts:
-        exception = f" (without {counted(other_experts, 'token')} that may have other experts)"
-    return f"{layer_name}: {hook.name}, {right}, error {at_most}{largest}{exception}"
+    right_matches = []
+    for row_check in checks:
+        if row_check.is_right(layer, hook.name):
+            right_matches.append(row_check.matches[layer][hook.name, 0])
+    right_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
+    if not right_matches:
+        return f"{layer_name}: {hook.name}, {right_in_words}"
+    largest_in_words = _percent(max(match.error for match in right_matches))
+    at_most_or_nothing = "" if largest_in_words.startswith("below") else "at most "
+    other_expert_tokens = sum(match.other_experts for match in right_matches)
+    exception_in_words = ""
+    if other_expert_tokens:
+        exception_in_words = (
+            f" (without {counted(other_expert_tokens, 'token')} that may have other experts)"
+        )
+    error_in_words = f"error {at_most_or_nothing}{largest_in_words}{exception_in_words}"
+    return f"{layer_name}: {hook.name}, {right_in_words}, {error_in_words}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
     """Returns a message if the known hooks are not in ascending order; otherwise ""."""
-    names = [hook.name for hook in hooks if hook.is_known]
-    order = [_place(name) for name in names]
-    if order == sorted(set(order)):
+    known_hook_names = [hook.name for hook in hooks if hook.is_known]
+    stream_numbers = [_stream_number(hook_name) for hook_name in known_hook_names]
+    if stream_numbers == sorted(set(stream_numbers)):
         return ""
-    return f"the layers are not in ascending order: {', '.join(names)}"
+    return f"the layers are not in ascending order: {', '.join(known_hook_names)}"
 
 
-def _place(hook: str) -> float:
+def _stream_number(hook: str) -> float:
     """Returns the number of a hook in the order of the computation, 0 for the embedding."""
     return next(iter(streams_by_number([hook])), float("inf"))
 
@@ -334,14 +360,18 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
         The number of a row, and a message about it.
     """
     for number, row in rows.items():
-        ids = folder.data_set_ids(number)
-        if ids is None or np.array_equal(ids, row.token_ids):
+        expected_ids = folder.data_set_ids(number)
+        if expected_ids is None or np.array_equal(expected_ids, row.token_ids):
             continue
-        difference = f"{len(row.token_ids)} token ids, the data set has {len(ids)}"
-        if len(ids) == len(row.token_ids):
-            token = int(np.flatnonzero(ids != row.token_ids)[0])
-            difference = f"another token id than the data set at token {token}"
-        yield number, f"row {number}: {folder.file_name(number)}: has {difference}"
+        difference_in_words = (
+            f"{len(row.token_ids)} token ids, the data set has {len(expected_ids)}"
+        )
+        if len(expected_ids) == len(row.token_ids):
+            first_different_token = int(np.flatnonzero(expected_ids != row.token_ids)[0])
+            difference_in_words = (
+                f"another token id than the data set at token {first_different_token}"
+            )
+        yield number, f"row {number}: {folder.file_name(number)}: has {difference_in_words}"
 
 
 def _notes_on_hooks(
@@ -354,14 +384,24 @@ def _notes_on_hooks(
         "no flag names the layers that were asked for, so each layer but the last is compared with "
         "the hook that most rows match; --layers_to_extract or --hook_names name them"
     )
-    blocks = folder.default_blocks(model.depth)
-    if blocks != sorted(set(blocks)):  # the model has too few blocks
+    default_blocks = folder.default_blocks(model.depth)
+    if default_blocks != sorted(
+        set(default_blocks)
+    ):  # the model has too few blocks for the default layers
         return
-    default_hooks = [f"blocks.{block}.hook_resid_post" for block in blocks]
-    if len(hooks) == len(blocks) + 1 and [hook.name for hook in hooks[:-1]] != default_hooks:
-        numbers = ", ".join(str(block + folder.number_of_block_0) for block in blocks)
-        names = ", ".join(default_hooks)
-        yield f"by default, {folder.program} stores {names} (its layers {numbers})"
+    default_hooks = [f"blocks.{block}.hook_resid_post" for block in default_blocks]
+    if (
+        len(hooks) == len(default_blocks) + 1
+        and [hook.name for hook in hooks[:-1]] != default_hooks
+    ):
+        layer_numbers_in_words = ", ".join(
+            str(block + folder.number_of_block_0) for block in default_blocks
+        )
+        hook_names_in_words = ", ".join(default_hooks)
+        yield (
+            f"by default, {folder.program} stores {hook_names_in_words} "
+            f"(its layers {layer_numbers_in_words})"
+        )
 
 
 def _describe(
@@ -381,25 +421,36 @@ def _describe(
         samples: Token ids of the samples to which wrong states may belong, by the number of the
             row, (tokens,) each.
     """
-    descriptions = {layer: _own_states(check, layer, hooks[layer], model) for layer in wrong_layers}
-    unexplained = [layer for layer in wrong_layers if descriptions[layer] is None]
-    alignments: dict[int, list[Alignment]] = {layer: [] for layer in unexplained}
-    if unexplained:
-        numbers = [*samples]
-        for index, computed in model.states([samples[number] for number in numbers]):
-            for layer in unexplained:
-                for hook in _hooks_to_align(hooks[layer], computed):
-                    alignments[layer] += align(
-                        check.row, layer, numbers[index], hook, computed[hook], check.limits
+    description_by_layer = {
+        layer: _describe_by_own_sample(check, layer, hooks[layer], model) for layer in wrong_layers
+    }
+    unexplained_layers = [layer for layer in wrong_layers if description_by_layer[layer] is None]
+    alignments_by_layer: dict[int, list[Alignment]] = {layer: [] for layer in unexplained_layers}
+    if unexplained_layers:
+        row_numbers = [*samples]
+        for sample_index, states_by_hook in model.states(
+            [samples[number] for number in row_numbers]
+        ):
+            for layer in unexplained_layers:
+                for hook in _hooks_to_align(hooks[layer], states_by_hook):
+                    alignments_by_layer[layer] += align(
+                        check.row,
+                        layer,
+                        row_numbers[sample_index],
+                        hook,
+                        states_by_hook[hook],
+                        check.limits,
                     )
     messages = []
     for layer in wrong_layers:
-        description = descriptions[layer]
+        description = description_by_layer[layer]
         if description is None:
-            description = _parts(check, layer, hooks[layer], alignments[layer], model)
-        expected = f"expected {hooks[layer].name}, " if hooks[layer].is_known else ""
+            description = _describe_parts(
+                check, layer, hooks[layer], alignments_by_layer[layer], model
+            )
+        expectation_in_words = f"expected {hooks[layer].name}, " if hooks[layer].is_known else ""
         layer_name = f"row {check.number}, layer {layer + 1} of {len(hooks)}"
-        messages.append(f"{layer_name}: {expected}found {description}")
+        messages.append(f"{layer_name}: {expectation_in_words}found {description}")
     return messages
 
 
@@ -413,14 +464,14 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
     Returns:
         The expected hook and the hooks before and after it; all hooks if it is not known.
     """
-    names = [*hooks]
+    hook_names = [*hooks]
     if not expected.is_known:
-        return names
-    index = names.index(expected.name)
-    return names[max(index - 1, 0) : index + 2]
+        return hook_names
+    expected_index = hook_names.index(expected.name)
+    return hook_names[max(expected_index - 1, 0) : expected_index + 2]
 
 
-def _own_states(
+def _describe_by_own_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str | None:
     """Describes a wrong layer if it needs no states of other samples, otherwise returns None.
@@ -432,28 +483,32 @@ def _own_states(
         model: Model.
     """
     states = check.row.states(layer)
-    tokens = len(check.row.token_ids)
-    not_finite = np.array(~np.isfinite(states).all(axis=1))
-    if not_finite.any():
-        return f"NaN or infinity in {_tokens(not_finite)}"
+    token_count = len(check.row.token_ids)
+    has_non_finite_value = np.array(~np.isfinite(states).all(axis=1))
+    if has_non_finite_value.any():
+        return f"NaN or infinity in {_tokens_in_words(has_non_finite_value)}"
     if not states.any():
-        if len(states) == tokens:
+        if len(states) == token_count:
             return "zeros"
-        return f"{counted(len(states), 'state')} of zeros for {counted(tokens, 'token')}"
-    best = check.best(layer)
-    if not best.within(check.limits) or len(states) > tokens:
+        return f"{counted(len(states), 'state')} of zeros for {counted(token_count, 'token')}"
+    best_match = check.best(layer)
+    if not best_match.within(check.limits) or len(states) > token_count:
         return None
-    if len(states) < tokens:
-        cut = f"{counted(len(states), 'state')} for {counted(tokens, 'token')}"
-        if best.offset not in (0, tokens - len(states)):
+    if len(states) < token_count:
+        counts_in_words = f"{counted(len(states), 'state')} for {counted(token_count, 'token')}"
+        if best_match.offset not in (0, token_count - len(states)):
             return None
-        part = "first" if best.offset == 0 else "last"
-        return f"{cut}: those of the {part} {len(states)}{_other_hook(best.hook, hook, model)}"
-    if best.offset:
-        direction = "next" if best.offset > 0 else "previous"
-        other_hook = _other_hook(best.hook, hook, model)
-        return f"each token with the state of the {direction} token{other_hook} ({_error(best)})"
-    return f"{best.hook}{_relation(best.hook, hook, model)} ({_error(best)})"
+        first_or_last = "first" if best_match.offset == 0 else "last"
+        other_hook_in_words = _other_hook(best_match.hook, hook, model)
+        return f"{counts_in_words}: those of the {first_or_last} {len(states)}{other_hook_in_words}"
+    if best_match.offset:
+        next_or_previous = "next" if best_match.offset > 0 else "previous"
+        other_hook_in_words = _other_hook(best_match.hook, hook, model)
+        return (
+            f"each token with the state of the {next_or_previous} token{other_hook_in_words} "
+            f"({_error(best_match)})"
+        )
+    return f"{best_match.hook}{_relation(best_match.hook, hook, model)} ({_error(best_match)})"
 
 
 def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
@@ -468,25 +523,30 @@ def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> s
 
     It returns "" if the two are the same, or if the expected hook is not known.
     """
-    expected = hook.name
-    if not hook.is_known or actual_hook == expected:
+    expected_hook = hook.name
+    if not hook.is_known or actual_hook == expected_hook:
         return ""
     last_stream = f"blocks.{model.depth - 1}.hook_resid_post"
-    if (actual_hook, expected) == (FINAL_NORM_HOOK, last_stream):
+    if (actual_hook, expected_hook) == (FINAL_NORM_HOOK, last_stream):
         return ", after the final norm instead of before it"
-    if (actual_hook, expected) == (last_stream, FINAL_NORM_HOOK):
+    if (actual_hook, expected_hook) == (last_stream, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
-    names = [*streams_by_number([*_stream_names(model.depth)]).values(), FINAL_NORM_HOOK]
-    distance = names.index(actual_hook) - names.index(expected)
-    if expected == FINAL_NORM_HOOK:
-        distance += 1  # the final norm belongs to the last block's output, which it normalises
+    stream_names = streams_by_number([*_stream_names(model.depth)]).values()
+    ordered_hook_names = [*stream_names, FINAL_NORM_HOOK]
+    actual_index = ordered_hook_names.index(actual_hook)
+    layer_distance = actual_index - ordered_hook_names.index(expected_hook)
+    if expected_hook == FINAL_NORM_HOOK:
+        # The final norm is no layer of its own: it normalises the last block's output.
+        layer_distance += 1
     elif actual_hook == FINAL_NORM_HOOK:
-        distance -= 1
-    direction = "late" if distance > 0 else "early"
-    number = "one layer" if abs(distance) == 1 else f"{abs(distance)} layers"
-    norm = ", and without the final norm" if expected == FINAL_NORM_HOOK else ""
-    norm = ", and after the final norm" if actual_hook == FINAL_NORM_HOOK else norm
-    return f", {number} too {direction}{norm}"
+        layer_distance -= 1
+    late_or_early = "late" if layer_distance > 0 else "early"
+    layers_in_words = "one layer" if abs(layer_distance) == 1 else f"{abs(layer_distance)} layers"
+    norm_in_words = ", and without the final norm" if expected_hook == FINAL_NORM_HOOK else ""
+    norm_in_words = (
+        ", and after the final norm" if actual_hook == FINAL_NORM_HOOK else norm_in_words
+    )
+    return f", {layers_in_words} too {late_or_early}{norm_in_words}"
 
 
 def _stream_names(depth: int) -> Iterator[str]:
@@ -496,7 +556,7 @@ def _stream_names(depth: int) -> Iterator[str]:
         yield f"blocks.{block}.hook_resid_post"
 
 
-def _parts(
+def _describe_parts(
     check: RowCheck,
     layer: int,
     hook: ExpectedHook,
@@ -513,48 +573,67 @@ def _parts(
         model: Model.
     """
     states = check.row.states(layer)
-    tokens = len(check.row.token_ids)
+    token_count = len(check.row.token_ids)
     # A right part is preferred to a part of another sample, and near rows to far ones, for example
     # if two samples begin alike.
-    nearest_first = sorted(
+    alignments_nearest_first = sorted(
         alignments,
         key=lambda a: (a.hook != hook.name, abs(a.number - check.number), a.offset != 0),
     )
-    phrases = []
-    if len(states) != tokens:
-        phrases.append(f"{counted(len(states), 'state')} for {counted(tokens, 'token')}")
-    zeros = np.array(~states.any(axis=1))
-    if zeros.any():
-        phrases.append(f"zeros in {_tokens(zeros)}")
-    best = check.best(layer)
-    errors = f"{_error(best)}, a token up to {_percent(best.largest_error)}"
-    if (best.hook, best.offset) == (hook.name, 0) and any(
-        (a.hook, a.number, a.offset) == (hook.name, check.number, 0) and a.states.all()
-        for a in alignments
+    problem_phrases = []
+    if len(states) != token_count:
+        problem_phrases.append(
+            f"{counted(len(states), 'state')} for {counted(token_count, 'token')}"
+        )
+    is_zero_state = np.array(~states.any(axis=1))
+    if is_zero_state.any():
+        problem_phrases.append(f"zeros in {_tokens_in_words(is_zero_state)}")
+    best_match = check.best(layer)
+    errors_in_words = f"{_error(best_match)}, a token up to {_percent(best_match.largest_error)}"
+    if (best_match.hook, best_match.offset) == (hook.name, 0) and any(
+        (alignment.hook, alignment.number, alignment.offset) == (hook.name, check.number, 0)
+        and alignment.states.all()
+        for alignment in alignments
     ):
-        limit = f"at most {_percent(check.limits.row)} is explained by rounding"
-        phrases.append(f"the right hook and tokens, but other values ({errors}; {limit})")
-        return "; ".join(phrases)
-    left = ~zeros
-    for alignment in best_alignments(nearest_first):
-        left &= ~alignment.states
-        phrases.append(_part(alignment, check.number, hook, model))
-    if left.all():
-        nearest = f"{best.hook}{_relation(best.hook, hook, model)}"
-        if best.offset:
-            nearest += f" of the {'next' if best.offset > 0 else 'previous'} token"
-        hint = ""
-        rounded = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
-        if best.hook == hook.name and not best.offset and best.within(rounded):
-            hint = "; rounding to bfloat16 explains it (--dtype bfloat16)"
-        phrases.append(f"no match; nearest is {nearest} ({errors}{hint})")
-    elif left.any():
-        experts = ", perhaps because of other experts" if check.limits.other_experts else ""
-        phrases.append(f"no match for {_tokens(left)}{experts}")
-    return "; ".join(phrases)
+        limit_in_words = f"at most {_percent(check.limits.row)} is explained by rounding"
+        problem_phrases.append(
+            f"the right hook and tokens, but other values ({errors_in_words}; {limit_in_words})"
+        )
+        return "; ".join(problem_phrases)
+    is_unexplained_state = ~is_zero_state
+    for alignment in best_alignments(alignments_nearest_first):
+        is_unexplained_state &= ~alignment.states
+        problem_phrases.append(_part_in_words(alignment, check.number, hook, model))
+    if is_unexplained_state.all():
+        nearest_hook_in_words = f"{best_match.hook}{_relation(best_match.hook, hook, model)}"
+        if best_match.offset:
+            nearest_hook_in_words += (
+                f" of the {'next' if best_match.offset > 0 else 'previous'} token"
+            )
+        rounding_hint = ""
+        bfloat16_limits = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
+        if (
+            best_match.hook == hook.name
+            and not best_match.offset
+            and best_match.within(bfloat16_limits)
+        ):
+            rounding_hint = "; rounding to bfloat16 explains it (--dtype bfloat16)"
+        problem_phrases.append(
+            f"no match; nearest is {nearest_hook_in_words} ({errors_in_words}{rounding_hint})"
+        )
+    elif is_unexplained_state.any():
+        experts_in_words = (
+            ", perhaps because of other experts" if check.limits.other_experts else ""
+        )
+        problem_phrases.append(
+            f"no match for {_tokens_in_words(is_unexplained_state)}{experts_in_words}"
+        )
+    return "; ".join(problem_phrases)
 
 
-def _part(alignment: Alignment, own_number: int, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _part_in_words(
+    alignment: Alignment, own_number: int, hook: ExpectedHook, model: RecomputeStates
+) -> str:
     """Returns a phrase about the states of a layer that belong to one sample.
 
     Args:
@@ -563,29 +642,38 @@ def _part(alignment: Alignment, own_number: int, hook: ExpectedHook, model: Reco
         hook: Hook that the layer should contain.
         model: Model.
     """
-    other_hook = _other_hook(alignment.hook, hook, model)
-    is_whole = bool(alignment.states.all())
-    is_own = alignment.number == own_number
-    if is_own and not alignment.offset and not other_hook:
-        return f"the right states in {_tokens(alignment.states)}"
-    indices = np.flatnonzero(alignment.states)
-    first, last = (indices[[0, -1]] + alignment.offset).tolist()
-    place = "" if is_own else f" of row {alignment.number}"
-    if is_whole and not is_own and not alignment.offset:
-        return f"the states{place}{other_hook}"
-    source = f"token {first}" if first == last else f"tokens {first} to {last}"
-    part = "" if is_whole else f" in {_tokens(alignment.states)}"
-    return f"the states of {source}{place or ' of the same row'}{part}{other_hook}"
+    other_hook_in_words = _other_hook(alignment.hook, hook, model)
+    is_whole_layer = bool(alignment.states.all())
+    is_own_sample = alignment.number == own_number
+    if is_own_sample and not alignment.offset and not other_hook_in_words:
+        return f"the right states in {_tokens_in_words(alignment.states)}"
+    state_indices = np.flatnonzero(alignment.states)
+    first_token, last_token = (state_indices[[0, -1]] + alignment.offset).tolist()
+    row_in_words = "" if is_own_sample else f" of row {alignment.number}"
+    if is_whole_layer and not is_own_sample and not alignment.offset:
+        return f"the states{row_in_words}{other_hook_in_words}"
+    tokens_in_words = (
+        f"token {first_token}"
+        if first_token == last_token
+        else f"tokens {first_token} to {last_token}"
+    )
+    states_in_words = "" if is_whole_layer else f" in {_tokens_in_words(alignment.states)}"
+    row_in_words = row_in_words or " of the same row"
+    return f"the states of {tokens_in_words}{row_in_words}{states_in_words}{other_hook_in_words}"
 
 
-def _tokens(mask: np.ndarray) -> str:
+def _tokens_in_words(mask: np.ndarray) -> str:
     """Returns the tokens of a mask in words, such as "tokens 0 to 11" or "3 of tokens 0 to 11"."""
-    indices = np.flatnonzero(mask)
-    first, last = indices[[0, -1]].tolist()
-    if len(indices) == 1:
-        return f"token {first}"
-    span = f"tokens {first} to {last}"
-    return span if len(indices) == last - first + 1 else f"{len(indices)} of {span}"
+    token_indices = np.flatnonzero(mask)
+    first_token, last_token = token_indices[[0, -1]].tolist()
+    if len(token_indices) == 1:
+        return f"token {first_token}"
+    span_in_words = f"tokens {first_token} to {last_token}"
+    return (
+        span_in_words
+        if len(token_indices) == last_token - first_token + 1
+        else f"{len(token_indices)} of {span_in_words}"
+    )
 
 
 def _error(match: HookMatch) -> str:
