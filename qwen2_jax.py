@@ -131,8 +131,8 @@ class SelfAttention(nn.Module):
         self.q_proj = make_linear("D->QH", use_bias=self.config.qkv_bias)
         self.k_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
         self.v_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
-        is_split = self.layout.adds_up_parts
-        self.o_proj = make_linear("NH->D", use_bias=self.config.o_bias, split=is_split)
+        has_split_inputs = self.layout.adds_up_parts
+        self.o_proj = make_linear("NH->D", use_bias=self.config.o_bias, split=has_split_inputs)
         if self.config.qk_norm:
             self.q_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
             self.k_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
@@ -239,8 +239,8 @@ class MLP(nn.Module):
         up = self.up_proj(x)
         gated_values = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(self.dtype)
         gated_values = self.layout.constrain(gated_values, "batch", "sequence", "mlp")
-        output = self.layout.constrain(self.down_proj(gated_values).astype(self.dtype), *STREAM)
-        return output, {"pre": gate, "pre_linear": up, "post": gated_values, "out": output}
+        mlp_output = self.layout.constrain(self.down_proj(gated_values).astype(self.dtype), *STREAM)
+        return mlp_output, {"pre": gate, "pre_linear": up, "post": gated_values, "out": mlp_output}
 
 
 class SparseMLP(nn.Module):
@@ -279,14 +279,14 @@ class SparseMLP(nn.Module):
             The sum, (B, T, D), which is added to the residual stream.
             The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
-        experts = self.config.experts
-        logits = self.gate(x).astype(self.dtype)
-        weights, chosen = route(logits, experts.per_token, experts.renormalise)
-        intermediates: Intermediates = {"logits": logits, "chosen": chosen}
-        intermediates["weights"] = partial(scattered, weights, chosen, experts.count)
+        experts_config = self.config.experts
+        router_logits = self.gate(x).astype(self.dtype)
+        weights, chosen = route(router_logits, experts_config.per_token, experts_config.renormalise)
+        intermediates: Intermediates = {"logits": router_logits, "chosen": chosen}
+        intermediates["weights"] = partial(scattered, weights, chosen, experts_config.count)
         # Padding is sent to the number after the last expert, which is no expert and costs nothing.
-        needed_experts = jnp.where(segment_ids[..., None] > 0, chosen, experts.count)
-        if experts.shared_width:
+        needed_experts = jnp.where(segment_ids[..., None] > 0, chosen, experts_config.count)
+        if experts_config.shared_width:
             shared_output, intermediates["shared"] = self.shared_expert(x)
             # The shared expert is computed while tokens are sent to other devices' experts. The
             # routing weights are sent after the tokens. The barrier delays them until the shared
@@ -294,7 +294,7 @@ class SparseMLP(nn.Module):
             shared_output, weights = lax.optimization_barrier((shared_output, weights))
         y = self.layout.constrain(self.experts(x, weights, needed_experts), *STREAM)
         intermediates["routed"] = y
-        if experts.shared_width:
+        if experts_config.shared_width:
             shared_logit = intermediates["shared_share"] = self.shared_expert_gate(x)
             y = y + jax.nn.sigmoid(shared_logit) * shared_output.astype(jnp.float32)
         intermediates["out"] = y.astype(self.dtype)
@@ -415,7 +415,7 @@ class Qwen2(nn.Module):
             The logits, (B, T, V) float32. The logits of padding are meaningless.
         """
         model_decoder = decoder(self.config, self.dtype, self.kernels, self.layout)
-        params = self.param("layers", model_decoder.init, self.num_layers)
+        layer_params = self.param("layers", model_decoder.init, self.num_layers)
         rotary = rotary_table(positions, self.config)
 
         def block(layer: Callable, x: Array, _: None) -> Array:
@@ -423,7 +423,7 @@ class Qwen2(nn.Module):
 
         x = Embedding(self.config, self.dtype, self.layout, name="embed_tokens")(token_ids)
         if not self.is_initializing():
-            x = model_decoder.scan(model_decoder.stacked(params), block, x)
+            x = model_decoder.scan(model_decoder.stacked(layer_params), block, x)
         x, _ = RMSNorm(self.config, self.dtype, name="norm")(x)
         return Linear(self.config, "D->V", dtype=self.dtype, name="lm_head")(x)
 
@@ -442,7 +442,7 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     Returns:
         Path of a parameter -> its shape, logical axes and checkpoint tensors.
     """
-    has_fused_experts = any(name.endswith("experts.gate_up_proj") for name in tensors)
+    has_fused_experts = any(tensor_name.endswith("experts.gate_up_proj") for tensor_name in tensors)
     tensor_of_parameter = _tensors_by_parameter(
         model.config, has_fused_experts
     ) | _interleaved_tensors(model.config.delta, tensors)
@@ -500,19 +500,19 @@ def _weight_spec(
         layer_numbers = [layer for layer in layer_numbers if config.layer_types[layer] == path[1]]
     parameter_name = ".".join(path[2:] if has_several_types else path[1:])
     tensor_name, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
-    checkpoint_names = [f"model.layers.{layer}.{tensor_name}" for layer in layer_numbers]
+    names_in_checkpoint = [f"model.layers.{layer}.{tensor_name}" for layer in layer_numbers]
     has_tensor_per_expert = "{}" in tensor_name
     if has_tensor_per_expert:
         expert_numbers = range(config.experts.count)
-        checkpoint_names = [
-            name.format(expert_number)
-            for name in checkpoint_names
+        names_in_checkpoint = [
+            name_in_checkpoint.format(expert_number)
+            for name_in_checkpoint in names_in_checkpoint
             for expert_number in expert_numbers
         ]
     return WeightSpec(
         parameter_shape,
         logical_axes,
-        tuple(checkpoint_names),
+        tuple(names_in_checkpoint),
         1 + has_tensor_per_expert,
         tensor_slice,
     )
@@ -536,17 +536,17 @@ def _tensors_by_parameter(
     if config.delta is not None:
         key_rows = config.delta.key_heads * config.delta.key_size
         value_rows = config.sizes["O"]
-        for letter, first_row in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
+        for projection_letter, first_row in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
             tensor_slice = TensorSlice(0, first_row, 2 * key_rows + value_rows)
             for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
-                full_parameter_name = f"linear_attn.{parameter_name}_{letter}.weight"
+                full_parameter_name = f"linear_attn.{parameter_name}_{projection_letter}.weight"
                 tensor_of_parameter[full_parameter_name] = (
                     f"linear_attn.{tensor_name}.weight",
                     tensor_slice,
                 )
     if config.experts is not None:
         expert_width = config.experts.width
-        for projection, fused_tensor in (
+        for projection_name, fused_tensor in (
             ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * expert_width))),
             (
                 "up_proj",
@@ -554,8 +554,8 @@ def _tensors_by_parameter(
             ),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
-            expert_tensor = f"mlp.experts.{{}}.{projection}.weight", None
-            tensor_of_parameter[f"mlp.experts.{projection}.weight"] = (
+            expert_tensor = f"mlp.experts.{{}}.{projection_name}.weight", None
+            tensor_of_parameter[f"mlp.experts.{projection_name}.weight"] = (
                 fused_tensor if has_fused_experts else expert_tensor
             )
     return tensor_of_parameter
@@ -599,15 +599,15 @@ def _interleaved_tensors(
     ):
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
         rows_per_head = sum(rows_by_letter.values())
-        first_row = 0
+        first_row_of_projection = 0
         # Quantised versions of such a model may contain a tensor for each projection, like Qwen3.5.
         # Then the parameters have their own tensors.
         if not tensors or any(name.endswith(full_tensor_name) for name in tensors):
-            for letter, row_count in rows_by_letter.items():
-                tensor_slice = TensorSlice(0, first_row, rows_per_head, per_head=True)
-                tensor_of_parameter[f"linear_attn.in_proj_{letter}.weight"] = (
+            for projection_letter, row_count in rows_by_letter.items():
+                tensor_slice = TensorSlice(0, first_row_of_projection, rows_per_head, per_head=True)
+                tensor_of_parameter[f"linear_attn.in_proj_{projection_letter}.weight"] = (
                     full_tensor_name,
                     tensor_slice,
                 )
-                first_row += row_count
+                first_row_of_projection += row_count
     return tensor_of_parameter

@@ -208,7 +208,7 @@ class HookedModel(nn.Module):
             Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
         """
         stage_count = self.stages
-        row_count, length = token_ids.shape
+        row_count, row_length = token_ids.shape
         micro_batch_count = self.micro_batches(row_count)
 
         def split(x: Array) -> Array:
@@ -217,7 +217,7 @@ class HookedModel(nn.Module):
             Args:
                 x: The array, (B, T).
             """
-            return x.reshape(-1, micro_batch_count, length).swapaxes(0, 1)
+            return x.reshape(-1, micro_batch_count, row_length).swapaxes(0, 1)
 
         stacked_layers = self.decoder.stacked(self.layers)
         stage_layers = jax.tree.map(
@@ -290,12 +290,12 @@ class HookedModel(nn.Module):
         buffers = capture.buffers([stages_plan], ids_by_micro_batch.shape, stage_count)
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
-            (_, buffers), final_streams = lax.scan(tick, (x, buffers), tick_numbers)
+            (_, buffers), final_stream_by_tick = lax.scan(tick, (x, buffers), tick_numbers)
         end_values: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
-            assert final_streams is not None
-            x = from_bits(final_streams[stage_count - 1 :], self.dtype).swapaxes(0, 1)
-            x = self.layout.constrain(x.reshape(row_count, length, -1), *STREAM)
+            assert final_stream_by_tick is not None
+            x = from_bits(final_stream_by_tick[stage_count - 1 :], self.dtype).swapaxes(0, 1)
+            x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
             kind_values = self._end_values(capture, x, token_ids, positions)
             end_values = dict(zip(capture.plan_end().kinds, kind_values, strict=True))
         return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_values)
@@ -362,9 +362,10 @@ class HookedModel(nn.Module):
                     token_ids,
                     positions,
                     requested={
-                        kind.intermediate.removeprefix(PREDICTED) for kind in predicted_kinds
+                        predicted_kind.intermediate.removeprefix(PREDICTED)
+                        for predicted_kind in predicted_kinds
                     },
-                    top=max(kind.width_factor for kind in predicted_kinds),
+                    top=max(predicted_kind.width_factor for predicted_kind in predicted_kinds),
                     dtype=self.captured_dtype,
                     layout=self.layout,
                 )
@@ -385,12 +386,12 @@ def _weights_per_token(config: ModelConfig, layer: int) -> int:
     weight_count = 0
     for path, box in model_decoder.parameters(config.layer_types[layer]).items():
         if path[-1] == "weight" and len(box.names) > 1:
-            parameter_weights = math.prod(box.value.shape)
+            parameter_weight_count = math.prod(box.value.shape)
             if config.experts is not None and "experts" in path:
-                parameter_weights = (
-                    parameter_weights * config.experts.per_token // config.experts.count
+                parameter_weight_count = (
+                    parameter_weight_count * config.experts.per_token // config.experts.count
                 )
-            weight_count += parameter_weights
+            weight_count += parameter_weight_count
     return weight_count
 
 

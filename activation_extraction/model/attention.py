@@ -217,7 +217,7 @@ def blocked_attention(
     blocks_per_row = q.shape[1] // QUERY_BLOCK
     span_length_step = KEY_BLOCK * -(-key_count // (KEY_BLOCK * MOST_LENGTHS))
     span_lengths = [*range(span_length_step, key_count, span_length_step), key_count]
-    branch_numbers = _branch_numbers(segments, first_query, span_lengths, window)
+    branch_number_by_block = _branch_numbers(segments, first_query, span_lengths, window)
     segments_by_block = segments.q.reshape(-1, QUERY_BLOCK)
     block_count = len(segments_by_block)
     # All query heads that read a key/value head are computed in one matrix product. Its rows are
@@ -254,8 +254,8 @@ def blocked_attention(
         def skip() -> Array:
             return jnp.zeros(grouped_queries.shape[1:], grouped_queries.dtype)
 
-        span_branches = [partial(attend_to_span, length) for length in span_lengths]
-        return lax.switch(branch_numbers[number], [skip, *span_branches])
+        span_branches = [partial(attend_to_span, span_length) for span_length in span_lengths]
+        return lax.switch(branch_number_by_block[number], [skip, *span_branches])
 
     block_outputs = lax.map(compute_block, jnp.arange(block_count))
     block_outputs = block_outputs.reshape(block_count, kv_head_count, QUERY_BLOCK, -1).swapaxes(
@@ -286,14 +286,16 @@ def _branch_numbers(
     """
     # The segment of the first query of every block.
     first_segment_of_block = segments.q[:, ::QUERY_BLOCK, None]
-    span_begins = jnp.argmax(segments.k[:, None, :] == first_segment_of_block, axis=-1)
-    span_ends = first_query + QUERY_BLOCK * jnp.arange(1, span_begins.shape[1] + 1)
+    first_key_of_span = jnp.argmax(segments.k[:, None, :] == first_segment_of_block, axis=-1)
+    end_key_of_span = first_query + QUERY_BLOCK * jnp.arange(1, first_key_of_span.shape[1] + 1)
     if window is not None:
-        span_begins = jnp.maximum(span_begins, span_ends - QUERY_BLOCK - window + 1)
-    needed_lengths = jnp.minimum(span_ends, span_lengths[-1]) - span_begins
-    branch_numbers = jnp.searchsorted(jnp.asarray(span_lengths), needed_lengths) + 1
-    has_tokens = segments.q.reshape(*span_begins.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(has_tokens, branch_numbers, 0).reshape(-1)
+        first_key_of_span = jnp.maximum(
+            first_key_of_span, end_key_of_span - QUERY_BLOCK - window + 1
+        )
+    needed_span_lengths = jnp.minimum(end_key_of_span, span_lengths[-1]) - first_key_of_span
+    branch_number_by_block = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
+    has_tokens = segments.q.reshape(*first_key_of_span.shape, QUERY_BLOCK).any(axis=-1)
+    return jnp.where(has_tokens, branch_number_by_block, 0).reshape(-1)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
@@ -315,6 +317,6 @@ def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     scores_by_query = scores.reshape(len(k), len(mask), -1, k.shape[1])  # shape KQGS
     scores_by_query = jnp.where(mask[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
     scores = scores_by_query.reshape(scores.shape)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    weight_sums = weights.sum(axis=-1, keepdims=True)
-    return (einsum("KQS,KSH->KQH", weights.astype(v.dtype), v) / weight_sums).astype(q.dtype)
+    key_weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weight_sums = key_weights.sum(axis=-1, keepdims=True)
+    return (einsum("KQS,KSH->KQH", key_weights.astype(v.dtype), v) / weight_sums).astype(q.dtype)

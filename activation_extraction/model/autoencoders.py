@@ -127,7 +127,11 @@ class Autoencoder:
     @property
     def arrays(self) -> Tensors:
         """Name of a field -> its array, for the fields that are arrays."""
-        return {field_name: x for field_name, x in vars(self).items() if isinstance(x, np.ndarray)}
+        return {
+            field_name: field_value
+            for field_name, field_value in vars(self).items()
+            if isinstance(field_value, np.ndarray)
+        }
 
     def __reduce__(self) -> Any:  # a process that unpickles an autoencoder reads its files again
         return read_autoencoder, (self.hook, self.name)
@@ -182,12 +186,12 @@ class AutoencoderFiles:
         """
         local_path = self.local_path(file_name)
         if file_name.endswith(".pt"):
-            saved_object = read_torch_file(local_path, f"--encode {self.name}")
-            tensors = saved_object.get("sae", saved_object)
+            torch_object = read_torch_file(local_path, f"--encode {self.name}")
+            tensor_by_name = torch_object.get("sae", torch_object)
         else:
-            weights_file = LocalFile(local_path)
-            tensors = {name: weights_file.read(name, ()) for name in weights_file.tensors}
-        return {FIELD_OF_TENSOR.get(name, name): tensor for name, tensor in tensors.items()}
+            opened_file = LocalFile(local_path)
+            tensor_by_name = {name: opened_file.read(name, ()) for name in opened_file.tensors}
+        return {FIELD_OF_TENSOR.get(name, name): tensor for name, tensor in tensor_by_name.items()}
 
     def supported_setting(self, config: Config, key: str, *supported_values: str) -> str:
         """Returns a setting of a configuration after checking that it is supported.
@@ -223,10 +227,10 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     weights_file = ""
     if repository_path.endswith((".pt", ".safetensors")):
         repository_path, weights_file = os.path.split(repository_path)
-    local_path = os.path.abspath(os.path.expanduser(repository_path))
+    expanded_path = os.path.abspath(os.path.expanduser(repository_path))
     hub_match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)/(.+)", repository_path)
-    if os.path.exists(local_path):
-        repository_path = local_path
+    if os.path.exists(expanded_path):
+        repository_path = expanded_path
     elif hub_match:
         repository_path = hub_match[1]
         folder_in_repository = f"{hub_match[2]}/"
@@ -285,14 +289,16 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
     """
     expected_files: list[str] = []
     for file_format in FORMATS:
-        weights_pattern = file_format.weights_file
+        weights_file_pattern = file_format.weights_file
         config_file = file_format.config_file
-        format_weights_file = weights_pattern.format(files.layer)
-        shown_name = weights_pattern.format(files.layer or "N")
-        expected_files.append(f"{shown_name} with {config_file}" if config_file else shown_name)
+        format_weights_file = weights_file_pattern.format(files.layer)
+        shown_weights_file = weights_file_pattern.format(files.layer or "N")
+        expected_files.append(
+            f"{shown_weights_file} with {config_file}" if config_file else shown_weights_file
+        )
         if weights_file not in ("", format_weights_file):
             continue
-        has_layer_in_name = format_weights_file != weights_pattern
+        has_layer_in_name = format_weights_file != weights_file_pattern
         if (has_layer_in_name and not files.layer) or not files.has(format_weights_file):
             continue
         if config_file is None:
@@ -367,14 +373,21 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     )
     is_transcoder = architecture in transcoder_architectures
     foldable_normalisations = "expected_average_only_in", "covariance_whitening"
-    normalisations = "none", "constant_norm_rescale", "layer_norm", *foldable_normalisations
-    normalisation = files.supported_setting(config, "normalize_activations", *normalisations)
+    supported_normalisations = (
+        "none",
+        "constant_norm_rescale",
+        "layer_norm",
+        *foldable_normalisations,
+    )
+    normalisation = files.supported_setting(
+        config, "normalize_activations", *supported_normalisations
+    )
     subtracts_b_dec = not is_transcoder and config.get("apply_b_dec_to_input", True)
     if config.get("rescale_acts_by_decoder_norm"):
-        decoder_norms = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
-        tensors["W_enc"] = tensors["W_enc"] * decoder_norms
-        tensors["b_enc"] = tensors["b_enc"] * decoder_norms
-        tensors["W_dec"] = tensors["W_dec"] / decoder_norms[:, None]
+        decoder_norm_by_feature = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
+        tensors["W_enc"] = tensors["W_enc"] * decoder_norm_by_feature
+        tensors["b_enc"] = tensors["b_enc"] * decoder_norm_by_feature
+        tensors["W_dec"] = tensors["W_dec"] / decoder_norm_by_feature[:, None]
     if normalisation in foldable_normalisations:
         if is_transcoder:
             raise files.error(
@@ -454,12 +467,12 @@ def _fold_normalisation(
         whitening_tensors = files.tensors(WHITENING_FILE)
         activation_mean = whitening_tensors["mean"].astype(np.float64)
         whitening_matrix = whitening_tensors["matrix"].astype(np.float64)
-        inverse_matrix = whitening_tensors["inverse_matrix"].astype(np.float64)
+        inverse_whitening_matrix = whitening_tensors["inverse_matrix"].astype(np.float64)
         W_enc = whitening_matrix @ W_enc
         if not subtracts_b_dec:  # otherwise the mean is subtracted as a part of the new b_dec
             b_enc = b_enc - activation_mean @ W_enc
-        W_dec = W_dec @ inverse_matrix
-        b_dec = b_dec @ inverse_matrix + activation_mean
+        W_dec = W_dec @ inverse_whitening_matrix
+        b_dec = b_dec @ inverse_whitening_matrix + activation_mean
     folded_tensors = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
     with np.errstate(over="ignore"):  # `_check_finite` later rejects values that became infinite
         return {name: tensor.astype(np.float32) for name, tensor in folded_tensors.items()}
@@ -629,7 +642,7 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
             fields[field_name] = fields[field_name].T
     input_width = fields["W_enc"].shape[1]
     target_width = fields["W_dec"].shape[1]
-    expected_shapes = {
+    expected_shape_by_field = {
         "W_enc": (feature_count, input_width),
         "W_dec": (feature_count, target_width),
         "b_enc": (feature_count,),
@@ -638,7 +651,7 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
         "b_dec": (target_width,),
         "W_skip": (target_width, input_width),
     }
-    for field_name, expected_shape in expected_shapes.items():
+    for field_name, expected_shape in expected_shape_by_field.items():
         field_array = (
             fields[field_name] if field_name in REQUIRED_TENSORS else fields.get(field_name)
         )
@@ -671,12 +684,12 @@ def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
         for first_row in range(0, len(field_array), rows_at_once):
             with np.errstate(over="ignore"):
                 row_block = field_array[first_row : first_row + rows_at_once].astype(np.float32)
-            bad_indices = np.argwhere(~np.isfinite(row_block))
-            if len(bad_indices):
-                bad_index = bad_indices[0]
-                bad_weight = row_block[tuple(bad_index)]
-                bad_index[0] += first_row
-                shown_index = ", ".join(map(str, bad_index))
+            bad_weight_indices = np.argwhere(~np.isfinite(row_block))
+            if len(bad_weight_indices):
+                bad_weight_index = bad_weight_indices[0]
+                bad_weight = row_block[tuple(bad_weight_index)]
+                bad_weight_index[0] += first_row
+                shown_index = ", ".join(map(str, bad_weight_index))
                 raise files.error(
                     f"{field_name}[{shown_index}] is {bad_weight}: weights must be finite numbers; "
                     "the files are damaged, or the training has diverged"

@@ -135,7 +135,9 @@ class Capture:
             The plan, in which the slots of each kind have the shape (stages, layers of a stage).
         """
         first_layers = range(0, stages * length, length)
-        stage_plans = [self.plan(range(layer, layer + length)) for layer in first_layers]
+        stage_plans = [
+            self.plan(range(first_layer, first_layer + length)) for first_layer in first_layers
+        ]
         slots_by_kind = zip(*(plan.slots for plan in stage_plans), strict=True)
         return stage_plans[0].with_slots(tuple(np.stack(slots) for slots in slots_by_kind))
 
@@ -263,17 +265,17 @@ class Capture:
         values_by_type = {}
         for vector_type, hooks in self.hooks_by_type().items():
             bit_stacks = []
-            stage_numbers = [hook.layer // length for hook in hooks if not hook.kind.at_end]
-            if stage_numbers:
+            stage_number_by_hook = [hook.layer // length for hook in hooks if not hook.kind.at_end]
+            if stage_number_by_hook:
                 # With M micro-batches, each contains every M-th row of the batch. So their axis
                 # must come after the axis of rows before both axes become one.
                 bits = buffers[vector_type].swapaxes(2, 3)
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
                 bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
-                hook_counts_by_stage = np.bincount(stage_numbers)
+                hook_counts_by_stage = np.bincount(stage_number_by_hook)
                 bit_stacks = [
-                    bits[stage, :hook_count]
-                    for stage, hook_count in enumerate(hook_counts_by_stage)
+                    bits[stage_number, :hook_count]
+                    for stage_number, hook_count in enumerate(hook_counts_by_stage)
                 ]
             for hook in hooks:
                 if hook.kind.at_end:

@@ -100,7 +100,7 @@ class Checkpoint(Repository):
         Returns:
             The keys of `tensors`. None if the weight files are not in a local folder.
         """
-        if not self.local:
+        if not self.is_local:
             return None
         has_weights = self.find(SINGLE_FILE) is not None or self.find(INDEX_FILE) is not None
         return self.tensors if has_weights else None
@@ -161,8 +161,8 @@ class Checkpoint(Repository):
         """
         if self.adapter is None:
             return self._read_stored(tensor, index, dtype)
-        read_stored = functools.partial(self._read_stored, tensor, dtype=np.float32)
-        return self.adapter.merge(tensor, index, read_stored)
+        read_stored_part = functools.partial(self._read_stored, tensor, dtype=np.float32)
+        return self.adapter.merge(tensor, index, read_stored_part)
 
     def _read_stored(self, tensor: str, index: Index, dtype: Any) -> np.ndarray:
         """Reads a part of a tensor as stored, without the adapter's changes.
@@ -175,10 +175,14 @@ class Checkpoint(Repository):
         Returns:
             The values of the part.
         """
-        scales = self.scales(tensor)
+        tensor_scales = self.scales(tensor)
         weight_file, _ = self.locate(tensor)
         stored_values = weight_file.read(self.tensors[tensor], index)
-        return stored_values if scales is None else scales.dequantize(stored_values, index, dtype)
+        return (
+            stored_values
+            if tensor_scales is None
+            else tensor_scales.dequantize(stored_values, index, dtype)
+        )
 
     def scales(self, tensor: str) -> Scales | None:
         """Returns the scales of a float8 tensor.

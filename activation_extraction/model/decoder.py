@@ -101,8 +101,8 @@ class Decoder:
         zero_ids = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.modules[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
-        windows_by_layer = self.config.sliding(range(1))
-        has_window = None if windows_by_layer is None else windows_by_layer[0]
+        has_window_by_layer = self.config.sliding(range(1))
+        has_window = None if has_window_by_layer is None else has_window_by_layer[0]
         return x, rotary_table(zero_ids, self.config), zero_ids, has_window
 
     def stacked(self, params: Any) -> Layers:
@@ -163,20 +163,20 @@ class Decoder:
         Returns:
             The carry after the last layer.
         """
-        params, has_window = layers
+        params, has_window_by_layer = layers
         layer_types = self.config.layer_types[: self._count(params)]
         params_by_type = params if self.has_several_types else {layer_types[0]: params}
-        type_names = sorted(params_by_type)
+        sorted_type_names = sorted(params_by_type)
         stacks_by_type = {
             layer_type: self._separate(layer_type, stacked_params)
             for layer_type, stacked_params in params_by_type.items()
         }
-        # For each layer, the index of its type in `type_names`, and its row in the stacks of the
-        # type.
-        type_numbers = np.array(
-            [type_names.index(layer_type) for layer_type in layer_types], np.int32
+        # For each layer, the index of its type in `sorted_type_names`, and its row in the stacks of
+        # the type.
+        type_number_by_layer = np.array(
+            [sorted_type_names.index(layer_type) for layer_type in layer_types], np.int32
         )
-        stack_rows = np.array(
+        stack_row_by_layer = np.array(
             [layer_types[:layer].count(layer_type) for layer, layer_type in enumerate(layer_types)],
             np.int32,
         )
@@ -185,7 +185,7 @@ class Decoder:
         single_type_params = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, stack_row, layer_params, has_window, per_layer = loop_element
+            type_number, stack_row, layer_params, has_window, layer_element = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stack_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
@@ -203,12 +203,18 @@ class Decoder:
                 )
                 return in_groups(apply_layer, self.modules[layer_type])(*inputs)
 
-            branches_by_type = [partial(run_layer, layer_type) for layer_type in type_names]
+            branches_by_type = [partial(run_layer, layer_type) for layer_type in sorted_type_names]
             apply_layer = partial(jax.lax.switch, type_number, branches_by_type)
-            return body(apply_layer, carry, per_layer), None
+            return body(apply_layer, carry, layer_element), None
 
-        loop_arrays = type_numbers, stack_rows, single_type_params, has_window, per_layer
-        carry, _ = jax.lax.scan(step, carry, loop_arrays)
+        arrays_by_layer = (
+            type_number_by_layer,
+            stack_row_by_layer,
+            single_type_params,
+            has_window_by_layer,
+            per_layer,
+        )
+        carry, _ = jax.lax.scan(step, carry, arrays_by_layer)
         return carry
 
     def _separate(self, layer_type: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
@@ -226,13 +232,13 @@ class Decoder:
             Path of a parameter -> its stack, for the stacks that are read in place.
             The other stacks, as a nested dict.
         """
-        stack_by_path = flatten_dict(params)
+        copied_stack_by_path = flatten_dict(params)
         stack_in_place_by_path = {}
         if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
             for path, box in self.parameters(layer_type).items():
                 if "experts" in box.names:
-                    stack_in_place_by_path[path] = stack_by_path.pop(path)
-        return stack_in_place_by_path, unflatten_dict(stack_by_path)
+                    stack_in_place_by_path[path] = copied_stack_by_path.pop(path)
+        return stack_in_place_by_path, unflatten_dict(copied_stack_by_path)
 
     def _apply(
         self,
@@ -258,12 +264,12 @@ class Decoder:
         """
         layer_module = self.modules[layer_type]
         box_by_path = self.parameters(layer_type)
-        gathered_params = {
+        gathered_weight_by_path = {
             path: from_bits(layer_module.layout.gather(weight, box_by_path[path].names))
             for path, weight in flatten_dict(params).items()
         }
         flax_variables = {
-            "params": unflatten_dict(gathered_params),
+            "params": unflatten_dict(gathered_weight_by_path),
             STACKS: unflatten_dict(in_place),
         }
 
@@ -358,8 +364,12 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     mesh = layout.mesh
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return rows
-    max_rows = min(max(TOKENS_AT_ONCE // length, 1), rows)
-    return max(row_count for row_count in range(1, max_rows + 1) if rows % row_count == 0)
+    max_row_count = min(max(TOKENS_AT_ONCE // length, 1), rows)
+    return max(
+        candidate_row_count
+        for candidate_row_count in range(1, max_row_count + 1)
+        if rows % candidate_row_count == 0
+    )
 
 
 def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:

@@ -81,18 +81,18 @@ def pallas_delta_rule(
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
     # The grid has a program for each row b, key head k and block of tokens n.
-    key_spec = pl.BlockSpec((None, None, TWO_CHUNKS, key_size), lambda b, k, n: (b, k, n, 0))
-    value_spec = pl.BlockSpec(
+    key_block_spec = pl.BlockSpec((None, None, TWO_CHUNKS, key_size), lambda b, k, n: (b, k, n, 0))
+    value_block_spec = pl.BlockSpec(
         (None, None, value_heads_per_key, TWO_CHUNKS, value_size), lambda b, k, n: (b, k, 0, n, 0)
     )
-    gate_spec = pl.BlockSpec(
+    gate_block_spec = pl.BlockSpec(
         (None, None, 2 * value_heads_per_key, TWO_CHUNKS), lambda b, k, n: (b, k, 0, n)
     )
     heads_first_output = pl.pallas_call(
         _compute_block,
         grid=(row_count, key_head_count, decays_and_betas.shape[-1] // TWO_CHUNKS),
-        in_specs=[key_spec, key_spec, value_spec, gate_spec],
-        out_specs=value_spec,
+        in_specs=[key_block_spec, key_block_spec, value_block_spec, gate_block_spec],
+        out_specs=value_block_spec,
         out_shape=jax.ShapeDtypeStruct(qkv_heads_first[2].shape, v.dtype),
         scratch_shapes=[pltpu.VMEM((key_size, value_heads_per_key * value_size), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
@@ -154,20 +154,22 @@ def _compute_block(
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # shape (2C, G) each
     head_count, _, value_size = v_ref.shape
     # The following lists have one element for each value head.
-    inverses_by_head = []
+    inverse_by_head = []
     output_factors_by_head = []
-    begin_decays_by_head = []  # each element is a list of two arrays, one for each chunk
-    end_decays_by_head = []
+    decays_since_begin_by_head = []  # each element is a list of two arrays, one for each chunk
+    decays_until_end_by_head = []
     for head_number in range(head_count):
-        decay_between, decay_since_begin = _decays(log_decays[:, head_number, None])
+        decay_between, decays_since_begin = _decays(log_decays[:, head_number, None])
         key_factors = _side_by_side(betas[:, head_number, None] * k_scale)
-        inverses_by_head.append(_inverse(key_factors * key_products * decay_between))
+        inverse_by_head.append(_inverse(key_factors * key_products * decay_between))
         output_factors_by_head.append(query_products * decay_between)
-        begin_decays_by_head.append(decay_since_begin)
-        end_decays_by_head.append(k_scale * decay_between[-SUBLANES:].T[:, -1:])  # shape (2C, 1)
+        decays_since_begin_by_head.append(decays_since_begin)
+        decays_until_end_by_head.append(
+            k_scale * decay_between[-SUBLANES:].T[:, -1:]
+        )  # shape (2C, 1)
     for chunk_number in (0, 1):
         token_slice = slice(chunk_number * CHUNK, (chunk_number + 1) * CHUNK)
-        chunk_decays = [decays[chunk_number] for decays in begin_decays_by_head]
+        chunk_decays = [head_decays[chunk_number] for head_decays in decays_since_begin_by_head]
         keys_and_queries = jnp.concatenate([k[token_slice], q[token_slice]])
         state_reads = _product("CD,DU->CU", keys_and_queries, state[...])
         key_reads, query_reads = jnp.split(state_reads, 2)
@@ -179,7 +181,7 @@ def _compute_block(
             value_differences -= chunk_decays[head_number] * key_reads_by_head[head_number]
             value_differences *= betas[token_slice, head_number, None]
             added_vector = _product(
-                "IJ,JU->IU", inverses_by_head[head_number][:, token_slice], value_differences
+                "IJ,JU->IU", inverse_by_head[head_number][:, token_slice], value_differences
             )
             added_vectors_by_head.append(added_vector)
             head_output = chunk_decays[head_number] * query_reads_by_head[head_number]
@@ -191,7 +193,7 @@ def _compute_block(
             jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays
         ]
         decayed_vectors_by_head = [
-            end_decays_by_head[head_number][token_slice] * added_vectors_by_head[head_number]
+            decays_until_end_by_head[head_number][token_slice] * added_vectors_by_head[head_number]
             for head_number in range(head_count)
         ]
         state_update = _product(
@@ -224,8 +226,8 @@ def _product(equation: str, x: Array, y: Array) -> Array:
         for x_index, x_summand in enumerate(x_summands[: index_sum + 1]):
             left_operands.append(x_summand)
             right_operands.append(y_summands[index_sum - x_index])
-    summed_axis = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
-    joined_left_operand = jnp.concatenate(left_operands, axis=summed_axis)
+    summed_axis_number = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
+    joined_left_operand = jnp.concatenate(left_operands, axis=summed_axis_number)
     return einsum(equation, joined_left_operand, jnp.concatenate(right_operands))
 
 
@@ -258,8 +260,8 @@ def _indices() -> tuple[Array, Array, Array]:
         The matrix of each value, (C, 2C) int32: 0 for the first matrix, CHUNK for the second.
     """
     row_indices = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
-    array_column = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
-    return row_indices, array_column & (CHUNK - 1), array_column & CHUNK
+    array_columns = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
+    return row_indices, array_columns & (CHUNK - 1), array_columns & CHUNK
 
 
 def _side_by_side(x: Array) -> Array:
@@ -308,12 +310,12 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     # The first column of each chunk sums the log decays after the chunk's first token. With the log
     # decay of this token, it has the log decays since the beginning of the chunk.
     log_decay_since_begin = log_decay_between + log_decay[:1]
-    begin_decays_by_chunk = [
+    decays_since_begin_by_chunk = [
         jnp.exp(log_decay_since_begin[:, first_column, None]) for first_column in (0, CHUNK)
     ]
     return jnp.where(
         row_indices >= column_indices, jnp.exp(log_decay_between), 0
-    ), begin_decays_by_chunk
+    ), decays_since_begin_by_chunk
 
 
 def _inverse(matrices: Array) -> Array:

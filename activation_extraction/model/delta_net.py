@@ -248,8 +248,8 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     for t in range(row_length):
         token_segments = segment_ids[:, t]
         continues_segment = (token_segments == previous_token_segments)[:, None, None]
-        decay = np.where(continues_segment, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
-        state *= decay[..., None, None]
+        state_decay = np.where(continues_segment, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
+        state *= state_decay[..., None, None]
         value_differences = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
         state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], value_differences)
         token_outputs.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
@@ -280,8 +280,10 @@ def gated_delta_rule(
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
     head_arrays = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*head_arrays, segment_ids[..., None])))
-    state = jnp.zeros((*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32)
-    _, chunk_outputs = lax.scan(_step, state, chunks)
+    initial_state = jnp.zeros(
+        (*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
+    )
+    _, chunk_outputs = lax.scan(_step, initial_state, chunks)
     chunk_outputs = jnp.moveaxis(chunk_outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
     return chunk_outputs.reshape(len(v), -1, *v.shape[2:])[:, : v.shape[1]].astype(output_dtype)
 
@@ -408,8 +410,8 @@ def _inverse(matrices: Array) -> Array:
     multiply_matrices = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
     for block_level in range(CHUNK.bit_length() - 1):
         block_numbers = token_numbers >> block_level
-        joined_numbers = token_numbers >> (block_level + 1)
-        is_in_joined_block = joined_numbers[:, None] == joined_numbers
+        joined_block_numbers = token_numbers >> (block_level + 1)
+        is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
         is_in_lower_block = block_numbers[:, None] > block_numbers
         lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
         # On the first level, the blocks are single tokens, so X and Y are 1.
@@ -476,8 +478,8 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         S after the chunk, (B, K, G, D, U).
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
-    state_products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
-    subtracted_vectors, state_outputs = jnp.split(state_products, 2, axis=3)
+    reader_products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
+    subtracted_vectors, state_outputs = jnp.split(reader_products, 2, axis=3)
     added_vectors = chunk.initial_vectors - subtracted_vectors
     token_outputs = state_outputs + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors

@@ -74,8 +74,8 @@ class Encoder:
             source_kind,
             name=source_kind.name + CODES,
             letters="",
-            modules=tuple(module + CODES for module in source_kind.modules),
-            aliases=tuple(alias + CODES for alias in source_kind.aliases),
+            modules=tuple(module_name + CODES for module_name in source_kind.modules),
+            aliases=tuple(alias_name + CODES for alias_name in source_kind.aliases),
             dtype="int32",
             width_factor=record_width(self.max_codes),
         )
@@ -142,9 +142,11 @@ class Encoder:
         """
         shape_by_field = {}
         for field_name, array in self.autoencoder.arrays.items():
-            dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
+            array_dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
             sharding = layout.sharding(AXES[field_name], array.shape)
-            shape_by_field[field_name] = jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+            shape_by_field[field_name] = jax.ShapeDtypeStruct(
+                array.shape, array_dtype, sharding=sharding
+            )
         return shape_by_field
 
     def weights(self, layout: Layout) -> Weights:
@@ -257,7 +259,7 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
     feature_shard_count = layout.size(*RULES["head_vocab"])
     tokens_per_block = VALUES_OF_A_BLOCK * feature_shard_count // encoder.autoencoder.features
     weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
-    hook_values = [x] if encoder.source == encoder.target else [x, target]
+    values_at_hooks = [x] if encoder.source == encoder.target else [x, target]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
         sharded_hook_values = [
@@ -266,7 +268,7 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
         return _records(encoder, weights, sharded_hook_values[0], sharded_hook_values[-1], layout)
 
     with jax.named_scope("encode"):
-        return in_blocks(records_of_block, hook_values, tokens_per_block, layout)
+        return in_blocks(records_of_block, values_at_hooks, tokens_per_block, layout)
 
 
 def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
@@ -287,12 +289,12 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
     """
     autoencoder = encoder.autoencoder
-    dtype = autoencoder.dtype
-    rounded_input = x.astype(dtype).astype(jnp.float32)
+    product_dtype = autoencoder.dtype
+    rounded_input = x.astype(product_dtype).astype(jnp.float32)
     x, undo_normalisation = _normalised(rounded_input, autoencoder.normalisation)
     if autoencoder.subtracts_b_dec:
         x = x - weights["b_dec"]
-    pre = einsum("BTD,FD->BTF", x.astype(dtype), weights["W_enc"]) + weights["b_enc"]
+    pre = einsum("BTD,FD->BTF", x.astype(product_dtype), weights["W_enc"]) + weights["b_enc"]
     pre = layout.constrain(pre, *FEATURE_AXES)
     score = pre
     active = jnp.ones(pre.shape, bool)
@@ -308,21 +310,23 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     if autoencoder.k is not None:
         active_count = jnp.minimum(active_count, autoencoder.k)
     # If several features have the lowest kept score, `largest` keeps the features with the smallest
-    # ids among them. `kept_mask` selects the same features. The lowest score is computed as a
+    # ids among them. `is_kept` selects the same features. The lowest score is computed as a
     # minimum, because with a slice of `top_scores` XLA would sort all features, which takes 30
     # times as long.
     lowest_kept_score = top_scores.min(axis=-1, keepdims=True)
-    last_tied_id = jnp.where(top_scores == lowest_kept_score, feature_ids, -1).max(
+    largest_kept_tied_id = jnp.where(top_scores == lowest_kept_score, feature_ids, -1).max(
         -1, keepdims=True
     )
-    tied_and_kept_mask = (score == lowest_kept_score) & (jnp.arange(pre.shape[-1]) <= last_tied_id)
-    kept_mask = (score > lowest_kept_score) | tied_and_kept_mask
-    kept_features = jnp.where(kept_mask & active, pre, 0).astype(dtype)
+    is_tied_and_kept = (score == lowest_kept_score) & (
+        jnp.arange(pre.shape[-1]) <= largest_kept_tied_id
+    )
+    is_kept = (score > lowest_kept_score) | is_tied_and_kept
+    kept_features = jnp.where(is_kept & active, pre, 0).astype(product_dtype)
     result = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source == encoder.target:
         result = undo_normalisation(result)
     if autoencoder.W_skip is not None:
-        result += einsum("BTD,OD->BTO", rounded_input.astype(dtype), weights["W_skip"])
+        result += einsum("BTD,OD->BTO", rounded_input.astype(product_dtype), weights["W_skip"])
     target = target.astype(jnp.float32)
     squared_error = jnp.square(target - result).sum(axis=-1, keepdims=True)
     target_norm = jnp.sqrt(jnp.square(target).sum(axis=-1, keepdims=True))

@@ -101,13 +101,15 @@ def pallas_experts(
         return ragged_experts(x, weights, chosen, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen = jnp.pad(chosen, padding_widths, constant_values=-1)
-    row_table = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
-    weighted_rows = _run_weighted(row_table, stacks, _run_gated(row_table, stacks, x))
-    parts = parts if len(row_table.fetches) % parts == 0 else 1
-    fetches_by_part = jnp.split(row_table.fetches, parts)
-    fetch_counts_by_part = jnp.split(row_table.fetch_counts, parts)
+    table_of_rows = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
+    weighted_expert_rows = _run_weighted(
+        table_of_rows, stacks, _run_gated(table_of_rows, stacks, x)
+    )
+    parts = parts if len(table_of_rows.fetches) % parts == 0 else 1
+    fetches_by_part = jnp.split(table_of_rows.fetches, parts)
+    fetch_counts_by_part = jnp.split(table_of_rows.fetch_counts, parts)
     sums_by_part = [
-        _run_added(weighted_rows, part_fetches, part_fetch_counts)
+        _run_added(weighted_expert_rows, part_fetches, part_fetch_counts)
         for part_fetches, part_fetch_counts in zip(
             fetches_by_part, fetch_counts_by_part, strict=True
         )
@@ -135,50 +137,56 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     experts_per_token = chosen.shape[1]
     rows_per_group = TOKENS * experts_per_token
     # The expert of each row; E for rows that are not computed.
-    row_experts = chosen.reshape(-1)
-    has_expert = (row_experts >= 0) & (row_experts < expert_count)
-    row_experts = jnp.where(has_expert, row_experts, expert_count)
+    expert_by_row = chosen.reshape(-1)
+    has_expert = (expert_by_row >= 0) & (expert_by_row < expert_count)
+    expert_by_row = jnp.where(has_expert, expert_by_row, expert_count)
     expert_numbers = jnp.arange(expert_count)
     places_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
-    padding_row_counts = -(row_experts[:, None] == expert_numbers).sum(axis=0) % ROWS
+    padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
     is_padding = places_in_tile < padding_row_counts[:, None]
     # The expert of each row of padding; E for rows that are not needed.
-    padding_experts = jnp.where(is_padding, expert_numbers[:, None], expert_count).reshape(-1)
+    expert_by_padding_row = jnp.where(is_padding, expert_numbers[:, None], expert_count).reshape(-1)
     final_padding_widths = 0, -row_count % ROWS
-    padding_experts = jnp.pad(padding_experts, final_padding_widths, constant_values=expert_count)
+    expert_by_padding_row = jnp.pad(
+        expert_by_padding_row, final_padding_widths, constant_values=expert_count
+    )
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
-    expert_keys = jnp.concatenate([2 * row_experts, 2 * padding_experts + 1])
-    row_numbers = jnp.arange(expert_keys.size)
-    weights = jnp.pad(weights.reshape(-1), (0, padding_experts.size))
-    sort_operands = expert_keys, row_numbers, weights
-    expert_keys, sorted_row_numbers, weights = lax.sort(sort_operands, num_keys=1, is_stable=False)
-    is_row_fetched = (sorted_row_numbers < row_count) & (expert_keys < 2 * expert_count)
+    expert_sort_keys = jnp.concatenate([2 * expert_by_row, 2 * expert_by_padding_row + 1])
+    row_numbers = jnp.arange(expert_sort_keys.size)
+    weights = jnp.pad(weights.reshape(-1), (0, expert_by_padding_row.size))
+    sort_operands = expert_sort_keys, row_numbers, weights
+    expert_sort_keys, sorted_row_numbers, weights = lax.sort(
+        sort_operands, num_keys=1, is_stable=False
+    )
+    is_row_fetched = (sorted_row_numbers < row_count) & (expert_sort_keys < 2 * expert_count)
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
     places_in_group = sorted_row_numbers % rows_per_group
-    tile_experts = expert_keys[::ROWS] // 2
-    group_keys = (
+    expert_by_tile = expert_sort_keys[::ROWS] // 2
+    group_sort_keys = (
         2 * sorted_row_numbers - places_in_group + jnp.where(is_row_fetched, 0, rows_per_group)
     )
-    group_keys = jnp.where(sorted_row_numbers < row_count, group_keys, 2 * row_count)
-    group_keys, sorted_row_places = lax.sort((group_keys, row_numbers), num_keys=1, is_stable=False)
+    group_sort_keys = jnp.where(sorted_row_numbers < row_count, group_sort_keys, 2 * row_count)
+    group_sort_keys, sorted_row_places = lax.sort(
+        (group_sort_keys, row_numbers), num_keys=1, is_stable=False
+    )
     # In a group's buffer, the first row of every token comes before the second row of any token.
-    places_in_group = group_keys[:row_count] % rows_per_group
+    places_in_group = group_sort_keys[:row_count] % rows_per_group
     tokens_in_group = places_in_group // experts_per_token
     buffer_places = places_in_group % experts_per_token * TOKENS + tokens_in_group
     fetched_row_numbers = sorted_row_places[:row_count].reshape(-1, 1, rows_per_group)
     buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
     return Table(
-        used_tiles=(tile_experts < expert_count).sum(),
-        experts=jnp.minimum(tile_experts, expert_count - 1),
+        used_tiles=(expert_by_tile < expert_count).sum(),
+        experts=jnp.minimum(expert_by_tile, expert_count - 1),
         row_counts=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
         tokens=jnp.where(is_row_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
             -1, 1, ROWS
         ),
         weights=weights.reshape(-1, 1, ROWS),
         fetches=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
-        fetch_counts=(row_experts < expert_count).reshape(-1, rows_per_group).sum(axis=1),
+        fetch_counts=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
 
 

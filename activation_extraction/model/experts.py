@@ -236,7 +236,7 @@ def _sum_in_ring(
     x = x.reshape(token_count, -1, math.gcd(hidden_size, LANES))
     # For each direction, the half of the tokens that goes this way, and the number of places in the
     # ring by which a hop moves it.
-    halves_and_shifts = [(slice(half_count), 1), (slice(half_count, None), -1)]
+    half_slices_and_shifts = [(slice(half_count), 1), (slice(half_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:
         ring_pairs = [
@@ -246,7 +246,7 @@ def _sum_in_ring(
         return lax.ppermute(arrays, "expert", ring_pairs)
 
     halves_by_direction = []
-    for half_slice, ring_shift in halves_and_shifts:
+    for half_slice, ring_shift in half_slices_and_shifts:
         halves_by_part = [[array[half_slice] for array in (x, weights, chosen)]]
         for _ in range(1, device_count):
             halves_by_part.append(hop(halves_by_part[-1], ring_shift))
@@ -256,7 +256,9 @@ def _sum_in_ring(
     ordered_halves: list[list[Array]] = []
     for both_halves in zip(*halves_by_direction, strict=True):
         ordered_halves.extend(both_halves)
-    x, weights, chosen = (jnp.concatenate(arrays) for arrays in zip(*ordered_halves, strict=True))
+    x, weights, chosen = (
+        jnp.concatenate(part_arrays) for part_arrays in zip(*ordered_halves, strict=True)
+    )
     chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
     y = expert_sum(x.reshape(-1, hidden_size), weights, chosen, stacks, parts=device_count)
 
@@ -266,7 +268,7 @@ def _sum_in_ring(
         lax.optimization_barrier, jnp.split(y, device_count)
     )
     half_sums = []
-    for half_slice, ring_shift in halves_and_shifts:
+    for half_slice, ring_shift in half_slices_and_shifts:
         half_sum = other_part_results[0][half_slice]
         for part_results in [*other_part_results[1:], own_part_results]:
             half_sum = (
@@ -302,15 +304,17 @@ def in_sorted_rows(
     expert_count = stacks.gate.shape[1]
     has_expert = (chosen >= 0) & (chosen < expert_count)
     expert_by_row = jnp.where(has_expert, chosen, expert_count).reshape(-1)
-    row_order = jnp.argsort(expert_by_row, stable=True)
+    sorted_row_order = jnp.argsort(expert_by_row, stable=True)
     row_counts_by_expert = jnp.bincount(expert_by_row, length=expert_count + 1)[
         :expert_count
     ].astype(jnp.int32)
-    sorted_rows = from_bits(to_bits(x)[row_order // experts_per_token], x.dtype)
+    sorted_rows = from_bits(to_bits(x)[sorted_row_order // experts_per_token], x.dtype)
     result_bits = to_bits(compute(sorted_rows, row_counts_by_expert, stacks))
     # For each expert of a token, the number of its row in the sorted order, (T, X).
-    row_numbers = jnp.zeros_like(row_order).at[row_order].set(jnp.arange(row_order.size))
-    row_numbers = row_numbers.reshape(chosen.shape)
+    sorted_row_numbers = (
+        jnp.zeros_like(sorted_row_order).at[sorted_row_order].set(jnp.arange(sorted_row_order.size))
+    )
+    sorted_row_numbers = sorted_row_numbers.reshape(chosen.shape)
 
     def add_up(row_numbers: Array, weights: Array, has_expert: Array) -> Array:
         token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
@@ -325,8 +329,12 @@ def in_sorted_rows(
             )
         return token_sums
 
-    arrays_by_part = [jnp.split(array, parts) for array in (row_numbers, weights, has_expert)]
-    return jnp.concatenate([add_up(*arrays) for arrays in zip(*arrays_by_part, strict=True)])
+    arrays_by_part = [
+        jnp.split(array, parts) for array in (sorted_row_numbers, weights, has_expert)
+    ]
+    return jnp.concatenate(
+        [add_up(*part_arrays) for part_arrays in zip(*arrays_by_part, strict=True)]
+    )
 
 
 def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
@@ -347,16 +355,16 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
         The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
     """
     layer, gate, up, down = stacks
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layer_count, expert_count = gate.shape[:2]
     sizes_of_all_layers = (
         jnp.zeros((layer_count, expert_count), jnp.int32).at[layer].set(sizes).reshape(-1)
     )
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
-        matrices = stack.reshape(-1, *stack.shape[2:])
-        dot_options: Any = dict(precision=precision, preferred_element_type=dtype)
-        return lax.ragged_dot(x, matrices, sizes_of_all_layers, **dot_options)
+        matrices_of_all_layers = stack.reshape(-1, *stack.shape[2:])
+        dot_options: Any = dict(precision=dot_precision, preferred_element_type=dtype)
+        return lax.ragged_dot(x, matrices_of_all_layers, sizes_of_all_layers, **dot_options)
 
     gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
     return product(gated_values.astype(x.dtype), down, x.dtype)

@@ -68,11 +68,13 @@ def flash_attention(
     row_count, padded_query_count, head_count = q.shape[:3]
     padded_key_count = k.shape[1]
     query_heads_per_key = head_count // k.shape[2]
-    span_begins, span_ends = _spans(query_segments, key_segments, first_query, window)
+    first_key_block_of_span, end_key_block_of_span = _spans(
+        query_segments, key_segments, first_query, window
+    )
     # The grid has a program for each block of queries i, query head n and row b.
-    span_spec = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
-    query_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
-    key_spec = pl.BlockSpec(
+    span_block_spec = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
+    query_block_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
+    key_block_spec = pl.BlockSpec(
         (None, padded_key_count, None, head_size),
         lambda i, n, b: (b, 0, n // query_heads_per_key, 0),
     )
@@ -81,22 +83,22 @@ def flash_attention(
         grid=(padded_query_count // QUERIES, head_count, row_count),
         in_specs=[
             pl.BlockSpec((1,), lambda i, n, b: (0,)),
-            span_spec,
-            span_spec,
-            query_spec,
-            key_spec,
-            key_spec,
+            span_block_spec,
+            span_block_spec,
+            query_block_spec,
+            key_block_spec,
+            key_block_spec,
             pl.BlockSpec((None, QUERIES), lambda i, n, b: (b, i)),
             pl.BlockSpec((None, padded_key_count), lambda i, n, b: (b, 0)),
         ],
-        out_specs=query_spec,
+        out_specs=query_block_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3 if head_size <= 128 else 2),
         interpret=interpret,
     )(
         jnp.full(1, first_query, jnp.int32),
-        span_begins,
-        span_ends,
+        first_key_block_of_span,
+        end_key_block_of_span,
         q,
         k,
         v,
@@ -127,16 +129,16 @@ def _spans(
     # The segment of the first query of every block of queries.
     first_segment_of_block = query_segments[:, ::QUERIES]
     is_in_segment = key_segments[:, None, :] == first_segment_of_block[..., None]
-    span_begins = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
-    span_ends = first_query + QUERIES * jnp.arange(
+    first_key_of_span = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
+    end_key_of_span = first_query + QUERIES * jnp.arange(
         1, first_segment_of_block.shape[1] + 1, dtype=jnp.int32
     )
     if window is not None:
-        span_begins = jnp.maximum(span_begins, span_ends - QUERIES - window + 1)
-    span_ends = jnp.where(
-        first_segment_of_block > 0, jnp.minimum(span_ends, key_segments.shape[1]), 0
+        first_key_of_span = jnp.maximum(first_key_of_span, end_key_of_span - QUERIES - window + 1)
+    end_key_of_span = jnp.where(
+        first_segment_of_block > 0, jnp.minimum(end_key_of_span, key_segments.shape[1]), 0
     )
-    return span_begins // KEYS, pl.cdiv(span_ends, KEYS)
+    return first_key_of_span // KEYS, pl.cdiv(end_key_of_span, KEYS)
 
 
 def _attend(
@@ -183,7 +185,7 @@ def _attend(
         Returns:
             The state after this block of keys, as the same tuple.
         """
-        output, max_score, weight_sums = state
+        weighted_value_sums, max_scores, weight_sums = state
         key_slice = pl.ds(number * KEYS, KEYS)
         query_key_distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
         sees_key = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (
@@ -191,18 +193,24 @@ def _attend(
         )
         if window is not None:
             sees_key &= query_key_distances < window
-        scores = plgpu.dot(q, k_ref[key_slice, :].T) * math.log2(math.e)
-        scores = jnp.where(sees_key, scores, UNSEEN)
-        new_max_score = jnp.maximum(max_score, scores.max(axis=1))
-        key_weights = jnp.exp2(scores - new_max_score[:, None])
-        rescale_factors = jnp.exp2(max_score - new_max_score)
-        output = output * rescale_factors[:, None]
-        output += plgpu.dot(key_weights.astype(v_ref.dtype), v_ref[key_slice, :])
-        return output, new_max_score, weight_sums * rescale_factors + key_weights.sum(axis=1)
+        query_key_scores = plgpu.dot(q, k_ref[key_slice, :].T) * math.log2(math.e)
+        query_key_scores = jnp.where(sees_key, query_key_scores, UNSEEN)
+        new_max_scores = jnp.maximum(max_scores, query_key_scores.max(axis=1))
+        key_weights = jnp.exp2(query_key_scores - new_max_scores[:, None])
+        rescale_factors = jnp.exp2(max_scores - new_max_scores)
+        weighted_value_sums = weighted_value_sums * rescale_factors[:, None]
+        weighted_value_sums += plgpu.dot(key_weights.astype(v_ref.dtype), v_ref[key_slice, :])
+        return (
+            weighted_value_sums,
+            new_max_scores,
+            weight_sums * rescale_factors + key_weights.sum(axis=1),
+        )
 
     initial_state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
-    output, _, weight_sums = lax.fori_loop(begin_ref[0], end_ref[0], add_keys, initial_state)
-    # A block of nothing but padding has an empty span, so the sums of its weights are 0.
-    out_ref[...] = (output / jnp.where(weight_sums == 0, 1, weight_sums)[:, None]).astype(
-        out_ref.dtype
+    weighted_value_sums, _, weight_sums = lax.fori_loop(
+        begin_ref[0], end_ref[0], add_keys, initial_state
     )
+    # A block of nothing but padding has an empty span, so the sums of its weights are 0.
+    out_ref[...] = (
+        weighted_value_sums / jnp.where(weight_sums == 0, 1, weight_sums)[:, None]
+    ).astype(out_ref.dtype)

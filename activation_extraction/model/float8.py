@@ -75,44 +75,56 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     quantization_setting = _quantization(raw)
     if quantization_setting is None:
         return None
-    quantization: Mapping[str, Any] = (
+    quantization_config: Mapping[str, Any] = (
         quantization_setting
         if isinstance(quantization_setting, Mapping)
         else {"quant_method": quantization_setting}
     )
-    _reject_transforms(quantization, source)
-    quant_method = str(quantization.get("quant_method"))
+    _reject_transforms(quantization_config, source)
+    quant_method = str(quantization_config.get("quant_method"))
     format_field, float8_formats = METHODS.get(quant_method, ("quant_algo", ()))
-    weight_format = quantization.get(format_field)
-    config_groups = quantization.get("config_groups") or {}
+    weight_format = quantization_config.get(format_field)
+    config_groups = quantization_config.get("config_groups") or {}
     try:
-        group_weights = [
-            group["weights"] for group in config_groups.values() if group.get("weights")
+        weight_settings_by_group = [
+            config_group["weights"]
+            for config_group in config_groups.values()
+            if config_group.get("weights")
         ]
-        all_float8 = all(
-            (weights["num_bits"], weights["type"]) == (8, "float") for weights in group_weights
+        is_all_float8 = all(
+            (weight_settings["num_bits"], weight_settings["type"]) == (8, "float")
+            for weight_settings in weight_settings_by_group
         )
-        group_block_sizes = [weights.get("block_structure") for weights in group_weights]
+        group_block_sizes = [
+            weight_settings.get("block_structure") for weight_settings in weight_settings_by_group
+        ]
     except (AttributeError, KeyError, TypeError):
-        all_float8 = False
-    if not all_float8 or weight_format not in float8_formats:
-        description = f"{quant_method}, {weight_format}" if weight_format else quant_method
-        raise InputError(
-            f"{source}: quantization_config ({description:.80}): quantised checkpoints are not "
-            "supported, but for float8 (fp8, and that of compressed-tensors and modelopt); use "
-            "bfloat16"
+        is_all_float8 = False
+    if not is_all_float8 or weight_format not in float8_formats:
+        quantization_in_words = (
+            f"{quant_method}, {weight_format}" if weight_format else quant_method
         )
-    listed_block_sizes = [quantization.get("weight_block_size"), *group_block_sizes]
-    block_sizes = [block for block in listed_block_sizes if block] or [[128, 128]]
+        raise InputError(
+            f"{source}: quantization_config ({quantization_in_words:.80}): quantised checkpoints "
+            "are not supported, but for float8 (fp8, and that of compressed-tensors and modelopt); "
+            "use bfloat16"
+        )
+    listed_block_sizes = [quantization_config.get("weight_block_size"), *group_block_sizes]
+    block_sizes = [
+        listed_block_size for listed_block_size in listed_block_sizes if listed_block_size
+    ] or [[128, 128]]
     block_size = block_sizes[0]
-    equal_lists = all(type(block) is list and block == block_size for block in block_sizes)
-    if not equal_lists or [*map(type, block_size)] != [int, int] or min(block_size) < 1:
+    has_equal_block_sizes = all(
+        type(listed_block_size) is list and listed_block_size == block_size
+        for listed_block_size in block_sizes
+    )
+    if not has_equal_block_sizes or [*map(type, block_size)] != [int, int] or min(block_size) < 1:
         raise InputError(
             f"{source}: quantization_config: {block_sizes!r:.80} is not one size of blocks"
         )
     # With this scale_fmt, the scales may be stored as bytes, each of which is an exponent.
-    exponent_types = ("U8",) if quantization.get("scale_fmt") == "ue8m0" else ()
-    return Float8Format((block_size[0], block_size[1]), SCALE_TYPES + exponent_types)
+    exponent_scale_types = ("U8",) if quantization_config.get("scale_fmt") == "ue8m0" else ()
+    return Float8Format((block_size[0], block_size[1]), SCALE_TYPES + exponent_scale_types)
 
 
 def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
@@ -142,11 +154,11 @@ def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
 
 def _quantization(raw: Mapping[str, Any]) -> Any:
     """Returns the quantization_config of a model, or of the language model inside it."""
-    quantization = raw.get("quantization_config")
+    quantization_config = raw.get("quantization_config")
     for section_name in ("text_config", "thinker_config"):
-        if quantization is None and isinstance(raw.get(section_name), Mapping):
-            quantization = _quantization(raw[section_name])
-    return quantization
+        if quantization_config is None and isinstance(raw.get(section_name), Mapping):
+            quantization_config = _quantization(raw[section_name])
+    return quantization_config
 
 
 def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
@@ -231,7 +243,7 @@ class Scales:
                 inconsistent with it.
         """
         file, header_entry = locate(tensor)
-        scale_tensors = scale_names(tensor, tensors)
+        names_of_scales = scale_names(tensor, tensors)
         tensor_dtype = DTYPE_NAMES[header_entry.dtype]
         expected_scale_count = int(header_entry.dtype == VALUE_DTYPE)
         tensor_in_words = f"{file.location}: tensor {tensor} is {tensor_dtype}"
@@ -246,15 +258,15 @@ class Scales:
             raise InputError(
                 f"{tensor_in_words} and has {zero_point_name}: zero points are not read"
             )
-        if len(scale_tensors) != expected_scale_count:
-            listed_scales = " and ".join(scale_tensors) or f"no {tensor}{ENDINGS[0]}"
+        if len(names_of_scales) != expected_scale_count:
+            listed_scales = " and ".join(names_of_scales) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
                 f"{tensor_in_words} and has {listed_scales}, "
                 f"expected {expected_scale_count or 'no'} tensor of scales"
             )
-        if not scale_tensors:
+        if not names_of_scales:
             return None
-        scale_name = scale_tensors[0]
+        scale_name = names_of_scales[0]
         scale_file, scale_entry = locate(scale_name)
         values_per_scale_by_shape = _layouts(header_entry.shape, float8.block_size)
         scale_dtype = DTYPE_NAMES[scale_entry.dtype]
@@ -292,11 +304,11 @@ class Scales:
         """
         # For each axis, an array with the number of the scale at every index of the part.
         scale_numbers_by_axis = []
-        for axis_slice, size, values_per_scale in zip(
+        for axis_slice, axis_size, values_per_scale in zip(
             index, self.shape, self.values_per_scale, strict=True
         ):
-            first_row, stop, _ = axis_slice.indices(size)
-            scale_numbers_by_axis.append(np.arange(first_row, stop) // values_per_scale)
+            start, stop, _ = axis_slice.indices(axis_size)
+            scale_numbers_by_axis.append(np.arange(start, stop) // values_per_scale)
         *expert_scale_numbers, row_scale_numbers, column_scale_numbers = scale_numbers_by_axis
         code_count = len(FLOAT32_OF_CODE)
         scales = self._read()[..., column_scale_numbers[0] : column_scale_numbers[-1] + 1]

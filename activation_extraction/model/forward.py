@@ -116,12 +116,12 @@ class Program:
 
         For a hook of codes, this is the number for a token with as many codes as possible.
         """
-        dtype = self.model.activation_dtype
+        stored_dtype = self.model.activation_dtype
         bytes_by_hook = {}
         for hook in self.hooks.values():
-            bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, dtype).bytes
+            bytes_by_hook[hook.name] = hook.kind.vector_type(self.sizes, stored_dtype).bytes
         for encoder in self.encoders:
-            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes, dtype)
+            bytes_by_hook[encoder.hook.name] = code_bytes(encoder.max_codes, stored_dtype)
         return bytes_by_hook
 
     def with_codes(
@@ -141,7 +141,7 @@ class Program:
         if not self.encoders:
             return hook_stacks
         array_iterator_by_type = {
-            vector_type: iter(stack) for vector_type, stack in hook_stacks.items()
+            vector_type: iter(arrays) for vector_type, arrays in hook_stacks.items()
         }
         activations_by_hook = {
             hook: next(array_iterator_by_type[self.vector_type(hook)]) for hook in self.model.hooks
@@ -154,7 +154,7 @@ class Program:
         arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
             arrays_by_type[self.vector_type(hook)].append(activations_by_hook[hook])
-        return {vector_type: jnp.stack(stack) for vector_type, stack in arrays_by_type.items()}
+        return {vector_type: jnp.stack(arrays) for vector_type, arrays in arrays_by_type.items()}
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,10 @@ def compile_step(forward: Forward) -> Step:
     host_rows = forward.rows
     model_weights = read_weights(forward)
     weights_by_encoder = [encoder.weights(forward.layout) for encoder in forward.encoders]
-    params = model_weights, weights_by_encoder
+    step_params = model_weights, weights_by_encoder
     start_time = time.perf_counter()
     with watch_compiling() as was_cached:
-        compiled_program = _compile(forward, params)
+        compiled_program = _compile(forward, step_params)
     cache_note = ", from the cache" if was_cached() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_note)
     padding_array = np.zeros(forward.shape, np.int32)
@@ -240,7 +240,7 @@ def compile_step(forward: Forward) -> Step:
         if batch is not None:
             host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
         host_arrays.append(np.array([flags], np.int32))
-        activations, flag_counts = compiled_program(params, *map(host_rows.feed, host_arrays))
+        activations, flag_counts = compiled_program(step_params, *map(host_rows.feed, host_arrays))
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, before the next step is sent to the devices.
             activations = take_kept(activations, batch.kept_mask)

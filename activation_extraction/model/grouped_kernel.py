@@ -75,7 +75,9 @@ def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> 
         are meaningless.
     """
     layer, *layer_stacks = stacks
-    gate, up, down = (stack.reshape(-1, *stack.shape[2:]) for stack in layer_stacks)
+    gate, up, down = (
+        layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
+    )
     first_expert_number = layer * len(sizes)
     gated_values = _product(x, [gate, up], sizes, first_expert_number, interpret)
     return _product(gated_values, [down], sizes, first_expert_number, interpret)
@@ -106,17 +108,17 @@ def _product(
     tile_count = -(-row_count // ROWS) + len(sizes)
     block_column_count = math.gcd(output_count, COLUMNS)
     # The grid has a program for each block of columns and each tile of rows.
-    tile_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
+    tile_entry_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
     stack_block_shape = len(stacks[0]), input_count, block_column_count
-    stack_spec = pl.BlockSpec(stack_block_shape, lambda block, tile: (0, 0, block))
-    tile_experts, first_rows, end_rows = _tile_table(sizes, tile_count)
+    stack_block_spec = pl.BlockSpec(stack_block_shape, lambda block, tile: (0, 0, block))
+    expert_by_tile, first_row_by_tile, end_row_by_tile = _tile_table(sizes, tile_count)
     return pl.pallas_call(
         partial(_multiply, inputs_at_once=math.gcd(input_count, INNER)),
         grid=(output_count // block_column_count, tile_count),
         in_specs=[
-            *([tile_spec] * 3),
+            *([tile_entry_spec] * 3),
             pl.BlockSpec(x.shape, lambda block, tile: (0, 0)),
-            *([stack_spec] * len(stacks)),
+            *([stack_block_spec] * len(stacks)),
         ],
         out_specs=pl.BlockSpec((row_count, block_column_count), lambda block, tile: (0, block)),
         out_shape=jax.ShapeDtypeStruct((row_count, output_count), x.dtype),
@@ -124,7 +126,7 @@ def _product(
         # each stage takes more of a core's memory.
         compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
-    )(first_expert + tile_experts, first_rows, end_rows, x, *stacks)
+    )(first_expert + expert_by_tile, first_row_by_tile, end_row_by_tile, x, *stacks)
 
 
 def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
@@ -140,16 +142,18 @@ def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
         below the third element.
         The number after the last row of each tile's expert, (tile_count,) int32.
     """
-    tiles_per_expert = -(-sizes // ROWS)
-    expert_row_ends = jnp.cumsum(sizes)
+    tile_count_by_expert = -(-sizes // ROWS)
+    end_row_by_expert = jnp.cumsum(sizes)
     tile_numbers = jnp.arange(tile_count, dtype=jnp.int32)
-    expert_tile_ends = jnp.cumsum(tiles_per_expert)
-    tile_experts = jnp.searchsorted(expert_tile_ends, tile_numbers, side="right").clip(
+    end_tile_by_expert = jnp.cumsum(tile_count_by_expert)
+    expert_by_tile = jnp.searchsorted(end_tile_by_expert, tile_numbers, side="right").clip(
         max=len(sizes) - 1
     )
-    tile_number_in_expert = tile_numbers - (expert_tile_ends - tiles_per_expert)[tile_experts]
-    first_rows = (expert_row_ends - sizes)[tile_experts] + tile_number_in_expert * ROWS
-    return tile_experts.astype(jnp.int32), first_rows, expert_row_ends[tile_experts]
+    tile_number_in_expert = (
+        tile_numbers - (end_tile_by_expert - tile_count_by_expert)[expert_by_tile]
+    )
+    first_row_by_tile = (end_row_by_expert - sizes)[expert_by_tile] + tile_number_in_expert * ROWS
+    return expert_by_tile.astype(jnp.int32), first_row_by_tile, end_row_by_expert[expert_by_tile]
 
 
 def _multiply(
@@ -177,13 +181,13 @@ def _multiply(
     first_row = start_ref[0]
     end_row = end_ref[0]
     expert_number = expert_ref[0]
-    row_slice = pl.ds(first_row, ROWS)
+    tile_rows_slice = pl.ds(first_row, ROWS)
     # The rows after the expert's last one belong to other experts.
     is_row_of_expert = (first_row + jnp.arange(ROWS) < end_row)[:, None]
 
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
-        x = plgpu.load(x_ref.at[row_slice, input_slice], mask=is_row_of_expert, other=0.0)
+        x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=is_row_of_expert, other=0.0)
         new_products = []
         for product_so_far, stack in zip(products, stacks, strict=True):
             new_products.append(product_so_far + plgpu.dot(x, stack[expert_number, input_slice, :]))
@@ -197,5 +201,5 @@ def _multiply(
         if len(products) == 2:
             tile_result *= jax.nn.silu(products[0])
         plgpu.store(
-            out_ref.at[row_slice, :], tile_result.astype(out_ref.dtype), mask=is_row_of_expert
+            out_ref.at[tile_rows_slice, :], tile_result.astype(out_ref.dtype), mask=is_row_of_expert
         )

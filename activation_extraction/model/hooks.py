@@ -234,10 +234,10 @@ class Hook(NamedTuple):
         if self.kind.dtype is not None:
             hook_metadata["dtype"] = self.kind.dtype
         head_letters = self.kind.letters[:-1]
-        last_letter = self.kind.letters[-1:]
-        if last_letter and last_letter in HEAD_SIZES:
+        head_size_letter = self.kind.letters[-1:]
+        if head_size_letter and head_size_letter in HEAD_SIZES:
             hook_metadata["heads"] = math.prod(sizes[letter] for letter in head_letters)
-            hook_metadata["head_size"] = sizes[last_letter]
+            hook_metadata["head_size"] = sizes[head_size_letter]
         if self.kind.grows:
             hook_metadata["heads"] = sizes[self.kind.letters[0]]
             hook_metadata["keys"] = sizes["S"]
@@ -471,21 +471,21 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """
     delta_config, experts_config = config.delta, config.experts
     attention_words = () if delta_config is None else (ATTENTION,)
-    type_words: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_words}
-    type_words[DENSE] = () if experts_config is None else (DENSE,)
+    type_words_by_layers_word: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_words}
+    type_words_by_layers_word[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words[NORMED] = attention_words
+        type_words_by_layers_word[NORMED] = attention_words
     if config.q_gate:
-        type_words[GATED] = attention_words
+        type_words_by_layers_word[GATED] = attention_words
     if delta_config is not None:
-        type_words[LINEAR] = (LINEAR,)
+        type_words_by_layers_word[LINEAR] = (LINEAR,)
         # In Hugging Face, a projection is the output of a module only if it is stored separately.
-        type_words[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+        type_words_by_layers_word[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
-        type_words[SPARSE] = (SPARSE,)
+        type_words_by_layers_word[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            type_words[SHARED] = (SPARSE,)
-    return type_words
+            type_words_by_layers_word[SHARED] = (SPARSE,)
+    return type_words_by_layers_word
 
 
 def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:

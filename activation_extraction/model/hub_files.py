@@ -52,17 +52,17 @@ class HubFiles:
             keep: Whether to store weights in the hub's cache on this machine, for the next start.
             kind: The kind of repository: a model, an adapter or an autoencoder.
         """
-        self._name = name
+        self._repository_name = name
         self._flag_and_path = f"{kind.flag} {name}"
         # When the first file is read, its commit replaces this revision, so that all other files
         # are read from the same commit.
         self._revision = revision
-        self._keep = keep
+        self._keeps_weights = keep
         self._kind = kind
         # Name of a file -> its path in the cache; None if the repository lacks it.
-        self._paths: dict[str, Path | None] = {}
+        self._path_by_file_name: dict[str, Path | None] = {}
         # Whether the hub accepted connections, but did not answer a request.
-        self._unanswered = False
+        self._has_unanswered_request = False
 
     @property
     def commit(self) -> str | None:
@@ -73,7 +73,7 @@ class HubFiles:
     def offline(self) -> bool:
         return (
             constants.HF_HUB_OFFLINE
-            or self._unanswered
+            or self._has_unanswered_request
             or hub_unreachable(constants.ENDPOINT) is not None
         )
 
@@ -82,9 +82,9 @@ class HubFiles:
         return os.listdir(self._config().parent) if self.offline else self._remote.file_names
 
     def find(self, name: str) -> Path | None:
-        if name not in self._paths:
-            self._paths[name] = self._download(name)
-        return self._paths[name]
+        if name not in self._path_by_file_name:
+            self._path_by_file_name[name] = self._download(name)
+        return self._path_by_file_name[name]
 
     def open_weights(self, name: str) -> WeightFile | None:
         if not self._belongs_in_cache(name):
@@ -109,7 +109,9 @@ class HubFiles:
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
         """The files of this commit on the hub, which this object reads without the cache."""
-        return RemoteFiles(f"hf://{self._name}@{self.commit}", self._flag_and_path, self._kind.flag)
+        return RemoteFiles(
+            f"hf://{self._repository_name}@{self.commit}", self._flag_and_path, self._kind.flag
+        )
 
     def _download(self, name: str) -> Path | None:
         """Downloads a file to the hub's cache, if the cache does not contain it yet.
@@ -129,11 +131,14 @@ class HubFiles:
         try:
             with hub_requests(self._flag_and_path):
                 downloaded_path = hf_hub_download(
-                    self._name, name, revision=self._revision, local_files_only=self.offline
+                    self._repository_name,
+                    name,
+                    revision=self._revision,
+                    local_files_only=self.offline,
                 )
         except LocalEntryNotFoundError as error:
             # This subclass of EntryNotFoundError means that the hub cannot be reached.
-            self._unanswered = True
+            self._has_unanswered_request = True
             if self._cache_shows_absence(name):
                 return None
             cache_is_empty = self._snapshot() is None
@@ -143,8 +148,8 @@ class HubFiles:
         except EntryNotFoundError:
             return None
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            if cache_message := unwritable_cache(error):
-                raise InputError(f"{self._flag_and_path}: {cache_message}") from error
+            if unwritable_cache_message := unwritable_cache(error):
+                raise InputError(f"{self._flag_and_path}: {unwritable_cache_message}") from error
             raise not_read.hub_error(self._flag_and_path, self._revision, error) from error
         # In the cache, the folder of the repository's files has the commit as its name.
         self._revision = Path(downloaded_path.removesuffix(name)).name
@@ -164,7 +169,7 @@ class HubFiles:
         Args:
             name: The name of the file in the repository.
         """
-        cached_path = try_to_load_from_cache(self._name, name, revision=self._revision)
+        cached_path = try_to_load_from_cache(self._repository_name, name, revision=self._revision)
         if not isinstance(cached_path, str | None):  # a sentinel object means a recorded absence
             return True
         snapshot_folder = self._snapshot()
@@ -176,7 +181,9 @@ class HubFiles:
         """Returns the folder of this commit in the hub's cache; None if there is no such folder."""
         try:
             return Path(
-                snapshot_download(self._name, revision=self._revision, local_files_only=True)
+                snapshot_download(
+                    self._repository_name, revision=self._revision, local_files_only=True
+                )
             )
         except LocalEntryNotFoundError:
             return None
@@ -215,9 +222,11 @@ class HubFiles:
             name: The name of the weight file in the repository.
         """
         self._config()  # because this call sets the revision to a commit
-        if isinstance(try_to_load_from_cache(self._name, name, revision=self._revision), str):
+        if isinstance(
+            try_to_load_from_cache(self._repository_name, name, revision=self._revision), str
+        ):
             return True
-        if not self._keep:
+        if not self._keeps_weights:
             return False
         if self.offline:
             return True

@@ -110,14 +110,14 @@ def splash_attention(
             return jax.vmap(splash_kernel)(*qkv_heads_first, segment_ids)
 
     if isinstance(first_query, int):
-        output = attend_from(first_query)
+        heads_first_output = attend_from(first_query)
     else:
         possible_first_queries = range(0, key_count, query_count)
         attention_branches = [
             partial(attend_from, query_index) for query_index in possible_first_queries
         ]
-        output = lax.switch(first_query // query_count, attention_branches)
-    return output.swapaxes(1, 2)[:, :query_count]
+        heads_first_output = lax.switch(first_query // query_count, attention_branches)
+    return heads_first_output.swapaxes(1, 2)[:, :query_count]
 
 
 def _largest_block(length: int, dtype: Any) -> int:
@@ -130,9 +130,11 @@ def _largest_block(length: int, dtype: Any) -> int:
         length: The number of queries or keys, a multiple of LANES.
         dtype: The dtype of the queries and keys.
     """
-    max_tokens = min(length, MOST_IN_BLOCK // dtype.itemsize)
+    max_block_tokens = min(length, MOST_IN_BLOCK // dtype.itemsize)
     return max(
-        block_size for block_size in range(LANES, max_tokens + 1, LANES) if length % block_size == 0
+        block_size
+        for block_size in range(LANES, max_block_tokens + 1, LANES)
+        if length % block_size == 0
     )
 
 

@@ -154,10 +154,12 @@ def swap_pairs(pair_count: int, x: Array) -> Array:
     Returns:
         The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
     """
-    first_half, second_half, unrotated = jnp.split(
+    first_of_pairs, second_of_pairs, unrotated_values = jnp.split(
         x.astype(jnp.float32), [pair_count, 2 * pair_count], axis=-1
     )
-    return jnp.concatenate([second_half, first_half, jnp.zeros_like(unrotated)], axis=-1)
+    return jnp.concatenate(
+        [second_of_pairs, first_of_pairs, jnp.zeros_like(unrotated_values)], axis=-1
+    )
 
 
 def swap_pairs_on_tpu(pair_count: int, x: Array) -> Array:

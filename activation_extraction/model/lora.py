@@ -107,44 +107,46 @@ class LoraAdapter:
             InputError: If the adapter cannot be merged into this base model.
         """
         self.files = Repository(folder, kind=ADAPTER)
-        self._base = base
-        self._config = read_json(self.files.file(ADAPTER.config_file))
+        self._base_model = base
+        self._settings = read_json(self.files.file(ADAPTER.config_file))
         config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         for setting_name, supported_values in SUPPORTED_SETTINGS.items():
-            setting = self._config.get(setting_name)
-            if setting not in supported_values:
+            setting_value = self._settings.get(setting_name)
+            if setting_value not in supported_values:
                 raise InputError(
-                    f"{config_name}: {setting_name} {setting!r} is not supported; merge it with "
-                    "PEFT"
+                    f"{config_name}: {setting_name} {setting_value!r} is not supported; merge it "
+                    "with PEFT"
                 )
         for setting_name in BOOLEAN_SETTINGS:
-            setting = self._config.get(setting_name)
-            if type(setting) not in (bool, type(None)):
+            setting_value = self._settings.get(setting_name)
+            if type(setting_value) not in (bool, type(None)):
                 raise InputError(
-                    f"{config_name}: {setting_name} is {setting!r}, expected true or false"
+                    f"{config_name}: {setting_name} is {setting_value!r}, expected true or false"
                 )
-        self._file = self.files.open_weights(ADAPTER.weights_file)
-        self._shapes = {key: tensor.shape for key, tensor in self._file.tensors.items()}
-        for key, tensor in self._file.tensors.items():
+        self._weights_file = self.files.open_weights(ADAPTER.weights_file)
+        self._shape_by_key = {
+            key: tensor.shape for key, tensor in self._weights_file.tensors.items()
+        }
+        for key, tensor in self._weights_file.tensors.items():
             dtype_name = DTYPE_NAMES[tensor.dtype]
             if dtype_name not in FLOAT_TYPES:
                 raise self._error(key, f"is {dtype_name}; only {', '.join(FLOAT_TYPES)} are merged")
-        self._factor = lru_cache(CACHED_FACTORS)(self._read_whole)
+        self._read_factor = lru_cache(CACHED_FACTORS)(self._read_whole)
         # Tensor of the base model -> key of the adapter's tensor that replaces it.
-        self._replacements: dict[str, str] = {}
+        self._replacement_key_by_tensor: dict[str, str] = {}
         # Bias of the base model -> (key of the adapter's tensor that is added to it, its scale).
-        self._biases: dict[str, tuple[str, float]] = {}
+        self._bias_key_and_scale_by_tensor: dict[str, tuple[str, float]] = {}
         # Matrix of the base model -> key of the norms to which its merged rows are scaled (DoRA).
-        self._magnitudes: dict[str, str] = {}
+        self._magnitude_key_by_tensor: dict[str, str] = {}
         # Matrix of the base model -> the changes that are added to it.
-        self._changes: dict[str, list[Change]] = defaultdict(list)
+        self._changes_by_tensor: dict[str, list[Change]] = defaultdict(list)
         keys_by_module = self._modules()
-        module_names = {
+        changed_module_names = {
             text_name(module_path.removesuffix(".weight")) for module_path in keys_by_module
         }
-        keeps_tie = self._config.get("ensure_weight_tying")
-        changes_embedding = "model.embed_tokens" in module_names and not keeps_tie
-        changes_head = "lm_head" in module_names
+        keeps_tie = self._settings.get("ensure_weight_tying")
+        changes_embedding = "model.embed_tokens" in changed_module_names and not keeps_tie
+        changes_head = "lm_head" in changed_module_names
         if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
         keys_by_text_module = {}
@@ -152,7 +154,7 @@ class LoraAdapter:
             if text_name(module_path) is not None:
                 keys_by_text_module[module_path] = keys_by_suffix
         if not keys_by_text_module:
-            raise InputError(f"{self._file.location}: has no tensor for the language model")
+            raise InputError(f"{self._weights_file.location}: has no tensor for the language model")
         unknown_keys = []
         for module_path, keys_by_suffix in keys_by_text_module.items():
             unknown_keys += self._record_changes(module_path, keys_by_suffix)
@@ -163,10 +165,14 @@ class LoraAdapter:
                     f"changes {HEAD}, which {base.flag_and_path} has not; give a base that has it"
                 )
                 raise self._error(head_key, error_reason)
-            counted_keys = counted(len(unknown_keys), "key")
-            error_reason = f"fits no tensor of the base model ({counted_keys} in all)"
+            key_count_in_words = counted(len(unknown_keys), "key")
+            error_reason = f"fits no tensor of the base model ({key_count_in_words} in all)"
             raise self._error(unknown_keys[0], error_reason)
-        changed_tensors = {*self._replacements, *self._biases, *self._changes}
+        changed_tensors = {
+            *self._replacement_key_by_tensor,
+            *self._bias_key_and_scale_by_tensor,
+            *self._changes_by_tensor,
+        }
         log.info(
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
             self.files.flag_and_path,
@@ -186,15 +192,19 @@ class LoraAdapter:
         Raises:
             InputError: If the adapter changes a tensor that the model does not read.
         """
-        changed_tensors = {*self._replacements, *self._biases, *self._changes}
+        changed_tensors = {
+            *self._replacement_key_by_tensor,
+            *self._bias_key_and_scale_by_tensor,
+            *self._changes_by_tensor,
+        }
         unread_tensors = sorted(changed_tensors - set(read_tensors))
         if unread_tensors:
-            more_tensors = (
+            more_tensors_note = (
                 f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
             )
             raise InputError(
                 f"{self.files.flag_and_path}: changes {unread_tensors[0]}, which is in the base "
-                f"but is not read{more_tensors}"
+                f"but is not read{more_tensors_note}"
             )
 
     def merge(
@@ -214,24 +224,25 @@ class LoraAdapter:
             are the result of `read_base`.
         """
         read_values = read_base
-        if tensor in self._replacements:
-            read_values = partial(self._file.read, self._replacements[tensor])
-        if tensor in self._biases:
-            key, scale = self._biases[tensor]
+        if tensor in self._replacement_key_by_tensor:
+            read_values = partial(self._weights_file.read, self._replacement_key_by_tensor[tensor])
+        if tensor in self._bias_key_and_scale_by_tensor:
+            key, scale = self._bias_key_and_scale_by_tensor[tensor]
             return (
-                read_values(index).astype(np.float32) + np.float32(scale) * self._factor(key)[index]
+                read_values(index).astype(np.float32)
+                + np.float32(scale) * self._read_factor(key)[index]
             )
-        if tensor not in self._changes:
+        if tensor not in self._changes_by_tensor:
             return read_values(index)
-        magnitude_key = self._magnitudes.get(tensor)
+        magnitude_key = self._magnitude_key_by_tensor.get(tensor)
         column_range = index[-1]
         if magnitude_key is not None:  # because norms of rows need whole rows
             index = index[0], slice(0, self._shape(tensor)[1])
         merged_values = read_values(index).astype(np.float32)
-        for tensor_change in self._changes[tensor]:
+        for tensor_change in self._changes_by_tensor[tensor]:
             self._add(tensor_change, merged_values, index)
         if magnitude_key is not None:
-            row_scales = self._factor(magnitude_key)[index[0]] / np.linalg.norm(
+            row_scales = self._read_factor(magnitude_key)[index[0]] / np.linalg.norm(
                 merged_values, axis=1
             )
             merged_values = (merged_values * row_scales[:, None])[:, column_range]
@@ -253,8 +264,8 @@ class LoraAdapter:
         if change.is_transposed:
             row_range, column_range = column_range, row_range
             target_values = target_values.T
-        a = self._factor(change.a)
-        b = self._factor(change.b)
+        a = self._read_factor(change.a)
+        b = self._read_factor(change.b)
         a = a.reshape(change.expert_count, -1, a.shape[1])[change.expert_number]
         b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
         if change.is_exchanged:
@@ -271,8 +282,8 @@ class LoraAdapter:
         Returns:
             The values, float32.
         """
-        whole_tensor = tuple(slice(0, size) for size in self._shapes[key])
-        return self._file.read(key, whole_tensor).astype(np.float32)
+        whole_tensor = tuple(slice(0, size) for size in self._shape_by_key[key])
+        return self._weights_file.read(key, whole_tensor).astype(np.float32)
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Groups the keys of the adapter's tensors by module.
@@ -288,15 +299,17 @@ class LoraAdapter:
                 module.
         """
         keys_by_module: dict[str, dict[str, str]] = defaultdict(dict)
-        for key, shape in self._shapes.items():
+        for key, shape in self._shape_by_key.items():
             if 0 in (shape or (0,)):
                 raise self._error(key, f"has shape {shape} (was it saved from a part of ZeRO-3?)")
             shortened_key = ADDED_WORDS.sub("", key.removeprefix("base_model.model."))
-            module_path, _, suffix = shortened_key.partition(".lora_")
-            suffix = suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
-            if suffix in keys_by_module[module_path]:
-                raise self._error(key, f"and {keys_by_module[module_path][suffix]} are the same")
-            keys_by_module[module_path][suffix] = key
+            module_path, _, key_suffix = shortened_key.partition(".lora_")
+            key_suffix = key_suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
+            if key_suffix in keys_by_module[module_path]:
+                raise self._error(
+                    key, f"and {keys_by_module[module_path][key_suffix]} are the same"
+                )
+            keys_by_module[module_path][key_suffix] = key
         return keys_by_module
 
     def _record_changes(self, path: str, keys: Mapping[str, str]) -> list[str]:
@@ -317,43 +330,43 @@ class LoraAdapter:
         replaced_shape = self._shape(module_name)
         if keys.keys() == {""} and replaced_shape:
             self._check_shape(keys[""], replaced_shape)
-            self._check_new(keys[""], module_name, self._replacements)
-            self._replacements[module_name] = keys[""]
+            self._check_new(keys[""], module_name, self._replacement_key_by_tensor)
+            self._replacement_key_by_tensor[module_name] = keys[""]
             return []
-        suffixes = sorted(keys.keys() - {BIAS, MAGNITUDE})
-        if suffixes not in (LINEAR_SUFFIXES, EMBEDDING_SUFFIXES):
+        key_suffixes = sorted(keys.keys() - {BIAS, MAGNITUDE})
+        if key_suffixes not in (LINEAR_SUFFIXES, EMBEDDING_SUFFIXES):
             return [*keys.values()]
-        is_embedding = suffixes == EMBEDDING_SUFFIXES
+        is_embedding_module = key_suffixes == EMBEDDING_SUFFIXES
         weight_name = f"{module_name}.weight"
         bias_name = f"{module_name}.bias"
         if BIAS in keys and not self._shape(bias_name):
             return [keys[BIAS]]
-        a = keys[suffixes[0]]
-        b = keys[suffixes[1]]
-        has_linear_magnitude = MAGNITUDE in keys and not is_embedding
-        if bool(self._config.get("use_dora")) != has_linear_magnitude:
+        a = keys[key_suffixes[0]]
+        b = keys[key_suffixes[1]]
+        has_linear_magnitude = MAGNITUDE in keys and not is_embedding_module
+        if bool(self._settings.get("use_dora")) != has_linear_magnitude:
             raise self._error(a, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}")
         weight_shape = self._shape(weight_name)
-        rank = self._shapes[a][0]
+        rank = self._shape_by_key[a][0]
         named_changes: list[tuple[str, Change]] = []
         if len(weight_shape) == 2:
-            out_size, in_size = weight_shape[::-1] if is_embedding else weight_shape
+            out_size, in_size = weight_shape[::-1] if is_embedding_module else weight_shape
             self._check_shape(a, (rank, in_size))
             self._check_shape(b, (out_size, rank))
-            change = Change(a, b, self._scale(path, a, rank), is_exchanged=is_embedding)
+            change = Change(a, b, self._scale(path, a, rank), is_exchanged=is_embedding_module)
             named_changes = [(weight_name, change)]
             if BIAS in keys:
                 self._check_shape(keys[BIAS], self._shape(bias_name))
-                self._biases[bias_name] = keys[BIAS], change.scale
+                self._bias_key_and_scale_by_tensor[bias_name] = keys[BIAS], change.scale
             if MAGNITUDE in keys:
                 self._check_shape(keys[MAGNITUDE], weight_shape[:1])
-                self._magnitudes[weight_name] = keys[MAGNITUDE]
+                self._magnitude_key_by_tensor[weight_name] = keys[MAGNITUDE]
         elif sorted(keys) == LINEAR_SUFFIXES:
             named_changes = self._expert_changes(path, module_name, a, b)
         for tensor_name in dict(named_changes):
-            self._check_new(a, tensor_name, self._changes)
+            self._check_new(a, tensor_name, self._changes_by_tensor)
         for tensor_name, change in named_changes:
-            self._changes[tensor_name].append(change)
+            self._changes_by_tensor[tensor_name].append(change)
         return [] if named_changes else [*keys.values()]
 
     def _expert_changes(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
@@ -379,10 +392,10 @@ class LoraAdapter:
         """
         separate_name_pattern = f"{name}.{{expert}}.{{projection}}_proj.weight"
         is_transposed = False
-        fused_shape = self._shape(f"{name}.down_proj")
+        fused_down_shape = self._shape(f"{name}.down_proj")
         first_expert_shape = self._shape(separate_name_pattern.format(expert=0, projection="down"))
-        if fused_shape:
-            expert_count, hidden_size, expert_width = fused_shape
+        if fused_down_shape:
+            expert_count, hidden_size, expert_width = fused_down_shape
             is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (
                 expert_width,
                 2 * hidden_size,
@@ -391,26 +404,26 @@ class LoraAdapter:
                 hidden_size, expert_width = expert_width, hidden_size
         elif first_expert_shape:
             hidden_size, expert_width = first_expert_shape
-            down_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
+            down_name_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
             expert_count = sum(
-                down_pattern.fullmatch(tensor_name) is not None
-                for tensor_name in self._base.tensors
+                down_name_pattern.fullmatch(tensor_name) is not None
+                for tensor_name in self._base_model.tensors
             )
         else:
             return []
-        rank_sum = self._shapes[a][0]  # the sum of the ranks of all experts, E * r
-        in_size = self._shapes[a][-1]
-        out_size = self._shapes[b][0]
-        matrix_name = "gate_up"
+        rank_sum = self._shape_by_key[a][0]  # the sum of the ranks of all experts, E * r
+        in_size = self._shape_by_key[a][-1]
+        out_size = self._shape_by_key[b][0]
+        matrix_kind = "gate_up"
         matrix_shape = (2 * expert_width, hidden_size)
         if {out_size, in_size} == {hidden_size, expert_width}:
-            matrix_name = "down"
+            matrix_kind = "down"
             matrix_shape = (hidden_size, expert_width)
         is_exchanged = (out_size, in_size) == matrix_shape[::-1]
         # If A and B are square, only the version of PEFT tells whether inputs and outputs are
         # exchanged.
         if out_size == in_size:
-            peft_version = str(self._config.get("peft_version"))
+            peft_version = str(self._settings.get("peft_version"))
             version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
             is_exchanged = version_numbers < EXCHANGED_UNTIL
             if version_numbers < EXCHANGED_SINCE:
@@ -419,18 +432,18 @@ class LoraAdapter:
         out_size, in_size = matrix_shape[::-1] if is_exchanged else matrix_shape
         self._check_shape(a, (rank_sum, in_size))
         self._check_shape(b, (out_size, rank_sum))
-        change_scale = self._scale(f"{path}.{matrix_name}_proj", a, rank_sum / expert_count)
+        change_scale = self._scale(f"{path}.{matrix_kind}_proj", a, rank_sum / expert_count)
         layer_change = Change(
             a, b, change_scale, is_exchanged, expert_count=expert_count, is_transposed=is_transposed
         )
         named_changes = []
         for expert_number in range(expert_count):
-            tensor_names = [f"{name}.{matrix_name}_proj"]
+            tensor_names = [f"{name}.{matrix_kind}_proj"]
             # Without fused experts, gate and up are two tensors.
-            if not fused_shape:
+            if not fused_down_shape:
                 tensor_names = [
                     separate_name_pattern.format(expert=expert_number, projection=projection)
-                    for projection in matrix_name.split("_")
+                    for projection in matrix_kind.split("_")
                 ]
             for projection_number, tensor_name in enumerate(tensor_names):
                 expert_change = layer_change._replace(
@@ -452,12 +465,12 @@ class LoraAdapter:
                 is unusable.
         """
         configured_rank = self._module_setting("r", "rank_pattern", path)
-        alpha = self._module_setting("lora_alpha", "alpha_pattern", path)
+        configured_alpha = self._module_setting("lora_alpha", "alpha_pattern", path)
         if configured_rank != rank:
             raise self._error(
                 key, f"has rank {rank:g}, {ADAPTER.config_file} says {configured_rank:g}"
             )
-        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        return configured_alpha / (math.sqrt(rank) if self._settings.get("use_rslora") else rank)
 
     def _module_setting(self, name: str, patterns_name: str, path: str) -> float:
         """Returns the value of a numeric setting for a module.
@@ -474,9 +487,9 @@ class LoraAdapter:
             InputError: If the number or a pattern is unusable.
         """
         config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
-        setting_value: Any = self._config.get(name)
+        setting_value: Any = self._settings.get(name)
         try:
-            for path_pattern, pattern_setting in (self._config.get(patterns_name) or {}).items():
+            for path_pattern, pattern_setting in (self._settings.get(patterns_name) or {}).items():
                 if re.match(rf"(.*\.)?({path_pattern})$", path):
                     setting_value = pattern_setting
                     break
@@ -494,7 +507,9 @@ class LoraAdapter:
         Args:
             tensor: The name of the tensor in the base model.
         """
-        return self._base.locate(tensor)[1].shape if tensor in self._base.tensors else ()
+        return (
+            self._base_model.locate(tensor)[1].shape if tensor in self._base_model.tensors else ()
+        )
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:
         """Checks the shape of a tensor of the adapter.
@@ -506,7 +521,7 @@ class LoraAdapter:
         Raises:
             InputError: If the tensor has another shape.
         """
-        tensor_shape = self._shapes[key]
+        tensor_shape = self._shape_by_key[key]
         if tensor_shape != expected:
             error_reason = f"has shape {tensor_shape}, expected {expected}"
             if re.search(r"\b(embed_tokens|lm_head)\b", key):
@@ -530,4 +545,4 @@ class LoraAdapter:
             raise self._error(key, f"changes {tensor}, which another key has changed")
 
     def _error(self, key: str, reason: str) -> InputError:
-        return InputError(f"{self._file.location}: {key} {reason}")
+        return InputError(f"{self._weights_file.location}: {key} {reason}")

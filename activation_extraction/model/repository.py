@@ -43,7 +43,7 @@ class Repository:
         path: The path of a folder, a URL, or a name on the hub, as the user typed it.
         kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
         flag_and_path: The flag and the path, for messages.
-        local: Whether the repository is a folder on this machine.
+        is_local: Whether the repository is a folder on this machine.
     """
 
     def __init__(
@@ -70,22 +70,24 @@ class Repository:
         self.kind = kind
         self.flag_and_path = f"{kind.flag} {path}"
         local_folder = Path(os.path.expanduser(path))
-        self.local = local_folder.is_dir()
+        self.is_local = local_folder.is_dir()
         is_url = "://" in path
         if local_folder.is_file():
             raise not_read.path_is_file(self.flag_and_path)
-        if not (self.local or is_url or HUB_NAME.fullmatch(path)):
+        if not (self.is_local or is_url or HUB_NAME.fullmatch(path)):
             raise not_read.no_folder_and_no_hub_name(self.flag_and_path)
-        if (self.local or is_url) and revision is not None:
+        if (self.is_local or is_url) and revision is not None:
             raise not_read.revision_of_a_folder(self.flag_and_path, revision)
         self._files: RepositoryFiles
-        if self.local:
+        if self.is_local:
             self._files = LocalFiles(local_folder)
         elif is_url:
             self._files = RemoteFiles(path, self.flag_and_path, kind.flag)
         else:
             self._files = HubFiles(path, revision, keep, kind)
-        self._weight_files: dict[str, WeightFile] = {}  # name of a weight file -> the opened file
+        self._weight_file_by_name: dict[
+            str, WeightFile
+        ] = {}  # name of a weight file -> the opened file
 
     @property
     def commit(self) -> str | None:
@@ -106,7 +108,7 @@ class Repository:
     @property
     def weight_files(self) -> list[WeightFile]:
         """The weight files that were opened so far."""
-        return list(self._weight_files.values())
+        return list(self._weight_file_by_name.values())
 
     def find(self, name: str) -> Path | None:
         """Returns the local path of a small file, which is downloaded if necessary.
@@ -152,7 +154,7 @@ class Repository:
         Raises:
             InputError: If the repository lacks the file.
         """
-        if name not in self._weight_files:
+        if name not in self._weight_file_by_name:
             repository_files = self._files
             if (
                 name == self.kind.weights_file
@@ -165,8 +167,8 @@ class Repository:
             weight_file = repository_files.open_weights(name)
             if weight_file is None:
                 raise not_read.lacks_file(self.flag_and_path, name, repository_files.offline)
-            self._weight_files[name] = weight_file
-        return self._weight_files[name]
+            self._weight_file_by_name[name] = weight_file
+        return self._weight_file_by_name[name]
 
     def adapter_error(self) -> InputError:
         """Returns the error about an adapter in a repository that the user gave as a model."""

@@ -132,7 +132,7 @@ class RemoteFiles:
         self._url = url
         self._flag_and_path = flag_and_path
         self._flag = flag
-        self._copies: dict[str, Path | None] = {}
+        self._copy_by_file_name: dict[str, Path | None] = {}
 
     @property
     def file_names(self) -> Collection[str]:
@@ -150,9 +150,9 @@ class RemoteFiles:
         return self._sizes.get(name, 0)
 
     def find(self, name: str) -> Path | None:
-        if name not in self._copies:
-            self._copies[name] = self._copy(name)
-        return self._copies[name]
+        if name not in self._copy_by_file_name:
+            self._copy_by_file_name[name] = self._copy(name)
+        return self._copy_by_file_name[name]
 
     def open_weights(self, name: str) -> WeightFile | None:
         if name not in self._sizes:

@@ -81,12 +81,12 @@ class Rope:
             return cls(theta, rope_type, factor, rotated_share=rotated_share)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
-            turns = _llama3_turns(rope, source)
+            range_of_turns = _llama3_turns(rope, source)
             return cls(
                 theta,
                 rope_type,
                 factor,
-                blended_range=turns,
+                blended_range=range_of_turns,
                 trained_length=trained_length,
                 rotated_share=rotated_share,
             )
@@ -134,8 +134,10 @@ class Rope:
         range_start, range_end = self.blended_range
         undivided_share: np.ndarray
         if self.rope_type == "llama3":
-            turns = np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
-            undivided_share = (turns - range_start) / (range_end - range_start)
+            turns_of_frequencies = (
+                np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
+            )
+            undivided_share = (turns_of_frequencies - range_start) / (range_end - range_start)
         else:
             frequency_indices = np.arange(rotated_dims // 2, dtype=np.float32)
             undivided_share = 1 - (frequency_indices - range_start) / (range_end - range_start)
@@ -157,11 +159,11 @@ def check_rope(section: dict[str, Any], source: str) -> None:
         InputError: If the type is not in TYPES, or the length of the trained context is no positive
             number.
     """
-    rope_settings = section.get("rope_scaling") or section.get("rope_parameters")
-    rope = rope_settings if isinstance(rope_settings, dict) else {}
-    if _rope_type(rope, source) not in ("llama3", "yarn"):
+    rope_entry = section.get("rope_scaling") or section.get("rope_parameters")
+    rope_settings = rope_entry if isinstance(rope_entry, dict) else {}
+    if _rope_type(rope_settings, source) not in ("llama3", "yarn"):
         return  # because other types do not use the length of the trained context
-    for settings in (section, rope):
+    for settings in (section, rope_settings):
         if settings.get(TRAINED) is not None:
             positive_field(settings, TRAINED, source)
         else:
@@ -282,13 +284,13 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
         InputError: If a number is missing or unusable, or the lowest one is not below the highest
             one.
     """
-    low_factor = positive_field(rope, "low_freq_factor", source)
-    high_factor = positive_field(rope, "high_freq_factor", source)
-    if low_factor >= high_factor:
+    min_turns = positive_field(rope, "low_freq_factor", source)
+    max_turns = positive_field(rope, "high_freq_factor", source)
+    if min_turns >= max_turns:
         raise InputError(
-            f"{source}: high_freq_factor {high_factor} must exceed low_freq_factor {low_factor}"
+            f"{source}: high_freq_factor {max_turns} must exceed low_freq_factor {min_turns}"
         )
-    return low_factor, high_factor
+    return min_turns, max_turns
 
 
 def _blended_indices(

@@ -109,7 +109,7 @@ class _Unpickler(AllowListUnpickler):
         super().__init__(io.BytesIO(archive.read(pickle_name)))
         self._file = file
         self._archive = archive
-        self._root = pickle_name.removesuffix("data.pkl")
+        self._name_prefix = pickle_name.removesuffix("data.pkl")
 
     def persistent_load(self, pid: Any) -> tuple[str, np.ndarray]:
         """Finds a storage in the archive, when `pickle.Unpickler` meets a persistent id.
@@ -125,7 +125,7 @@ class _Unpickler(AllowListUnpickler):
                 The bytes of the storage, as a uint8 array that is mapped to the file.
         """
         _, dtype_name, storage_name, *_ = pid
-        storage_entry = self._archive.getinfo(f"{self._root}data/{storage_name}")
+        storage_entry = self._archive.getinfo(f"{self._name_prefix}data/{storage_name}")
         # Opening the entry moves the position of the file to the bytes of the entry.
         with self._archive.open(storage_entry):
             data_offset = self._file.tell()

@@ -127,13 +127,13 @@ class LocalFile(WeightFile):
             The values of the part, in the dtype of the file.
         """
         header_entry = self.tensors[tensor]
-        shape = header_entry.shape
+        tensor_shape = header_entry.shape
         with open(self.path, "rb") as file:
             mapped_file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         flat_values = np.frombuffer(
-            mapped_file, header_entry.dtype, math.prod(shape), header_entry.offset
+            mapped_file, header_entry.dtype, math.prod(tensor_shape), header_entry.offset
         )
-        return flat_values.reshape(shape)[index]
+        return flat_values.reshape(tensor_shape)[index]
 
 
 class RemoteFile(WeightFile):
@@ -173,9 +173,10 @@ class RemoteFile(WeightFile):
             The values of the part, in the dtype of the file.
         """
         header_entry = self.tensors[tensor]
-        shape = header_entry.shape
+        tensor_shape = header_entry.shape
         bounds_by_axis = [
-            axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)
+            axis_slice.indices(size)[:2]
+            for axis_slice, size in zip(index, tensor_shape, strict=True)
         ]
         range_axis, offset_ranges = byte_ranges(header_entry, bounds_by_axis)
         downloaded_bytes = np.empty(sum(stop - start for start, stop in offset_ranges), np.uint8)
@@ -184,10 +185,13 @@ class RemoteFile(WeightFile):
         byte_requests: list[tuple[int, np.ndarray]] = []
         requested_bytes = 0
         for start, stop in offset_ranges:
-            for offset in range(start, stop, REQUEST_BYTES):
-                request_size = min(REQUEST_BYTES, stop - offset)
+            for request_offset in range(start, stop, REQUEST_BYTES):
+                request_size = min(REQUEST_BYTES, stop - request_offset)
                 byte_requests.append(
-                    (offset, downloaded_bytes[requested_bytes : requested_bytes + request_size])
+                    (
+                        request_offset,
+                        downloaded_bytes[requested_bytes : requested_bytes + request_size],
+                    )
                 )
                 requested_bytes += request_size
 
@@ -202,7 +206,7 @@ class RemoteFile(WeightFile):
         # The axes after `range_axis` were downloaded whole, so the index is applied to them here.
         lengths_by_axis = [stop - start for start, stop in bounds_by_axis[: range_axis + 1]]
         downloaded_part = downloaded_bytes.view(header_entry.dtype).reshape(
-            *lengths_by_axis, *shape[range_axis + 1 :]
+            *lengths_by_axis, *tensor_shape[range_axis + 1 :]
         )
         return downloaded_part[
             (slice(None),) * len(lengths_by_axis) + tuple(index[range_axis + 1 :])
@@ -230,8 +234,7 @@ def byte_ranges(
     """
     # The distance in bytes between two neighbouring indices on each axis.
     byte_strides = [
-        tensor.dtype.itemsize * math.prod(tensor.shape[range_axis + 1 :])
-        for range_axis in range(len(bounds))
+        tensor.dtype.itemsize * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(bounds))
     ]
     range_axis = 0
     while range_axis + 1 < len(bounds):
@@ -243,15 +246,15 @@ def byte_ranges(
     range_start, range_stop = bounds[range_axis]
     offset_ranges = []
     for outer_indices in product(*(range(*axis_bounds) for axis_bounds in bounds[:range_axis])):
-        axis_offsets = [
+        offset_by_outer_axis = [
             outer_index * byte_stride
             for outer_index, byte_stride in zip(outer_indices, byte_strides, strict=False)
         ]
-        offset = tensor.offset + sum(axis_offsets)
+        outer_offset = tensor.offset + sum(offset_by_outer_axis)
         offset_ranges.append(
             (
-                offset + range_start * byte_strides[range_axis],
-                offset + range_stop * byte_strides[range_axis],
+                outer_offset + range_start * byte_strides[range_axis],
+                outer_offset + range_stop * byte_strides[range_axis],
             )
         )
     return range_axis, offset_ranges

@@ -126,11 +126,11 @@ class WeightSpec:
             bounds_by_axis[-2], bounds_by_axis[-1] = bounds_by_axis[-1], bounds_by_axis[-2]
         if self.tensor_slice is not None:
             sliced_axis, slice_offset, axis_size, per_head = self.tensor_slice
-            start, stop = bounds_by_axis[sliced_axis]
+            slice_start, slice_stop = bounds_by_axis[sliced_axis]
             # On this axis, each head has `axis_size` values in the tensor, and fewer in the slice.
             if per_head:
-                slice_offset += ranges[0].start * (axis_size - (stop - start))
-            bounds_by_axis[sliced_axis] = start + slice_offset, stop + slice_offset
+                slice_offset += ranges[0].start * (axis_size - (slice_stop - slice_start))
+            bounds_by_axis[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset
         return bounds_by_axis
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
@@ -181,16 +181,16 @@ class WeightSpec:
         if "experts" in self.axes[:first_tensor_axis]:
             rows_at_once = len(ranges[first_tensor_axis])
         for first_row in range(0, len(ranges[first_tensor_axis]), rows_at_once):
-            row_slice = slice(first_row, first_row + rows_at_once)
-            ranges_of_rows = (
+            piece_slice = slice(first_row, first_row + rows_at_once)
+            ranges_of_piece = (
                 *ranges[:first_tensor_axis],
-                ranges[first_tensor_axis][row_slice],
+                ranges[first_tensor_axis][piece_slice],
                 *ranges[first_tensor_axis + 1 :],
             )
             self._fill(
-                parameter_part[(slice(None),) * first_tensor_axis + (row_slice,)],
+                parameter_part[(slice(None),) * first_tensor_axis + (piece_slice,)],
                 read,
-                ranges_of_rows,
+                ranges_of_piece,
             )
         return parameter_part
 
@@ -209,16 +209,16 @@ class WeightSpec:
         # `target[stack_index]` is filled from one tensor, or with `per_head` from one head of it.
         for stack_index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
-            for axis_length, axis_range, position in zip(
+            for axis_length, axis_range, part_index in zip(
                 self.shape, stack_ranges, stack_index, strict=False
             ):
-                tensor_number = tensor_number * axis_length + axis_range[position]
+                tensor_number = tensor_number * axis_length + axis_range[part_index]
             if tensor_number >= len(self.hf_names):
                 target[stack_index] = 0
                 continue
             if per_head:
-                head = stack_index[-1]
-                tensor_ranges[0] = head_range[head : head + 1]
+                head_index = stack_index[-1]
+                tensor_ranges[0] = head_range[head_index : head_index + 1]
             tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
             tensor_values = read(self.hf_names[tensor_number], tensor_index)
             if self.reverses_axes:
@@ -243,8 +243,8 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     """
     byte_count = math.prod(shape) * np.dtype(dtype).itemsize
     buffer_bytes = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
-    first_byte = -buffer_bytes.ctypes.data % BUFFER_ALIGNMENT
-    return buffer_bytes[first_byte : first_byte + byte_count].view(dtype).reshape(shape)
+    aligned_offset = -buffer_bytes.ctypes.data % BUFFER_ALIGNMENT
+    return buffer_bytes[aligned_offset : aligned_offset + byte_count].view(dtype).reshape(shape)
 
 
 def orient_experts(
@@ -308,22 +308,22 @@ def check_tensors(
         InputError: If a tensor is missing or unknown, has the wrong shape or has an unsupported
             dtype, or if the scales of a float8 tensor are missing or inconsistent with it.
     """
-    for spec in specs:
-        for name in spec.hf_names:
-            weight_file, header_entry = checkpoint.locate(name)
-            spec.check(name, header_entry.shape, weight_file.location)
-            checkpoint.scales(name)
-    tensor_names = set(checkpoint.tensors)
+    for weight_spec in specs:
+        for tensor_name in weight_spec.hf_names:
+            weight_file, header_entry = checkpoint.locate(tensor_name)
+            weight_spec.check(tensor_name, header_entry.shape, weight_file.location)
+            checkpoint.scales(tensor_name)
+    names_in_files = set(checkpoint.tensors)
     for (
         weight_file
     ) in checkpoint.weight_files:  # files may contain tensors that the index does not list
-        tensor_names.update(text_names(weight_file.tensors, weight_file.location))
-    unknown_names = sorted(without_scales(tensor_names, checkpoint.flag_and_path) - allowed_names)
+        names_in_files.update(text_names(weight_file.tensors, weight_file.location))
+    unknown_names = sorted(without_scales(names_in_files, checkpoint.flag_and_path) - allowed_names)
     if unknown_names:
-        more_names = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
+        more_names_note = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
         raise InputError(
             f"{checkpoint.flag_and_path}: tensor {unknown_names[0]} is unknown to this model"
-            f"{more_names}"
+            f"{more_names_note}"
         )
 
 
@@ -405,13 +405,15 @@ def load_params(
         Returns:
             The layer of each stage, (stages, ...), or the whole parameter.
         """
-        spec = table[path]
-        array_axes = spec.axes
-        first_file, _ = checkpoint.locate(spec.hf_names[0])
-        ranges_by_axis = [*map(range, spec.shape)]
+        weight_spec = table[path]
+        array_axes = weight_spec.axes
+        first_file, _ = checkpoint.locate(weight_spec.hf_names[0])
+        ranges_by_axis = [*map(range, weight_spec.shape)]
         if layer is not None:
             array_axes = ("stage", *array_axes[1:])
-            ranges_by_axis[0] = range(layer, spec.shape[0], spec.shape[0] // stage_count)
+            ranges_by_axis[0] = range(
+                layer, weight_spec.shape[0], weight_spec.shape[0] // stage_count
+            )
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
         # The index of a shard -> the shard, because several devices may need the same shard.
         shard_by_index: dict[str, np.ndarray] = {}
@@ -425,7 +427,9 @@ def load_params(
                         axis_range[axis_slice]
                         for axis_range, axis_slice in zip(ranges_by_axis, index, strict=True)
                     ]
-                shard = spec.read_slice(read_tensor, dtype, shard_ranges, first_file.values_at_once)
+                shard = weight_spec.read_slice(
+                    read_tensor, dtype, shard_ranges, first_file.values_at_once
+                )
                 shard_by_index[index_text] = shard.view(loaded_dtype)
             return shard_by_index[index_text]
 
@@ -465,8 +469,8 @@ def _loaded_ahead(
         The array of each job.
     """
     pending_arrays: deque[Future[jax.Array]] = deque()
-    for job in jobs:
-        pending_arrays.append(pool.submit(load, *job))
+    for load_job in jobs:
+        pending_arrays.append(pool.submit(load, *load_job))
         if len(pending_arrays) == WEIGHT_READERS:
             yield pending_arrays.popleft().result()
     while pending_arrays:

@@ -276,7 +276,7 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
         The commit. None if the run used another model, or if the model is local.
     """
     recorded_path = metadata.get("configuration", {}).get("model_path")
-    if recorded_path != plain_url(model_path) or Repository(model_path).local:
+    if recorded_path != plain_url(model_path) or Repository(model_path).is_local:
         return None
     return metadata.get("model_commit")
 
@@ -456,7 +456,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
     repositories = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
     for flag_name, repository in repositories.items():
         # The path is absolute so that readers in any working directory find a local tokenizer.
-        if repository is not None and repository.local:
+        if repository is not None and repository.is_local:
             configuration[flag_name] = os.path.abspath(os.path.expanduser(repository.path))
     facts = {
         "configuration": configuration,
