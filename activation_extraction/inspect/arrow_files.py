@@ -31,9 +31,9 @@ class ArrowFolder:
         self._state_file = folder / "state.json"
         self._row_format = row_format
         self._column_names = [*column_types]
-        features = datasets.Features(column_types)
-        datasets.DatasetInfo(features=features).write_to_directory(str(folder))
-        self._writer = ArrowWriter(features=features, path=str(folder / FILE))
+        column_features = datasets.Features(column_types)
+        datasets.DatasetInfo(features=column_features).write_to_directory(str(folder))
+        self._writer = ArrowWriter(features=column_features, path=str(folder / FILE))
 
     def write(self, rows: Mapping[str, Any]) -> None:
         """Appends a batch of rows.
@@ -47,7 +47,7 @@ class ArrowFolder:
     def finalize(self) -> None:
         """Closes the Arrow file and writes state.json. No rows can be appended afterwards."""
         self._writer.finalize()
-        state: dict[str, Any] = {
+        state_fields: dict[str, Any] = {
             "_data_files": [{"filename": FILE}],
             "_fingerprint": None,  # `datasets` computes a fingerprint when it reads the folder
             "_format_columns": None if self._row_format is None else self._column_names,
@@ -56,4 +56,4 @@ class ArrowFolder:
             "_output_all_columns": False,
             "_split": None,
         }
-        self._state_file.write_text(json.dumps(state, indent=2))
+        self._state_file.write_text(json.dumps(state_fields, indent=2))

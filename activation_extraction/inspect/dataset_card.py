@@ -64,18 +64,18 @@ def is_unchanged_card(content: bytes) -> bool:
     Args:
         content: The content of the file.
     """
-    lines = content.splitlines(keepends=True)
-    digest = hashlib.sha256(b"".join(lines[:-1])).hexdigest()
-    return lines[-1:] == [LAST_LINE.format(digest).encode()]
+    card_lines = content.splitlines(keepends=True)
+    digest_without_last_line = hashlib.sha256(b"".join(card_lines[:-1])).hexdigest()
+    return card_lines[-1:] == [LAST_LINE.format(digest_without_last_line).encode()]
 
 
 def make_card(dataset: ActivationDataset) -> str:
     """Returns the card of a run: YAML between two lines of `---`, and Markdown after them."""
-    lines = [*_front_matter(dataset), "", FIRST_COMMENT]
+    card_lines = [*_front_matter(dataset), "", FIRST_COMMENT]
     for paragraph in _paragraphs(dataset):
-        lines += [paragraph, ""]
-    text = "\n".join(lines)
-    return text + LAST_LINE.format(hashlib.sha256(text.encode()).hexdigest())
+        card_lines += [paragraph, ""]
+    card_text = "\n".join(card_lines)
+    return card_text + LAST_LINE.format(hashlib.sha256(card_text.encode()).hexdigest())
 
 
 def size_category(samples: int) -> str:
@@ -85,12 +85,12 @@ def size_category(samples: int) -> str:
         samples: Number of samples in the data set.
     """
     # SIZES begins with 1,000, which has four digits, and every next size has one digit more.
-    category = len(str(samples)) - 3
-    if category <= 0:
+    size_index = len(str(samples)) - 3
+    if size_index <= 0:
         return f"n<{SIZES[0]}"
-    if category >= len(SIZES):
+    if size_index >= len(SIZES):
         return f"n>{SIZES[-1]}"
-    return f"{SIZES[category - 1]}<n<{SIZES[category]}"
+    return f"{SIZES[size_index - 1]}<n<{SIZES[size_index]}"
 
 
 def model_name(dataset: ActivationDataset) -> str:
@@ -98,22 +98,22 @@ def model_name(dataset: ActivationDataset) -> str:
 
     It is "" if the metadata does not name the model, as for a program with a loop of its own.
     """
-    path = str(_configuration(dataset).get("model_path") or "")
-    return path if dataset.metadata.get("model_commit") else _last_part(path)
+    model_path = str(_configuration(dataset).get("model_path") or "")
+    return model_path if dataset.metadata.get("model_commit") else _last_part(model_path)
 
 
 def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
     """Yields the lines of YAML at the beginning of a card."""
-    name = model_name(dataset)
-    tags = ["activations", "interpretability"]
-    if name:
-        tags.append(_last_part(name))
+    name_of_model = model_name(dataset)
+    hub_tags = ["activations", "interpretability"]
+    if name_of_model:
+        hub_tags.append(_last_part(name_of_model))
     yield "---"
-    if name and dataset.metadata.get("model_commit"):
-        yield f"base_model: {_quoted(name)}"
+    if name_of_model and dataset.metadata.get("model_commit"):
+        yield f"base_model: {_quoted(name_of_model)}"
     yield f"size_categories: {_quoted(size_category(len(dataset)))}"
     yield "tags:"
-    yield from (f"- {_quoted(tag)}" for tag in tags)
+    yield from (f"- {_quoted(hub_tag)}" for hub_tag in hub_tags)
     # The page of the data set then shows the tables of samples.
     yield "configs:"
     yield "- config_name: samples"
@@ -123,17 +123,18 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
 
 def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
     """Yields the headings and paragraphs of a card."""
-    name = model_name(dataset)
-    yield f"# Activations of {_code(_last_part(name)) if name else 'an unnamed model'}"
+    name_of_model = model_name(dataset)
+    shown_model = _code(_last_part(name_of_model)) if name_of_model else "an unnamed model"
+    yield f"# Activations of {shown_model}"
     yield "## Model"
     yield " ".join(_model_sentences(dataset))
     yield "## Data"
     yield " ".join(_data_sentences(dataset))
     yield "## Hooks"
-    rows = ["| hook | width | dtype |", "|---|---|---|"]
+    hook_table_rows = ["| hook | width | dtype |", "|---|---|---|"]
     for hook, width in dataset.hooks.items():
-        rows.append(f"| {_code(hook)} | {width:,} | {dataset.dtypes[hook].name} |")
-    yield "\n".join(rows)
+        hook_table_rows.append(f"| {_code(hook)} | {width:,} | {dataset.dtypes[hook].name} |")
+    yield "\n".join(hook_table_rows)
     yield "## Tokens and samples"
     yield " ".join(_token_sentences(dataset))
     yield "## Format"
@@ -156,81 +157,95 @@ def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
 
 
 def _model_sentences(dataset: ActivationDataset) -> Iterator[str]:
-    configuration = _configuration(dataset)
-    name = model_name(dataset)
-    commit = dataset.metadata.get("model_commit")
-    if not name:
+    recorded_flags = _configuration(dataset)
+    name_of_model = model_name(dataset)
+    model_commit = dataset.metadata.get("model_commit")
+    if not name_of_model:
         yield "The metadata of the run does not name the model."
-    elif commit:
-        yield f"{_code(name)} at commit {_code(commit)}."
+    elif model_commit:
+        yield f"{_code(name_of_model)} at commit {_code(model_commit)}."
     else:
-        yield f"{_code(name)}, from a folder of the author."
-    model = dataset.metadata.get("model") or {}
-    if "model_type" in model:
-        yield f"It is a {_code(model['model_type'])} model of {model['num_hidden_layers']} layers."
-    if adapter := configuration.get("lora"):
-        yield f"The LoRA adapter {_code(_public_name(adapter))} was merged into it."
-    autoencoders = [path for _, path in configuration.get("encode") or ()]
-    if autoencoders:
-        names = ", ".join(_code(_public_name(path)) for path in autoencoders)
-        yield f"Autoencoders: {names}."
+        yield f"{_code(name_of_model)}, from a folder of the author."
+    model_description = dataset.metadata.get("model") or {}
+    if "model_type" in model_description:
+        model_type = _code(model_description["model_type"])
+        yield f"It is a {model_type} model of {model_description['num_hidden_layers']} layers."
+    if adapter_path := recorded_flags.get("lora"):
+        yield f"The LoRA adapter {_code(_public_name(adapter_path))} was merged into it."
+    autoencoder_paths = [
+        autoencoder_path for _, autoencoder_path in recorded_flags.get("encode") or ()
+    ]
+    if autoencoder_paths:
+        autoencoder_names = ", ".join(
+            _code(_public_name(autoencoder_path)) for autoencoder_path in autoencoder_paths
+        )
+        yield f"Autoencoders: {autoencoder_names}."
     if dataset.identity.dtype:
         yield f"Computed in {_code(dataset.identity.dtype)}."
 
 
 def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
     identity = dataset.identity
-    configuration = _configuration(dataset)
+    recorded_flags = _configuration(dataset)
     if not identity.from_dataset:
         yield "A program with a loop of its own has stored the samples."
         return
-    mixture = configuration.get("mix") or ()
-    if mixture:
-        revisions = dict(entry.rsplit("@", 1) for entry in identity.data_revision.split())
-        sources = []
-        for source, weight in mixture:
-            revision = revisions.get(source)
-            shown_name = _code(source if revision else _last_part(source))
-            commit = f" at commit {_code(revision)}" if revision else ""
-            sources.append(f"{shown_name}{commit} (weight {weight:g})")
-        yield f"A mixture of {', '.join(sources)}."
+    sources_and_weights = recorded_flags.get("mix") or ()
+    if sources_and_weights:
+        revision_by_source = dict(
+            source_and_revision.rsplit("@", 1)
+            for source_and_revision in identity.data_revision.split()
+        )
+        source_phrases = []
+        for source, weight in sources_and_weights:
+            source_revision = revision_by_source.get(source)
+            source_name = _code(source if source_revision else _last_part(source))
+            commit_in_words = f" at commit {_code(source_revision)}" if source_revision else ""
+            source_phrases.append(f"{source_name}{commit_in_words} (weight {weight:g})")
+        yield f"A mixture of {', '.join(source_phrases)}."
     elif identity.data == FILES:
-        path = str(configuration.get("dataset_path") or FILES)
-        yield f"Files: {_code(path if path.startswith('hf://') else _last_part(path))}."
+        data_path = str(recorded_flags.get("dataset_path") or FILES)
+        shown_path = data_path if data_path.startswith("hf://") else _last_part(data_path)
+        yield f"Files: {_code(shown_path)}."
     else:
         yield f"{_code(identity.data)} at commit {_code(identity.data_revision)}."
-    length = f"{identity.text.max_seq_length:,}"
+    max_tokens_in_words = f"{identity.text.max_seq_length:,}"
     if identity.text.long_documents == "split":
-        yield f"Rows of more than {length} tokens are split into several samples."
+        yield f"Rows of more than {max_tokens_in_words} tokens are split into several samples."
     else:
-        yield f"A sample is one row, cut to its first {length} tokens."
+        yield f"A sample is one row, cut to its first {max_tokens_in_words} tokens."
 
 
 def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
-    text = dataset.identity.text
+    text_options = dataset.identity.text
     commits = dataset.shards.commits
-    size = sum(commit.bytes for commit in commits)
+    stored_bytes = sum(commit.bytes for commit in commits)
     yield (
         f"{counted(dataset.tokens, 'token')} of {counted(len(dataset), 'sample')}, in "
-        f"{counted(len(commits), 'shard')} ({size / 1e6:,.1f} MB)."
+        f"{counted(len(commits), 'shard')} ({stored_bytes / 1e6:,.1f} MB)."
     )
     if not dataset.complete:
         yield "The run is not complete."
-    if str(text.positions) != "all":
-        yield f"Only some positions of each sample are stored: {_code(text.positions)}."
-    if text.roles:
-        yield f"Only tokens with these roles are stored: {', '.join(text.roles)}."
-    if text.drop_token_ids:
-        yield f"Tokens with these ids are left out: {', '.join(map(str, text.drop_token_ids))}."
-    if text.keep_columns:
-        yield f"Columns kept from the data: {', '.join(map(_code, text.keep_columns))}."
+    if str(text_options.positions) != "all":
+        yield f"Only some positions of each sample are stored: {_code(text_options.positions)}."
+    if text_options.roles:
+        yield f"Only tokens with these roles are stored: {', '.join(text_options.roles)}."
+    if text_options.drop_token_ids:
+        dropped_ids = ", ".join(map(str, text_options.drop_token_ids))
+        yield f"Tokens with these ids are left out: {dropped_ids}."
+    if text_options.keep_columns:
+        yield f"Columns kept from the data: {', '.join(map(_code, text_options.keep_columns))}."
 
 
 def _files(dataset: ActivationDataset) -> str:
     """Returns a description of the files that contain the activations."""
-    storage = dataset.identity.storage
-    compressed = "gzipped " if storage.shard_format == "pickle" and storage.compress_shards else ""
-    return compressed + FORMATS[storage.shard_format]
+    storage_options = dataset.identity.storage
+    compression_in_words = (
+        "gzipped "
+        if storage_options.shard_format == "pickle" and storage_options.compress_shards
+        else ""
+    )
+    return compression_in_words + FORMATS[storage_options.shard_format]
 
 
 def _configuration(dataset: ActivationDataset) -> dict[str, Any]:
@@ -240,8 +255,8 @@ def _configuration(dataset: ActivationDataset) -> dict[str, Any]:
 
 def _public_name(path: str) -> str:
     """Returns a name on the hub as it is; for a local path or a URL, returns its last part."""
-    is_private = "://" in path or path[:1] in "/.~"
-    return _last_part(path) if is_private else path
+    is_path_or_url = "://" in path or path[:1] in "/.~"
+    return _last_part(path) if is_path_or_url else path
 
 
 def _last_part(path: str) -> str:

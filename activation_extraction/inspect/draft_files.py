@@ -76,19 +76,19 @@ def training_samples(
     Raises:
         RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
     """
-    unread_chunks = iter(chunks)
+    chunk_iterator = iter(chunks)
     unused_batches: list[TokenBatch] = []  # batches with tokens that were read, but not yielded yet
     for sample_index, sample_length in enumerate(dataset.samples["tokens"].to_pylist()):
         if not sample_length:
             continue
         while sum(map(len, unused_batches)) < sample_length:
-            unused_batches.append(next(unread_chunks))
+            unused_batches.append(next(chunk_iterator))
         unused_tokens = concatenate_batches(unused_batches)
         sample_tokens = unused_tokens.map(itemgetter(slice(sample_length)))
         unused_batches = [unused_tokens.map(itemgetter(slice(sample_length, None)))]
-        loss_mask = _loss_mask(dataset, sample_index, sample_tokens)
+        sample_mask = _loss_mask(dataset, sample_index, sample_tokens)
         yield TrainingSample(
-            sample_tokens.token_ids.astype(np.int64), loss_mask, sample_tokens.activations
+            sample_tokens.token_ids.astype(np.int64), sample_mask, sample_tokens.activations
         )
 
 
@@ -139,13 +139,13 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
         number k + 1 is the output of block k. If two hooks have the same tensor, the first of them
         is returned.
     """
-    hooks_by_number: dict[int, str] = {}
+    hook_by_number: dict[int, str] = {}
     for hook in hooks:
         if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
-            block, pre_or_post = hook_match.groups()
-            stream_number = int(block) + 1 if pre_or_post == "post" else int(block)
-            hooks_by_number.setdefault(stream_number, hook)
-    return dict(sorted(hooks_by_number.items()))
+            block_number, pre_or_post = hook_match.groups()
+            stream_number = int(block_number) + 1 if pre_or_post == "post" else int(block_number)
+            hook_by_number.setdefault(stream_number, hook)
+    return dict(sorted(hook_by_number.items()))
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
@@ -207,15 +207,15 @@ class SpeculatorsFormat(DraftFormat):
             InputError: If the output of the last block is not chosen, or no hook of another layer
                 is chosen.
         """
-        hooks = super().choose_hooks(dataset, chosen_hooks)
-        depth = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-        last_hook = f"blocks.{depth - 1}.hook_resid_post"
-        if last_hook not in hooks or len(hooks) < 2:
+        exported_hooks = super().choose_hooks(dataset, chosen_hooks)
+        block_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
+        last_hook = f"blocks.{block_count - 1}.hook_resid_post"
+        if last_hook not in exported_hooks or len(exported_hooks) < 2:
             raise InputError(
                 f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post "
-                f"of at least one other layer; it has {', '.join(hooks)} of {dataset.url}"
+                f"of at least one other layer; it has {', '.join(exported_hooks)} of {dataset.url}"
             )
-        return hooks
+        return exported_hooks
 
     def write(
         self,
@@ -244,15 +244,19 @@ class SpeculatorsFormat(DraftFormat):
         }
         arrow_folder = ArrowFolder(folder, column_types, "torch")
         stream_hooks = streams_by_number(hooks).values()
-        as_float8 = self._stores_float8(dataset)
+        stores_float8 = self._stores_float8(dataset)
         written_tokens = 0
-        samples = training_samples(dataset, chunks)
-        for row, (token_ids, loss_mask, values_by_hook) in enumerate(samples):
+        sample_iterator = training_samples(dataset, chunks)
+        for row_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
             hidden_states = np.stack([values_by_hook[hook] for hook in stream_hooks], axis=1)
-            tensors = {"hidden_states": hidden_states, "token_ids": token_ids}
-            if as_float8:
-                tensors["hidden_states"], tensors[SCALES] = quantize_tokens(hidden_states)
-            (folder / f"hidden_states/hs_{row}.safetensors").write_bytes(save(tensors))
+            tensors_of_file = {"hidden_states": hidden_states, "token_ids": token_ids}
+            if stores_float8:
+                tensors_of_file["hidden_states"], tensors_of_file[SCALES] = quantize_tokens(
+                    hidden_states
+                )
+            (folder / f"hidden_states/hs_{row_index}.safetensors").write_bytes(
+                save(tensors_of_file)
+            )
             arrow_folder.write(
                 {"input_ids": [token_ids], LOSS_MASK: [loss_mask], "seq_len": [len(token_ids)]}
             )
@@ -265,12 +269,12 @@ class SpeculatorsFormat(DraftFormat):
 
         The arguments are those of `ExportFormat.read_with`.
         """
-        layer_numbers = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
-        backend = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
+        layer_numbers_in_words = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
+        backend_flag = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
         return [
-            f"python -m speculators.train --data-path {shlex.quote(folder)} {backend}"
+            f"python -m speculators.train --data-path {shlex.quote(folder)} {backend_flag}"
             f"--verifier-name-or-path {shlex.quote(dataset.tokenizer_path)} "
-            f"--target-layer-ids {layer_numbers} --on-missing raise"
+            f"--target-layer-ids {layer_numbers_in_words} --on-missing raise"
         ]
 
     def _stores_float8(self, dataset: ActivationDataset) -> bool:
@@ -316,15 +320,19 @@ class SpecForgeFormat(DraftFormat):
             InputError: If the chosen hooks are not the final norm's and the residual streams of
                 exactly three layers, without the embedding.
         """
-        hooks = super().choose_hooks(dataset, chosen_hooks)
-        stream_hooks = streams_by_number(hooks)
-        if FINAL_NORM_HOOK not in hooks or len(stream_hooks) != EAGLE3_LAYERS or 0 in stream_hooks:
+        exported_hooks = super().choose_hooks(dataset, chosen_hooks)
+        stream_hooks = streams_by_number(exported_hooks)
+        if (
+            FINAL_NORM_HOOK not in exported_hooks
+            or len(stream_hooks) != EAGLE3_LAYERS
+            or 0 in stream_hooks
+        ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
                 "blocks.K.hook_resid_post of exactly three layers, which --hook_names can choose; "
-                f"it has {', '.join(hooks)} of {dataset.url}"
+                f"it has {', '.join(exported_hooks)} of {dataset.url}"
             )
-        return hooks
+        return exported_hooks
 
     def write(
         self,
@@ -342,25 +350,28 @@ class SpecForgeFormat(DraftFormat):
         """
         import torch
 
-        stream_hooks = streams_by_number(hooks)
+        hook_by_number = streams_by_number(hooks)
         written_tokens = 0
-        samples = training_samples(dataset, chunks)
-        for sample_number, (token_ids, loss_mask, values_by_hook) in enumerate(samples):
-            first_of_folder = sample_number // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
-            subfolder = folder / f"rows_{first_of_folder}-{first_of_folder + SAMPLES_PER_FOLDER}"
+        sample_iterator = training_samples(dataset, chunks)
+        for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
+            first_index_of_folder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
+            subfolder = (
+                folder
+                / f"rows_{first_index_of_folder}-{first_index_of_folder + SAMPLES_PER_FOLDER}"
+            )
             subfolder.mkdir(exist_ok=True)
-            streams = [values_by_hook[hook] for hook in stream_hooks.values()]
-            concatenated_streams = np.concatenate(streams, axis=1)
-            tensors = {
+            residual_streams = [values_by_hook[hook] for hook in hook_by_number.values()]
+            concatenated_streams = np.concatenate(residual_streams, axis=1)
+            tensors_of_file = {
                 "input_ids": as_tensor(token_ids),
                 LOSS_MASK: as_tensor(loss_mask),
                 "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
                 "aux_hidden_state": as_tensor(concatenated_streams)[None],
             }
             # Torch would raise a RuntimeError, not an OSError, on a full disk.
-            buffer = io.BytesIO()
-            torch.save(tensors, buffer)
-            (subfolder / f"data_{sample_number}.ckpt").write_bytes(buffer.getbuffer())
+            file_buffer = io.BytesIO()
+            torch.save(tensors_of_file, file_buffer)
+            (subfolder / f"data_{sample_index}.ckpt").write_bytes(file_buffer.getbuffer())
             written_tokens += len(token_ids)
         return Exported(written_tokens, _empty_samples_in_words(dataset))
 
@@ -369,9 +380,9 @@ class SpecForgeFormat(DraftFormat):
 
         The arguments are those of `ExportFormat.read_with`.
         """
-        config = specforge_config(folder, dataset, hooks)
+        config_json = specforge_config(folder, dataset, hooks)
         return [
-            f"echo {shlex.quote(config)} > specforge.json",
+            f"echo {shlex.quote(config_json)} > specforge.json",
             "specforge train --config specforge.json",
         ]
 
@@ -392,12 +403,12 @@ def specforge_config(folder: str, dataset: ActivationDataset, hooks: Iterable[st
         The configuration as a JSON text.
     """
     sample_lengths = dataset.samples["tokens"].to_pylist()
-    layer_numbers = [number - 1 for number in streams_by_number(hooks)]
-    config = {
+    layer_numbers = [stream_number - 1 for stream_number in streams_by_number(hooks)]
+    specforge_settings = {
         "model": {
             "target_model_path": dataset.tokenizer_path,
             "aux_hidden_state_layer_ids": layer_numbers,
         },
         "data": {"hidden_states_path": folder, "max_length": max(sample_lengths, default=1)},
     }
-    return json.dumps(config)
+    return json.dumps(specforge_settings)

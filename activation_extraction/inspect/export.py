@@ -83,64 +83,78 @@ def export(
             folder exists or cannot be made. `load_text` may raise it, too.
         RunError: If reading or writing fails. The unfinished folder is deleted then.
     """
-    flag = f"--export {export_format.name}"
-    library = export_format.library
-    if find_spec(library) is None:
-        raise InputError(f"{flag}: needs {library}; {install(library)}")
+    flag_and_format = f"--export {export_format.name}"
+    needed_package = export_format.library
+    if find_spec(needed_package) is None:
+        raise InputError(f"{flag_and_format}: needs {needed_package}; {install(needed_package)}")
     if "://" in target_folder:
         raise InputError(f"--export_dir {target_folder}: is a URL; expected a local folder")
     target_folder = os.path.normpath(target_folder)
-    folders = read_folders(root)
-    dataset = _finished_run(root, folders)
+    logs_by_folder = read_folders(root)
+    finished_dataset = _finished_run(root, logs_by_folder)
     try:
-        chosen_hooks = dataset.hooks.chosen(dataset.url, patterns)
+        chosen_hooks = finished_dataset.hooks.chosen(finished_dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
-    hooks = export_format.choose_hooks(dataset, chosen_hooks)
-    if export_format.needs_every_token and not dataset.identity.every_token:
+    exported_hooks = export_format.choose_hooks(finished_dataset, chosen_hooks)
+    if export_format.needs_every_token and not finished_dataset.identity.every_token:
         raise InputError(
-            f"{flag}: {dataset.url} stores only some of its tokens; expected all of them"
+            f"{flag_and_format}: {finished_dataset.url} stores only some of its tokens; expected "
+            "all of them"
         )
-    for hook in hooks:
-        if not FOLDER_NAME.fullmatch(hook):
-            raise InputError(f"{flag}: hook {hook!r:.80} cannot name a folder")
+    for hook_name in exported_hooks:
+        if not FOLDER_NAME.fullmatch(hook_name):
+            raise InputError(f"{flag_and_format}: hook {hook_name!r:.80} cannot name a folder")
     row_tokens = export_format.row_tokens
-    if dataset.tokens < row_tokens:
+    if finished_dataset.tokens < row_tokens:
         raise InputError(
-            f"{flag}: {dataset.url} holds {counted(dataset.tokens, 'token')}; expected at least "
-            f"{row_tokens}"
+            f"{flag_and_format}: {finished_dataset.url} holds "
+            f"{counted(finished_dataset.tokens, 'token')}; expected at least {row_tokens}"
         )
-    token_bytes = sum(export_format.token_bytes(dataset, hook) for hook in hooks)
-    chunk_tokens = max(CHUNK_BYTES // token_bytes // row_tokens, 1) * row_tokens
+    bytes_per_token = sum(
+        export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hooks
+    )
+    chunk_tokens = max(CHUNK_BYTES // bytes_per_token // row_tokens, 1) * row_tokens
     chunk_tokens = min(chunk_tokens, export_format.max_chunk_tokens or chunk_tokens)
-    chunks = _chunks(dataset, hooks, chunk_tokens, export_format.sample_columns)
+    token_chunks = _chunks(
+        finished_dataset, exported_hooks, chunk_tokens, export_format.sample_columns
+    )
     if export_format.needs_text:
-        run_text = _load_text(dataset, flag, load_text)
-        chunks = with_texts(chunks, root, folders, dataset, run_text)
+        run_text = _load_text(finished_dataset, flag_and_format, load_text)
+        token_chunks = with_texts(token_chunks, root, logs_by_folder, finished_dataset, run_text)
     # In addition to activations, the files contain token ids, masks and scales, which need up to 24
     # bytes per token and hook. Texts are not counted, because their lengths are unknown before
     # decoding.
-    needed_bytes = dataset.tokens * (token_bytes + 24 * len(hooks))
-    with raise_on_ctrl_c(), _new_folder(target_folder, needed_bytes) as folder:
-        exported = export_format.write(folder, dataset, hooks, chunks)
-        file_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    max_export_bytes = finished_dataset.tokens * (bytes_per_token + 24 * len(exported_hooks))
+    with raise_on_ctrl_c(), _new_folder(target_folder, max_export_bytes) as temporary_folder:
+        export_result = export_format.write(
+            temporary_folder, finished_dataset, exported_hooks, token_chunks
+        )
+        exported_bytes = sum(
+            written_path.stat().st_size
+            for written_path in temporary_folder.rglob("*")
+            if written_path.is_file()
+        )
     say(
-        f"exported: {counted(exported.tokens, 'token')}, {counted(len(hooks), 'hook')}, "
-        f"{file_bytes / 1e9:,.3f} GB in {target_folder}"
+        f"exported: {counted(export_result.tokens, 'token')}, "
+        f"{counted(len(exported_hooks), 'hook')}, "
+        f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
-    if omitted_tokens := dataset.tokens - exported.tokens:
-        places_in_words = (
+    if omitted_tokens := finished_dataset.tokens - export_result.tokens:
+        places_or_nothing = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
             f"left out: {counted(omitted_tokens, 'token')}, too few for a row of {row_tokens}"
-            f"{places_in_words}"
+            f"{places_or_nothing}"
         )
-    for omission_in_words in exported.omissions:
+    for omission_in_words in export_result.omissions:
         say(f"left out: {omission_in_words}")
     say("read it with:")
-    for line in export_format.read_with(target_folder, dataset, hooks):
-        say(f"  {line}")
+    for instruction_line in export_format.read_with(
+        target_folder, finished_dataset, exported_hooks
+    ):
+        say(f"  {instruction_line}")
 
 
 def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset:
@@ -154,10 +168,12 @@ def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
         InputError: If a host has not finished, or the run cannot be read as a dataset.
         RunError: If a file of the run is damaged or cannot be read.
     """
-    for host in host_states(folders):
-        if host.state != "complete":
-            host_folder = f"{root.url}/{host.name}".rstrip("/")
-            raise InputError(f"--export: {host_folder} is {host.state}; expected a finished run")
+    for host_state in host_states(folders):
+        if host_state.state != "complete":
+            host_folder = f"{root.url}/{host_state.name}".rstrip("/")
+            raise InputError(
+                f"--export: {host_folder} is {host_state.state}; expected a finished run"
+            )
     try:
         return ActivationDataset(root.full_url)
     except ValueError as error:
@@ -247,9 +263,9 @@ def _chunks(
     with (
         closing(
             dataset.batches(chunk_tokens, hooks, buffer=2 * chunk_tokens, columns=columns)
-        ) as batches,
+        ) as batch_iterator,
         tqdm(total=dataset.tokens, **progress_settings) as progress_bar,
     ):
-        for batch in batches:
+        for batch in batch_iterator:
             progress_bar.update(len(batch))
             yield batch

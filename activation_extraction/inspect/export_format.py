@@ -80,8 +80,8 @@ class ExportFormat(ABC):
         Raises:
             InputError: If the files cannot be made of the chosen hooks.
         """
-        hooks = [hook for hook in dataset.hooks if hook in chosen_hooks]
-        exported_hooks = [hook for hook in hooks if self.accepts(dataset, hook)]
+        ordered_hooks = [hook for hook in dataset.hooks if hook in chosen_hooks]
+        exported_hooks = [hook for hook in ordered_hooks if self.accepts(dataset, hook)]
         if not exported_hooks:
             raise InputError(
                 f"--export {self.name}: takes {self.accepted_hooks}; {dataset.url} has "

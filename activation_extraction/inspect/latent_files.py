@@ -58,14 +58,14 @@ class DelphiFormat(ExportFormat):
         Raises:
             InputError: If the format accepts none of the hooks, or no sample fills a row.
         """
-        hooks = super().choose_hooks(dataset, chosen_hooks)
-        lengths = dataset.samples["tokens"].to_numpy()
-        if not (lengths >= self.row_tokens).any():
+        exported_hooks = super().choose_hooks(dataset, chosen_hooks)
+        sample_lengths = dataset.samples["tokens"].to_numpy()
+        if not (sample_lengths >= self.row_tokens).any():
             raise InputError(
                 f"--export delphi: no sample of {dataset.url} has {self.row_tokens} tokens, which "
                 "a row needs"
             )
-        return hooks
+        return exported_hooks
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns an upper bound for the bytes of a token's codes, in memory and in the files."""
@@ -84,86 +84,89 @@ class DelphiFormat(ExportFormat):
         """
         from safetensors.numpy import save
 
-        lengths = dataset.samples["tokens"].to_numpy()
+        sample_lengths = dataset.samples["tokens"].to_numpy()
         # Index of each sample's first token among all tokens of the run.
-        sample_offsets = np.cumsum([0, *lengths])
+        first_token_of_sample = np.cumsum([0, *sample_lengths])
         tokens_read = 0
         tokens_in_rows = 0  # number of tokens in whole rows so far
-        small_value_counts = dict.fromkeys(hooks, 0)  # number of omitted values by hook
-        token_ids: list[np.ndarray] = []
+        small_count_by_hook = dict.fromkeys(hooks, 0)  # number of omitted values by hook
+        ids_of_chunks: list[np.ndarray] = []
         # For each hook, the paths of its files by their ranges of features (first, stop). At first,
         # a file contains entries in the order of the tokens. At the end, tensors replace the
         # entries.
-        files_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
+        paths_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
         for hook in hooks:
             (folder / hook).mkdir()
-            files_by_hook[hook] = {}
+            paths_by_hook[hook] = {}
             for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook)):
                 file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
-                files_by_hook[hook][first_feature, stop_feature] = folder / hook / file_name
+                paths_by_hook[hook][first_feature, stop_feature] = folder / hook / file_name
         for batch in chunks:
-            token_offsets = np.arange(tokens_read, tokens_read + len(batch))
-            sample_of_token = np.searchsorted(sample_offsets, token_offsets, "right") - 1
-            is_in_row = (
-                batch.position < lengths[sample_of_token] // self.row_tokens * self.row_tokens
+            token_indices = np.arange(tokens_read, tokens_read + len(batch))
+            sample_of_token = np.searchsorted(first_token_of_sample, token_indices, "right") - 1
+            is_row_token = (
+                batch.position
+                < sample_lengths[sample_of_token] // self.row_tokens * self.row_tokens
             )
             # For each token in a whole row, its index among all such tokens of the run.
-            index_in_rows = tokens_in_rows + np.cumsum(is_in_row) - 1
-            token_ids.append(batch.token_ids[is_in_row])
+            index_among_row_tokens = tokens_in_rows + np.cumsum(is_row_token) - 1
+            ids_of_chunks.append(batch.token_ids[is_row_token])
             for hook, codes in batch.items():
                 token_of_value = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-                is_small = np.abs(codes.data) <= SMALLEST_VALUE
-                small_value_counts[hook] += int(
-                    np.count_nonzero(is_in_row[token_of_value] & is_small)
+                is_small_value = np.abs(codes.data) <= SMALLEST_VALUE
+                small_count_by_hook[hook] += int(
+                    np.count_nonzero(is_row_token[token_of_value] & is_small_value)
                 )
-                is_kept = is_in_row[token_of_value] & ~is_small
-                kept_indices = index_in_rows[token_of_value[is_kept]]
-                row_of_value, position_in_row = np.divmod(kept_indices, self.row_tokens)
+                is_kept_value = is_row_token[token_of_value] & ~is_small_value
+                row_token_of_value = index_among_row_tokens[token_of_value[is_kept_value]]
+                row_of_value, position_in_row = np.divmod(row_token_of_value, self.row_tokens)
                 entry_columns = [
                     row_of_value,
                     position_in_row,
-                    codes.indices[is_kept],
-                    codes.data[is_kept],
+                    codes.indices[is_kept_value],
+                    codes.data[is_kept_value],
                 ]
                 value_entries = np.rec.fromarrays(entry_columns, dtype=ENTRY)
-                for (first_feature, stop_feature), file_path in files_by_hook[hook].items():
-                    latents = value_entries["latent"]
-                    is_in_file = (latents >= first_feature) & (latents < stop_feature)
-                    with open(file_path, "ab") as file:
-                        value_entries[is_in_file].tofile(file)
+                for (first_feature, stop_feature), file_path in paths_by_hook[hook].items():
+                    feature_of_value = value_entries["latent"]
+                    is_in_file = (feature_of_value >= first_feature) & (
+                        feature_of_value < stop_feature
+                    )
+                    with open(file_path, "ab") as entry_file:
+                        value_entries[is_in_file].tofile(entry_file)
             tokens_read += len(batch)
-            tokens_in_rows += int(is_in_row.sum())
-        token_table = np.concatenate(token_ids).reshape(-1, self.row_tokens)
+            tokens_in_rows += int(is_row_token.sum())
+        token_table = np.concatenate(ids_of_chunks).reshape(-1, self.row_tokens)
         for hook in hooks:
-            for (first_feature, _), file_path in files_by_hook[hook].items():
+            for (first_feature, _), file_path in paths_by_hook[hook].items():
                 sorted_entries = np.fromfile(file_path, ENTRY)
                 sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
                 sorted_entries["latent"] -= first_feature
-                locations = [
+                location_columns = [
                     sorted_entries["row"],
                     sorted_entries["position"],
                     sorted_entries["latent"],
                 ]
-                tensors = {
-                    "locations": np.stack(locations, axis=1),
+                tensors_of_file = {
+                    "locations": np.stack(location_columns, axis=1),
                     "activations": sorted_entries["value"].copy(),
                     "tokens": token_table,
                 }
-                file_path.write_bytes(save(tensors))
-            config = {
+                file_path.write_bytes(save(tensors_of_file))
+            delphi_settings = {
                 "model_name": dataset.tokenizer_path,
                 "dataset_repo": dataset.identity.data,
                 "dataset_column": dataset.identity.text.text_column,
                 "cache_ctx_len": self.row_tokens,
                 "ctx_len": self.row_tokens,
                 "n_tokens": token_table.size,
-                "n_splits": len(files_by_hook[hook]),
+                "n_splits": len(paths_by_hook[hook]),
             }
-            (folder / hook / "config.json").write_text(json.dumps(config, indent=2))
+            (folder / hook / "config.json").write_text(json.dumps(delphi_settings, indent=2))
         omissions_in_words = [
             f"{counted(small_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by "
             "delphi itself"
-            for hook, small_count in small_value_counts.items()
+            for hook, small_count in small_count_by_hook.items()
             if small_count
         ]
         return Exported(token_table.size, tuple(omissions_in_words))

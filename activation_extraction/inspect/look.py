@@ -51,25 +51,27 @@ def look(
         RunError: If --report or --export fails, for example because a shard is damaged.
         FolderError: If a request to a folder of the run fails for a reason that may pass.
     """
-    output, looking = config.output, config.looking
+    output_flags, looking_flags = config.output, config.looking
     try:
-        if looking.status and output.upload_timeout > STATUS_PATIENCE:
-            root = Folder(output.location, STATUS_PATIENCE)
+        if looking_flags.status and output_flags.upload_timeout > STATUS_PATIENCE:
+            output_root = Folder(output_flags.location, STATUS_PATIENCE)
         else:
-            root = Folder(output.location, output.upload_timeout, flag=UPLOAD_TIMEOUT)
-        if looking.status:
-            return show_status(root, looking.aggregate, looking.json)
-        if looking.report is not None:
-            return show_report(root, looking.report)
-        if looking.export is not None and looking.export_dir is not None:
-            patterns = config.hooks.hook_names
-            export_format = format_of(looking.export, looking.export_dtype)
-            export(root, export_format, looking.export_dir, patterns, load_text)
+            output_root = Folder(
+                output_flags.location, output_flags.upload_timeout, flag=UPLOAD_TIMEOUT
+            )
+        if looking_flags.status:
+            return show_status(output_root, looking_flags.aggregate, looking_flags.json)
+        if looking_flags.report is not None:
+            return show_report(output_root, looking_flags.report)
+        if looking_flags.export is not None and looking_flags.export_dir is not None:
+            hook_patterns = config.hooks.hook_names
+            export_format = format_of(looking_flags.export, looking_flags.export_dtype)
+            export(output_root, export_format, looking_flags.export_dir, hook_patterns, load_text)
             return 0
-        states_folder = _states_of_another_program(root)
+        states_folder = _states_of_another_program(output_root)
         if states_folder is not None:
-            return verify_hidden_states(states_folder, load_states, looking.verify_samples)
-        return verify(root, load, looking.verify_samples)
+            return verify_hidden_states(states_folder, load_states, looking_flags.verify_samples)
+        return verify(output_root, load, looking_flags.verify_samples)
     except FolderError as error:
         if error.final:
             raise InputError(str(error)) from error
@@ -85,7 +87,7 @@ def _states_of_another_program(root: Folder) -> StatesFolder | None:
     Returns:
         The folder with hidden states, or None if there are none or if the folder is in a bucket.
     """
-    listing = root.listing()
-    if not root.local or own_files(listing) or host_folders(listing):
+    root_listing = root.listing()
+    if not root.local or own_files(root_listing) or host_folders(root_listing):
         return None
     return find_states_folder(Path(local_path(root.full_url)))

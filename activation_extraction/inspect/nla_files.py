@@ -58,17 +58,17 @@ def with_texts(
     Raises:
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
-    ids_of_samples = _token_ids(root, folders, dataset, run_text)
-    last_sample_number = -1  # number of the sample to which `token_ids` belong
-    token_ids = np.empty(0, np.int32)
+    numbers_and_ids = _token_ids(root, folders, dataset, run_text)
+    current_sample = -1  # number of the sample to which `current_ids` belong
+    current_ids = np.empty(0, np.int32)
     for batch in chunks:
-        text_column = np.empty(len(batch), object)
+        truncated_texts = np.empty(len(batch), object)
         numbers_and_positions = zip(batch.sample_idx.tolist(), batch.position.tolist(), strict=True)
         for token_index, (sample_number, position) in enumerate(numbers_and_positions):
-            while last_sample_number != sample_number:
-                last_sample_number, token_ids = next(ids_of_samples)
-            text_column[token_index] = run_text.decode(token_ids[: position + 1])
-        yield replace(batch, columns={**batch.columns, TEXT_COLUMN: text_column})
+            while current_sample != sample_number:
+                current_sample, current_ids = next(numbers_and_ids)
+            truncated_texts[token_index] = run_text.decode(current_ids[: position + 1])
+        yield replace(batch, columns={**batch.columns, TEXT_COLUMN: truncated_texts})
 
 
 def _token_ids(
@@ -91,8 +91,8 @@ def _token_ids(
             damaged or missing.
     """
     for folder_name, commit in dataset.shards.shards:
-        folder, run_log = root.child(folder_name), folders[folder_name]
-        stored_samples = read_tokens(folder, run_log, commit, range(commit.count))
+        host_folder, run_log = root.child(folder_name), folders[folder_name]
+        stored_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
         ids_or_messages: Sequence[np.ndarray | str]
         if run_text.reread is None:
             ids_or_messages = [sample.token_ids for sample in stored_samples]
@@ -158,9 +158,9 @@ class NlaFormat(ExportFormat):
         import yaml
         from pyarrow.parquet import ParquetWriter
 
-        (hook,) = hooks
-        width = dataset.hooks[hook]
-        layer = _layer_of(hook)
+        (hook_name,) = hooks
+        width = dataset.hooks[hook_name]
+        layer_number = _layer_of(hook_name)
         column_types: dict[str, pyarrow.DataType] = {
             "n_raw_tokens": pyarrow.int64(),
             "detokenized_text_truncated": pyarrow.string(),
@@ -168,23 +168,25 @@ class NlaFormat(ExportFormat):
             "activation_layer": pyarrow.int64(),
             "doc_id": pyarrow.string(),
         }
-        schema = pyarrow.schema(column_types)
+        arrow_schema = pyarrow.schema(column_types)
         written_rows = 0
-        with ParquetWriter(folder / FILE_NAME, schema) as file:
+        with ParquetWriter(folder / FILE_NAME, arrow_schema) as parquet_writer:
             for batch in chunks:
-                vectors = np.asarray(batch[hook], np.float32).reshape(-1)
+                flat_vectors = np.asarray(batch[hook_name], np.float32).reshape(-1)
                 ids_and_rows = zip(batch.columns["doc_id"], batch.columns["row"], strict=True)
                 column_values = {
                     "n_raw_tokens": batch.position.astype(np.int64) + 1,
                     "detokenized_text_truncated": batch.columns[TEXT_COLUMN],
-                    "activation_vector": pyarrow.FixedSizeListArray.from_arrays(vectors, width),
-                    "activation_layer": np.full(len(batch), layer),
+                    "activation_vector": pyarrow.FixedSizeListArray.from_arrays(
+                        flat_vectors, width
+                    ),
+                    "activation_layer": np.full(len(batch), layer_number),
                     "doc_id": [_document_id(doc_id, row) for doc_id, row in ids_and_rows],
                 }
-                file.write_table(pyarrow.table(column_values, schema))
+                parquet_writer.write_table(pyarrow.table(column_values, arrow_schema))
                 written_rows += len(batch)
-        description = yaml.safe_dump(_description(dataset, hook, written_rows), sort_keys=False)
-        (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(description)
+        yaml_text = yaml.safe_dump(_description(dataset, hook_name, written_rows), sort_keys=False)
+        (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(yaml_text)
         return Exported(written_rows)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
@@ -192,8 +194,8 @@ class NlaFormat(ExportFormat):
 
         The arguments are those of `ExportFormat.read_with`.
         """
-        path = f"{shlex.quote(folder)}/{FILE_NAME}"
-        return [f"python -m nla.datagen.stage1_split --base {path} --output-dir FOLDER"]
+        quoted_path = f"{shlex.quote(folder)}/{FILE_NAME}"
+        return [f"python -m nla.datagen.stage1_split --base {quoted_path} --output-dir FOLDER"]
 
 
 def _layer_of(hook: str) -> int:
@@ -215,8 +217,8 @@ def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
     """
     if doc_id is not None:
         return str(doc_id)
-    piece = piece_of(row)
-    return json.dumps(row if piece is None else piece[2], ensure_ascii=False)
+    piece_of_row = piece_of(row)
+    return json.dumps(row if piece_of_row is None else piece_of_row[2], ensure_ascii=False)
 
 
 def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, Any]:
@@ -232,33 +234,33 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
         hook: The name of the exported hook.
         rows: The number of rows in the Parquet file.
     """
-    layer = _layer_of(hook)
+    layer_number = _layer_of(hook)
     recorded_flags = dataset.metadata["configuration"]
     model_path = recorded_flags["model_path"]
-    corpus = recorded_flags.get("dataset_path") or dataset.identity.data
+    data_path_or_name = recorded_flags.get("dataset_path") or dataset.identity.data
     pieces_of_samples = [piece_of(row) for row in dataset.shards.columns(["row"])["row"]]
     document_count = sum(piece is None or piece[0] == 0 for piece in pieces_of_samples)
     corpus_slice = {"start": 0, "length": document_count}
     text_options = dataset.identity.text
-    kept_tokens = text_options.positions.expected(text_options.max_seq_length)
-    tokens_per_document = max(math.ceil(kept_tokens), 1)
+    expected_tokens = text_options.positions.expected(text_options.max_seq_length)
+    positions_per_document = max(math.ceil(expected_tokens), 1)
     # Stage 0 computes the id of its data set from this text.
-    identifying_text = f"{model_path}|{layer}|{corpus}|{corpus_slice}"
-    digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
+    identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice}"
+    digest_of_id = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {
         "kind": "nla_dataset",
         "schema_version": 1,
-        "dataset_id": f"base_{model_path.split('/')[-1]}_L{layer}_{digest}",
+        "dataset_id": f"base_{model_path.split('/')[-1]}_L{layer_number}_{digest_of_id}",
         "stage": "base",
         "row_count": rows,
         "extraction": {
             "base_model": model_path,
             "d_model": dataset.hooks[hook],
-            "layer_index": layer,
+            "layer_index": layer_number,
             "norm": "none",
-            "corpus": corpus,
+            "corpus": data_path_or_name,
             "corpus_slice": corpus_slice,
-            "positions_per_doc": tokens_per_document,
+            "positions_per_doc": positions_per_document,
         },
         "created_by": f"activation_extraction {activation_extraction.__version__}",
     }

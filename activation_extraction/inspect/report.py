@@ -40,28 +40,28 @@ def show_report(root: Folder, file: str) -> int:
             cannot be written.
         RunError: If a shard is damaged.
     """
-    folders = read_folders(root)
+    logs_by_folder = read_folders(root)
     if file:
         report_path = Path(file)
     else:
         report_path = Path(local_path(root.full_url) if root.local else "", "report.html")
-    for library in ("matplotlib", "jinja2"):
-        if find_spec(library) is None:
-            raise InputError(f"--report: needs {library}; {install_extra('report')}")
+    for package_name in ("matplotlib", "jinja2"):
+        if find_spec(package_name) is None:
+            raise InputError(f"--report: needs {package_name}; {install_extra('report')}")
     if report_path.is_dir() or not report_path.parent.is_dir():
         raise InputError(f"--report {report_path}: expected a file in a folder that exists")
-    dataset = _open_dataset(root, folders)
-    html = make_report(dataset, folders)
+    run_dataset = _open_dataset(root, logs_by_folder)
+    report_html = make_report(run_dataset, logs_by_folder)
     try:
-        write_file(report_path, [html.encode()])
+        write_file(report_path, [report_html.encode()])
     except (OSError, FolderError) as error:
         raise InputError(f"--report {report_path}: {reason_of(error)}") from error
     say(f"report: {report_path}")
-    card = report_path.with_name(CARD)
-    if write_card(dataset, card):
-        say(f"dataset card: {card}; to share the run on the hub, rename it to README.md")
+    card_path = report_path.with_name(CARD)
+    if write_card(run_dataset, card_path):
+        say(f"dataset card: {card_path}; to share the run on the hub, rename it to README.md")
     else:
-        say(f"dataset card: {card} has been edited or is no card; it is left as it is")
+        say(f"dataset card: {card_path} has been edited or is no card; it is left as it is")
     return 0
 
 
@@ -106,26 +106,26 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
         raise InputError(str(error)) from error
     except OSError as error:
         raise RunError(str(error)) from error
-    decode = None
+    decode_token = None
     decoding_problem = ""  # the reason why token ids cannot be decoded; "" if they can
     try:
-        decode = find_decoder(dataset)
+        decode_token = find_decoder(dataset)
     except LookupError as error:
         decoding_problem = str(error)
     hook_reports = []
-    for hook_number, hook_name in enumerate(hook_names):
-        hook_reports.append(report_numbers.HookReport(token_sample, hook_number, hook_name))
-    statistics = totals_of_hosts(folders).statistics
-    warnings = [f"Warning: {line}" for line in code_warnings(statistics)]
+    for hook_index, hook_name in enumerate(hook_names):
+        hook_reports.append(report_numbers.HookReport(token_sample, hook_index, hook_name))
+    statistics_by_hook = totals_of_hosts(folders).statistics
+    warning_lines = [f"Warning: {line}" for line in code_warnings(statistics_by_hook)]
     return _template().render(
         dataset=dataset,
         identity=dataset.identity,
         hosts=host_states(folders),
         sample=token_sample,
         hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer)),
-        decode=decode,
+        decode=decode_token,
         undecoded=decoding_problem,
-        codes=[*codes_in_words(statistics), *warnings],
+        codes=[*codes_in_words(statistics_by_hook), *warning_lines],
         throughput=report_numbers.throughput(run_log.in_order for run_log in folders.values()),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
@@ -143,11 +143,11 @@ def _template() -> Any:
     # report_charts is imported here because it imports matplotlib, which is optional.
     from activation_extraction.inspect import report_charts
 
-    environment = Environment(
+    jinja_environment = Environment(
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else visible(value),
         loader=PackageLoader("activation_extraction.inspect", ""),
     )
-    environment.globals |= {"charts": report_charts, "outlier": report_numbers.OUTLIER}
-    environment.globals |= {"counted": counted, "visible": visible}
-    return environment.get_template("report.jinja")
+    jinja_environment.globals |= {"charts": report_charts, "outlier": report_numbers.OUTLIER}
+    jinja_environment.globals |= {"counted": counted, "visible": visible}
+    return jinja_environment.get_template("report.jinja")

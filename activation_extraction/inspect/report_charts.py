@@ -60,16 +60,16 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         axes: The axes to draw on.
         hooks: The hooks of one kind.
     """
-    layers = [hook.layer for hook in hooks]
+    layer_numbers = [hook.layer for hook in hooks]
     # A row for each level in LEVELS, (6, hooks).
-    quantiles = np.transpose([hook.norms for hook in hooks])
-    percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = quantiles
-    axes.vlines(layers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
-    axes.vlines(layers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)
-    axes.plot(layers, medians, "o", color=BLUE, markersize=4.5)
-    axes.plot(layers, maxima, "x", color=RED, markersize=4.5)
+    norm_quantiles = np.transpose([hook.norms for hook in hooks])
+    percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = norm_quantiles
+    axes.vlines(layer_numbers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
+    axes.vlines(layer_numbers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)
+    axes.plot(layer_numbers, medians, "o", color=BLUE, markersize=4.5)
+    axes.plot(layer_numbers, maxima, "x", color=RED, markersize=4.5)
     axes.set(xlabel=_label(hooks), ylabel="norm")
-    _norm_scale(axes, quantiles)
+    _norm_scale(axes, norm_quantiles)
 
 
 @_image
@@ -81,10 +81,10 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Seq
         hooks: The hooks of one kind.
         range_starts: The first position of each range of positions for which there is a median.
     """
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
-    for color, hook in zip(colors, hooks, strict=True):
+    line_colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
+    for line_color, hook in zip(line_colors, hooks, strict=True):
         layer_label = hook.layer if hook in (hooks[0], hooks[-1]) else None
-        axes.plot(hook.by_position, ".-", color=color, label=layer_label)
+        axes.plot(hook.by_position, ".-", color=line_color, label=layer_label)
     axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
     axes.set_xticks(range(len(range_starts)), [str(range_start) for range_start in range_starts])

@@ -89,8 +89,10 @@ class TokenSample:
         stop_token = min(token + max_neighbours + 1, len(self.position))
         # The offset from index to position is equal for two tokens if no token is missing between
         # them.
-        offsets = self.position[start_token:stop_token] - np.arange(start_token, stop_token)
-        is_connected = offsets == offsets[token - start_token]
+        index_to_position = self.position[start_token:stop_token] - np.arange(
+            start_token, stop_token
+        )
+        is_connected = index_to_position == index_to_position[token - start_token]
         is_connected &= self.document[start_token:stop_token] == self.document[token]
         return slice(
             start_token + int(is_connected.argmax()), stop_token - int(is_connected[::-1].argmax())
@@ -110,56 +112,70 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         OSError: If a shard cannot be read, or contains activations that are NaN or huge.
         ValueError: If the chosen documents contain no tokens.
     """
-    token_bytes = max(dataset.shards.row_bytes(hooks), 1)
-    tokens_to_read = int(np.clip(READ_BYTES // token_bytes, MIN_TOKENS, MAX_TOKENS))
+    bytes_per_token = max(dataset.shards.row_bytes(hooks), 1)
+    tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
     commits = [commit for _, commit in dataset.shards.shards]
-    mean_bytes = max(sum(commit.unpacked for commit in commits) / len(commits), 1)
-    shard_count = min(int(np.clip(SHARD_BYTES / mean_bytes, 1, SHARDS)), len(commits))
+    mean_shard_bytes = max(sum(commit.unpacked for commit in commits) / len(commits), 1)
+    shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(commits))
     shard_indices = np.linspace(0, len(commits) - 1, shard_count, dtype=int).tolist()
     documents_per_shard = max(
         tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
-    shard_starts = np.cumsum([0, *(commit.count for commit in commits)])
-    is_chosen = np.zeros(len(dataset), bool)
-    documents: list[StoredSample] = []
+    first_document_of_shard = np.cumsum([0, *(commit.count for commit in commits)])
+    is_chosen_document = np.zeros(len(dataset), bool)
+    chosen_documents: list[StoredSample] = []
     for shard_index in shard_indices:
-        spare_documents = max(commits[shard_index].count - documents_per_shard, 0)
-        first_document = int(np.random.default_rng(shard_index).integers(spare_documents + 1))
-        start_document = shard_starts[shard_index] + first_document
-        stop_document = min(start_document + documents_per_shard, shard_starts[shard_index + 1])
-        is_chosen[start_document:stop_document] = True
-        table = dataset.shards.table(shard_index).slice(first_document, documents_per_shard)
-        documents += [sample for sample in stored_samples(table) if sample.tokens]
-    batch_size = int(np.clip(BATCH_BYTES // token_bytes, 1, tokens_to_read))
+        max_offset_in_shard = max(commits[shard_index].count - documents_per_shard, 0)
+        offset_in_shard = int(np.random.default_rng(shard_index).integers(max_offset_in_shard + 1))
+        first_chosen_document = first_document_of_shard[shard_index] + offset_in_shard
+        stop_chosen_document = min(
+            first_chosen_document + documents_per_shard, first_document_of_shard[shard_index + 1]
+        )
+        is_chosen_document[first_chosen_document:stop_chosen_document] = True
+        document_table = dataset.shards.table(shard_index).slice(
+            offset_in_shard, documents_per_shard
+        )
+        chosen_documents += [
+            stored_sample
+            for stored_sample in stored_samples(document_table)
+            if stored_sample.tokens
+        ]
+    tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, tokens_to_read))
     norms_by_hook: dict[str, list[np.ndarray]] = {hook: [] for hook in hooks}
     sums_by_hook = {hook: Sums.zeros(dataset.hooks[hook]) for hook in hooks}
-    sample_numbers: list[np.ndarray] = []
-    token_ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    batches = dataset.batches(batch_size, hooks, buffer=4 * batch_size, where=is_chosen)
-    for batch in tqdm(batches, "reading", unit=" batches", disable=None):
-        for hook, values in batch.items():
-            batch_norms = np.linalg.norm(values.astype(np.float64), axis=1)
-            is_damaged = ~(batch_norms < MAX_NORM)  # this condition is also true for NaN
-            damaged_samples = batch.sample_idx[is_damaged]
-            if len(damaged_samples):
+    numbers_of_batches: list[np.ndarray] = []
+    ids_of_batches: list[np.ndarray] = []
+    positions_of_batches: list[np.ndarray] = []
+    token_batches = dataset.batches(
+        tokens_per_batch, hooks, buffer=4 * tokens_per_batch, where=is_chosen_document
+    )
+    for token_batch in tqdm(token_batches, "reading", unit=" batches", disable=None):
+        for hook, hook_values in token_batch.items():
+            batch_norms = np.linalg.norm(hook_values.astype(np.float64), axis=1)
+            is_damaged_token = ~(batch_norms < MAX_NORM)  # this condition is also true for NaN
+            damaged_sample_numbers = token_batch.sample_idx[is_damaged_token]
+            if len(damaged_sample_numbers):
                 raise OSError(
-                    f"{dataset.url}: sample {damaged_samples[0]}, {hook}: NaN or huge values"
+                    f"{dataset.url}: sample {damaged_sample_numbers[0]}, {hook}: NaN or huge values"
                 )
             norms_by_hook[hook].append(batch_norms)
-            batch_sums = sums_of(values.__getitem__, values.shape[1], batch.position)
+            batch_sums = sums_of(
+                hook_values.__getitem__, hook_values.shape[1], token_batch.position
+            )
             sums_by_hook[hook] = sums_by_hook[hook].merge(batch_sums)
-        sample_numbers.append(batch.sample_idx)
-        token_ids.append(batch.token_ids)
-        positions.append(batch.position)
-    if not sample_numbers:
+        numbers_of_batches.append(token_batch.sample_idx)
+        ids_of_batches.append(token_batch.token_ids)
+        positions_of_batches.append(token_batch.position)
+    if not numbers_of_batches:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
-    is_document_start = np.diff(np.concatenate(sample_numbers), prepend=sample_numbers[0][0]) != 0
+    is_document_start = (
+        np.diff(np.concatenate(numbers_of_batches), prepend=numbers_of_batches[0][0]) != 0
+    )
     return TokenSample(
-        documents=documents,
+        documents=chosen_documents,
         document=np.cumsum(is_document_start),
-        token_ids=np.concatenate(token_ids),
-        position=np.concatenate(positions),
+        token_ids=np.concatenate(ids_of_batches),
+        position=np.concatenate(positions_of_batches),
         norms={hook: np.concatenate(hook_norms) for hook, hook_norms in norms_by_hook.items()},
         sums=sums_by_hook,
         shards=len(shard_indices),
@@ -191,7 +207,7 @@ class HookReport:
 
     def __init__(self, sample: TokenSample, hook_number: int, hook_name: str) -> None:
         hook_norms = sample.norms[hook_name]
-        statistics = HookStatistics(load=lambda: sample.sums[hook_name])
+        sampled_statistics = HookStatistics(load=lambda: sample.sums[hook_name])
         layer_match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", hook_name)
         self.name = hook_name
         if layer_match:
@@ -199,17 +215,20 @@ class HookReport:
         else:
             self.kind, self.layer = OTHER, hook_number
         self.norms = np.quantile(hook_norms, LEVELS)
-        median_norms = [np.median(hook_norms[tokens]) for tokens in sample.position_ranges.values()]
+        median_norms = [
+            np.median(hook_norms[token_indices])
+            for token_indices in sample.position_ranges.values()
+        ]
         self.by_position = np.array(median_norms)
         self.outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
         self.largest = largest_tokens(sample, hook_norms)
-        dimension_statistics = statistics.without_first_token
+        dimension_statistics = sampled_statistics.without_first_token
         if not dimension_statistics.tokens:
-            dimension_statistics = statistics.all_tokens
-        rms_ratios = np.sqrt(dimension_statistics.variance + dimension_statistics.mean**2)
+            dimension_statistics = sampled_statistics.all_tokens
+        rms_of_dimensions = np.sqrt(dimension_statistics.variance + dimension_statistics.mean**2)
         # If most dimensions of a hook are always zero, their median is zero. Then all ratios are
         # set to zero, so that no dimension is an outlier.
-        rms_ratios /= np.median(rms_ratios) or np.inf
+        rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)
         dimensions_by_ratio = np.argsort(-rms_ratios).tolist()
         self.dimensions = [
             (dimension, rms_ratios[dimension])
@@ -231,15 +250,15 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
         A tuple for each group, in descending order of the largest norm. It contains the index of
         the group's token with the largest norm, and the number of tokens in the group.
     """
-    tokens_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
-    is_first = sample.position[tokens_by_norm] == 0
-    ids_and_flags = np.stack([sample.token_ids[tokens_by_norm], is_first])
+    indices_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
+    is_first_token = sample.position[indices_by_norm] == 0
+    id_and_is_first = np.stack([sample.token_ids[indices_by_norm], is_first_token])
     _, first_indices, token_counts = np.unique(
-        ids_and_flags, axis=1, return_index=True, return_counts=True
+        id_and_is_first, axis=1, return_index=True, return_counts=True
     )
     token_groups = []
     for first_index, token_count in sorted(zip(first_indices, token_counts, strict=True)):
-        token_groups.append((int(tokens_by_norm[first_index]), int(token_count)))
+        token_groups.append((int(indices_by_norm[first_index]), int(token_count)))
     return token_groups
 
 
@@ -269,9 +288,9 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
         return None
     max_shards = max(host_sums.shape[1] - 1 for host_sums in sums_of_hosts)
     bin_count = int(np.clip(max_shards // SHARDS_PER_BIN, 1, BINS))
-    longest_seconds = max(seconds[-1] for seconds, _ in sums_of_hosts)
+    longest_seconds = max(seconds_until_end[-1] for seconds_until_end, _ in sums_of_hosts)
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
     tokens_by_edge = np.zeros(bin_count + 1)
-    for seconds, tokens in sums_of_hosts:
-        tokens_by_edge += np.interp(bin_edges, seconds, tokens)
+    for seconds_until_end, tokens_until_end in sums_of_hosts:
+        tokens_by_edge += np.interp(bin_edges, seconds_until_end, tokens_until_end)
     return bin_edges, np.diff(tokens_by_edge) / np.diff(bin_edges)

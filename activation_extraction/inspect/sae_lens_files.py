@@ -47,28 +47,30 @@ class SaeLensFormat(ExportFormat):
         import datasets
 
         written_tokens = 0
-        arrow_folders = {}
-        for hook in hooks:
-            (folder / hook).mkdir()
-            row_shape = (self.row_tokens, dataset.hooks[hook])
+        folder_by_hook = {}
+        for hook_name in hooks:
+            (folder / hook_name).mkdir()
+            row_shape = (self.row_tokens, dataset.hooks[hook_name])
             column_types = {
-                hook: datasets.Array2D(row_shape, _file_dtype(dataset, hook).name),
+                hook_name: datasets.Array2D(row_shape, _file_dtype(dataset, hook_name).name),
                 "token_ids": datasets.List(datasets.Value("int32"), length=self.row_tokens),
             }
-            arrow_folders[hook] = ArrowFolder(folder / hook, column_types)
+            folder_by_hook[hook_name] = ArrowFolder(folder / hook_name, column_types)
         for batch in chunks:
             row_count = len(batch) // self.row_tokens
             tokens_in_rows = row_count * self.row_tokens
-            token_ids = batch.token_ids[:tokens_in_rows].reshape(row_count, self.row_tokens)
-            for hook, activations in batch.items():
-                width = activations.shape[1]
-                rows_of_hook = activations[:tokens_in_rows].reshape(
+            id_rows = batch.token_ids[:tokens_in_rows].reshape(row_count, self.row_tokens)
+            for hook_name, hook_activations in batch.items():
+                width = hook_activations.shape[1]
+                activation_rows = hook_activations[:tokens_in_rows].reshape(
                     row_count, self.row_tokens, width
                 )
-                rows_of_hook = rows_of_hook.astype(_file_dtype(dataset, hook), copy=False)
-                arrow_folders[hook].write({hook: rows_of_hook, "token_ids": token_ids})
+                activation_rows = activation_rows.astype(
+                    _file_dtype(dataset, hook_name), copy=False
+                )
+                folder_by_hook[hook_name].write({hook_name: activation_rows, "token_ids": id_rows})
             written_tokens += tokens_in_rows
-        for arrow_folder in arrow_folders.values():
+        for arrow_folder in folder_by_hook.values():
             arrow_folder.finalize()
         return Exported(written_tokens)
 
@@ -87,5 +89,5 @@ class SaeLensFormat(ExportFormat):
 
 def _file_dtype(dataset: ActivationDataset, hook: str) -> np.dtype:
     """Returns the dtype in which the files contain the activations of a hook."""
-    dtype = dataset.dtypes[hook]
-    return np.dtype(np.float32) if dtype.name == "bfloat16" else dtype
+    stored_dtype = dataset.dtypes[hook]
+    return np.dtype(np.float32) if stored_dtype.name == "bfloat16" else stored_dtype

@@ -90,34 +90,43 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     Returns:
         The exit status: 1 if the state of a host is in PROBLEM_STATES, otherwise 0.
     """
-    folders = read_folders(root)
-    hosts = host_states(folders)
-    totals = totals_of_hosts(folders)
-    aggregated_metadata = aggregate(folders, totals, hosts)
-    problems = [problem for run_log in folders.values() for problem in run_log.problems]
+    logs_by_folder = read_folders(root)
+    states_of_hosts = host_states(logs_by_folder)
+    totals_of_run = totals_of_hosts(logs_by_folder)
+    aggregated_metadata = aggregate(logs_by_folder, totals_of_run, states_of_hosts)
+    problem_messages = [
+        problem_message
+        for run_log in logs_by_folder.values()
+        for problem_message in run_log.problems
+    ]
     if as_json:
-        say(json.dumps({**aggregated_metadata, "problems": problems}))
+        say(json.dumps({**aggregated_metadata, "problems": problem_messages}))
     else:
-        _print_table(hosts, aggregated_metadata)
-        if unstarted_names := [host.name for host in hosts if host.state == "not started"]:
-            say(f"not started: {', '.join(unstarted_names)}")
-        if totals.skipped_rows:
-            say(f"skipped: {counted(totals.skipped_rows, 'row')} that could not be used")
-        if totals.empty_rows:
-            say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
-        for line in errors_in_words(totals.statistics):
-            say(line)
-        for line in codes_in_words(totals.statistics):
-            say(line)
-        for line in code_warnings(totals.statistics):
-            say(f"warning: {line}")
-        for problem in problems:
-            say(f"damaged: {problem}")
+        _print_table(states_of_hosts, aggregated_metadata)
+        if names_of_unstarted := [
+            host.name for host in states_of_hosts if host.state == "not started"
+        ]:
+            say(f"not started: {', '.join(names_of_unstarted)}")
+        if totals_of_run.skipped_rows:
+            say(f"skipped: {counted(totals_of_run.skipped_rows, 'row')} that could not be used")
+        if totals_of_run.empty_rows:
+            say(
+                f"empty: {counted(totals_of_run.empty_rows, 'row')} without text, "
+                "which gave no sample"
+            )
+        for statistics_line in errors_in_words(totals_of_run.statistics):
+            say(statistics_line)
+        for statistics_line in codes_in_words(totals_of_run.statistics):
+            say(statistics_line)
+        for statistics_line in code_warnings(totals_of_run.statistics):
+            say(f"warning: {statistics_line}")
+        for problem_message in problem_messages:
+            say(f"damaged: {problem_message}")
     if writes_totals:
         root.write(AGGREGATE, seal(aggregated_metadata), ANY)
         if not as_json:
             say(f"written: {root.url}/{AGGREGATE}")
-    return 1 if any(host.state in PROBLEM_STATES for host in hosts) else 0
+    return 1 if any(host.state in PROBLEM_STATES for host in states_of_hosts) else 0
 
 
 def host_states(folders: dict[str, RunLog]) -> list[HostState]:
@@ -139,54 +148,54 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         folder_name: The name of the host's folder.
         run_log: The run log of the folder. An empty one if the folder does not exist.
     """
-    folder = HostFolder.parse(folder_name) or HostFolder(0)
+    host_folder = HostFolder.parse(folder_name) or HostFolder(0)
     commits = run_log.in_order
-    metadata = run_log.metadata
-    totals = Totals.of_log(run_log)
-    waited_seconds = {}
-    for metric_name, seconds in run_log.metrics.items():
+    run_metadata = run_log.metadata
+    host_totals = Totals.of_log(run_log)
+    seconds_by_phase = {}
+    for metric_name, metric_value in run_log.metrics.items():
         if phase_match := re.fullmatch("waited_([a-z]+)_seconds_since_start", metric_name):
-            waited_seconds[phase_match[1]] = seconds
+            seconds_by_phase[phase_match[1]] = metric_value
     state_without_metadata = HostState(
         name=folder_name,
-        machine=folder.machine,
-        host=folder.host or 0,
+        machine=host_folder.machine,
+        host=host_folder.host or 0,
         state="damaged" if run_log.files else "not started",
-        **{count_name: getattr(totals, count_name) for count_name in COUNTED},
+        **{count_name: getattr(host_totals, count_name) for count_name in COUNTED},
         last_commit=max((commit.committed for commit in commits), default=None),
         utilisation=run_log.metrics.get("model_flops_utilisation"),
-        waited=waited_seconds,
+        waited=seconds_by_phase,
     )
-    if metadata is None:
+    if run_metadata is None:
         return state_without_metadata
     recent_pace = _pace(commits)
     expected_end = None
     done_fraction = None
-    last_sign = max([metadata["written"], *(commit.committed for commit in commits)])
-    state_name = _state(run_log, metadata, recent_pace, last_sign)
-    limits_by_count = {}
+    last_sign_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
+    state_name = _state(run_log, run_metadata, recent_pace, last_sign_time)
+    limit_by_count_name = {}
     for count_name in ("samples", "tokens"):
-        limit = metadata.get(f"max_{count_name}")
+        limit = run_metadata.get(f"max_{count_name}")
         if limit is not None:
-            limits_by_count[count_name] = limit
-    if limits_by_count:
-        fractions = []
-        for count_name, limit in limits_by_count.items():
-            fractions.append(getattr(totals, count_name) / (limit or 1))
-        done_fraction = 1.0 if state_name == "complete" else max(fractions)
+            limit_by_count_name[count_name] = limit
+    if limit_by_count_name:
+        done_fractions = []
+        for count_name, limit in limit_by_count_name.items():
+            done_fractions.append(getattr(host_totals, count_name) / (limit or 1))
+        done_fraction = 1.0 if state_name == "complete" else max(done_fractions)
     if state_name == "running" and recent_pace is not None:
         seconds_to_limits = []
-        for count_name, limit in limits_by_count.items():
+        for count_name, limit in limit_by_count_name.items():
             count_per_second = getattr(recent_pace, count_name)
             if count_per_second:
-                remaining_count = limit - getattr(totals, count_name)
+                remaining_count = limit - getattr(host_totals, count_name)
                 seconds_to_limits.append(remaining_count / count_per_second)
         if seconds_to_limits:
-            expected_end = last_sign + min(seconds_to_limits)
+            expected_end = last_sign_time + min(seconds_to_limits)
     return replace(
         state_without_metadata,
         state=state_name,
-        last_sign=last_sign,
+        last_sign=last_sign_time,
         tokens_per_second=None if recent_pace is None else recent_pace.tokens,
         expected_end=expected_end,
         share=done_fraction,
@@ -222,12 +231,12 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
         the times in the commits do not show how long it took.
     """
     # Unix time of the last commit of each process, by the Unix time at which the process began.
-    previous_commits: dict[float, float] = {}
+    last_commit_by_start: dict[float, float] = {}
     for commit in sorted(commits, key=lambda commit: commit.committed):
-        shard_start = previous_commits.get(commit.began, commit.began)
+        shard_start = last_commit_by_start.get(commit.began, commit.began)
         if commit.committed > shard_start:
             yield commit, commit.committed - shard_start
-        previous_commits[commit.began] = commit.committed
+        last_commit_by_start[commit.began] = commit.committed
 
 
 def _pace(commits: list[Commit]) -> Pace | None:
@@ -242,10 +251,14 @@ def _pace(commits: list[Commit]) -> Pace | None:
     timed_commits = list(shard_seconds(commits))[-RECENT_SHARDS:]
     if not timed_commits:
         return None
-    total_seconds = sum(shard_time for _, shard_time in timed_commits)
-    tokens = sum(commit.tokens for commit, _ in timed_commits)
-    samples = sum(commit.count for commit, _ in timed_commits)
-    return Pace(tokens / total_seconds, samples / total_seconds, total_seconds / len(timed_commits))
+    total_seconds = sum(seconds for _, seconds in timed_commits)
+    token_count = sum(commit.tokens for commit, _ in timed_commits)
+    sample_count = sum(commit.count for commit, _ in timed_commits)
+    return Pace(
+        token_count / total_seconds,
+        sample_count / total_seconds,
+        total_seconds / len(timed_commits),
+    )
 
 
 def _state(
@@ -263,10 +276,10 @@ def _state(
         return "damaged"
     if metadata["status"] != "running":
         return metadata["status"]
-    silence_limit = max(
+    max_silent_seconds = max(
         SILENT_SECONDS, 5 * recent_pace.seconds_per_shard if recent_pace is not None else 0
     )
-    return "silent" if time.time() - last_sign > silence_limit else "running"
+    return "silent" if time.time() - last_sign > max_silent_seconds else "running"
 
 
 def totals_of_hosts(folders: Mapping[str, RunLog]) -> Totals:
@@ -301,20 +314,22 @@ def aggregate(
         - written: The current Unix time.
     """
     is_complete = all(host.state == "complete" for host in hosts)
-    hooks_by_name = {}
+    description_by_name = {}
     for run_log in folders.values():
         for commit in run_log.in_order:
-            hooks_by_name.update({hook["name"]: hook for hook in commit.hooks})
-    hooks = []
-    for hook_name, statistics in totals.statistics.items():
-        hook = hooks_by_name[hook_name]
-        names_and_width = {key: hook[key] for key in ("key", "name", "width")}
-        hooks.append(names_and_width | statistics.to_json())
+            description_by_name.update(
+                {description["name"]: description for description in commit.hooks}
+            )
+    hook_descriptions = []
+    for hook_name, hook_statistics in totals.statistics.items():
+        description = description_by_name[hook_name]
+        names_and_width = {key: description[key] for key in ("key", "name", "width")}
+        hook_descriptions.append(names_and_width | hook_statistics.to_json())
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if is_complete else "incomplete",
         **totals.counts,
-        "hooks": hooks,
+        "hooks": hook_descriptions,
         "parts": [asdict(host) for host in hosts],
         "written": round(time.time(), 3),
     }
@@ -323,13 +338,20 @@ def aggregate(
 def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> None:
     started_hosts = [host for host in hosts if host.state != "not started"]
     cells_of_rows = [_cells_by_title(host) for host in started_hosts]
-    last_row = _cells_by_title(_sum_of_hosts(hosts, aggregated_metadata))
-    cells_of_rows.append({**last_row, "machine": "all", "host": ""})
-    titles = tuple(cells_of_rows[0])
-    table_rows = [titles, *(tuple(row.values()) for row in cells_of_rows)]
-    widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
-    for cells in table_rows:
-        say("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    cells_of_sums = _cells_by_title(_sum_of_hosts(hosts, aggregated_metadata))
+    cells_of_rows.append({**cells_of_sums, "machine": "all", "host": ""})
+    column_titles = tuple(cells_of_rows[0])
+    table_rows = [
+        column_titles,
+        *(tuple(cells_by_title.values()) for cells_by_title in cells_of_rows),
+    ]
+    column_widths = [max(map(len, column_cells)) for column_cells in zip(*table_rows, strict=True)]
+    for row_cells in table_rows:
+        say(
+            "  ".join(
+                cell.rjust(width) for cell, width in zip(row_cells, column_widths, strict=True)
+            )
+        )
 
 
 def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> HostState:
@@ -344,25 +366,27 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         aggregated_metadata: The content of aggregated_metadata.json.
     """
     running_hosts = [host for host in hosts if host.state == "running"]
-    speeds = [host.tokens_per_second for host in running_hosts]
-    known_speeds = [speed for speed in speeds if speed is not None]
-    known_ends = [host.expected_end for host in running_hosts if host.expected_end is not None]
+    speeds_or_none = [host.tokens_per_second for host in running_hosts]
+    known_speeds = [speed for speed in speeds_or_none if speed is not None]
+    expected_end_times = [
+        host.expected_end for host in running_hosts if host.expected_end is not None
+    ]
     expected_end = None
-    if known_ends and len(known_ends) == len(running_hosts):
-        expected_end = max(known_ends)
+    if expected_end_times and len(expected_end_times) == len(running_hosts):
+        expected_end = max(expected_end_times)
     started_hosts = [host for host in hosts if host.state != "not started"]
     known_fractions = [host.share for host in started_hosts if host.share is not None]
     done_fraction = None
     if known_fractions and len(known_fractions) == len(started_hosts):
         done_fraction = sum(known_fractions) / len(hosts)
-    last_commits = [host.last_commit for host in hosts if host.last_commit is not None]
+    last_commit_times = [host.last_commit for host in hosts if host.last_commit is not None]
     return HostState(
         name="",
         machine=0,
         host=0,
         state=aggregated_metadata["status"],
         **{count_name: aggregated_metadata[count_name] for count_name in COUNTED},
-        last_commit=max(last_commits, default=None),
+        last_commit=max(last_commit_times, default=None),
         tokens_per_second=sum(known_speeds) if known_speeds else None,
         expected_end=expected_end,
         share=done_fraction,

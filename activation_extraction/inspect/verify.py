@@ -55,43 +55,53 @@ def verify(
         InputError: If there is no run, or samples should be recomputed but the run records no
             model. `load_model` may raise it, too.
     """
-    folders = read_folders(root)
-    metadata = next((run_log.metadata for run_log in folders.values() if run_log.metadata), None)
-    identity = Identity() if metadata is None else identity_of(metadata, METADATA)
-    has_no_model = metadata is not None and not identity.model_digest
-    recompute = None
+    logs_by_folder = read_folders(root)
+    first_metadata = next(
+        (run_log.metadata for run_log in logs_by_folder.values() if run_log.metadata), None
+    )
+    run_identity = Identity() if first_metadata is None else identity_of(first_metadata, METADATA)
+    has_no_model = first_metadata is not None and not run_identity.model_digest
+    recompute_functions = None
     if load_model is not None and has_no_model:
         raise InputError(
             f"--model_path: {root.url} records no model, because another program stored its "
             "activations; verify it without --model_path"
         )
-    if load_model is not None and metadata is not None:
-        recompute = load_model(metadata)
-        allowed_differences = tolerance(identity, metadata.get("backend") == recompute.platform)
-    problems = list(check_folders(folders))
-    shards_and_samples = check_shards(root, folders, 0 if recompute is None else sample_count)
+    if load_model is not None and first_metadata is not None:
+        recompute_functions = load_model(first_metadata)
+        allowed_differences = tolerance(
+            run_identity, first_metadata.get("backend") == recompute_functions.platform
+        )
+    problem_messages = list(check_folders(logs_by_folder))
+    shards_and_samples = check_shards(
+        root, logs_by_folder, 0 if recompute_functions is None else sample_count
+    )
     checked_shards: list[CheckedShard] = []
     chosen_samples: list[ChosenSample] = []
-    for shard, samples_of_shard in shards_and_samples:
-        checked_shards.append(shard)
+    for checked_shard, samples_of_shard in shards_and_samples:
+        checked_shards.append(checked_shard)
         chosen_samples += samples_of_shard
-    problems += [shard.problem for shard in checked_shards if shard.problem]
-    problems += check_numbers(folders, checked_shards)
-    if recompute is not None:
-        problems += _compare(chosen_samples, recompute, allowed_differences)
+    problem_messages += [
+        checked_shard.problem for checked_shard in checked_shards if checked_shard.problem
+    ]
+    problem_messages += check_numbers(logs_by_folder, checked_shards)
+    if recompute_functions is not None:
+        problem_messages += _compare(chosen_samples, recompute_functions, allowed_differences)
         recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
         recomputed_in_words = f"nothing recomputed ({omission_reason})"
-    stored_count = sum(shard.commit.count for shard in checked_shards)
-    gigabytes = sum(shard.commit.bytes for shard in checked_shards) / 1e9
+    stored_count = sum(checked_shard.commit.count for checked_shard in checked_shards)
+    stored_gigabytes = sum(checked_shard.commit.bytes for checked_shard in checked_shards) / 1e9
     say(
-        *problems,
-        f"{'FAILED' if problems else 'in order'}: {counted(len(folders), 'folder')}, "
+        *problem_messages,
+        f"{'FAILED' if problem_messages else 'in order'}: "
+        f"{counted(len(logs_by_folder), 'folder')}, "
         f"{counted(len(checked_shards), 'shard')}, {counted(stored_count, 'sample')}, "
-        f"{gigabytes:,.3f} GB; {recomputed_in_words}; {counted(len(problems), 'problem')}",
+        f"{stored_gigabytes:,.3f} GB; {recomputed_in_words}; "
+        f"{counted(len(problem_messages), 'problem')}",
     )
-    return 1 if problems else 0
+    return 1 if problem_messages else 0
 
 
 def check_shards(
@@ -112,13 +122,13 @@ def check_shards(
     for folder_name, run_log in folders.items():
         for commit in run_log.in_order:
             folders_and_commits.append((folder_name, commit))
-    indices_by_shard = _pick_samples(folders_and_commits, sample_count)
+    picked_indices_by_shard = _pick_samples(folders_and_commits, sample_count)
     commits_and_arguments = []
     for (folder_name, commit), picked_indices in zip(
-        folders_and_commits, indices_by_shard, strict=True
+        folders_and_commits, picked_indices_by_shard, strict=True
     ):
-        folder = root.child(folder_name)
-        check_arguments = (folder, folder_name, folders[folder_name], commit, picked_indices)
+        host_folder = root.child(folder_name)
+        check_arguments = (host_folder, folder_name, folders[folder_name], commit, picked_indices)
         commits_and_arguments.append((commit, check_arguments))
     return for_each_shard(check_and_choose, commits_and_arguments)
 
@@ -168,14 +178,16 @@ def _pick_samples(
     stored_count = sum(commit.count for _, commit in folders_and_commits)
     picked_numbers = sorted(random.sample(range(stored_count), min(sample_count, stored_count)))
     indices_by_shard = []
-    samples_before = 0  # number of samples in the shards before the current one
+    previous_sample_count = 0  # number of samples in the shards before the current one
     for _, commit in folders_and_commits:
-        numbers_of_shard = range(samples_before, samples_before + commit.count)
+        numbers_of_shard = range(previous_sample_count, previous_sample_count + commit.count)
         picked_indices = [
-            number - samples_before for number in picked_numbers if number in numbers_of_shard
+            picked_number - previous_sample_count
+            for picked_number in picked_numbers
+            if picked_number in numbers_of_shard
         ]
         indices_by_shard.append(picked_indices)
-        samples_before += commit.count
+        previous_sample_count += commit.count
     return indices_by_shard
 
 
@@ -243,18 +255,20 @@ def _compare(
         recompute: The function that recomputes them.
         allowed_differences: The largest differences that rounding explains.
     """
-    recomputed_samples = recompute.values(chosen_samples)
-    for chosen_sample, values_or_message in zip(chosen_samples, recomputed_samples, strict=True):
+    values_or_messages = recompute.values(chosen_samples)
+    for chosen_sample, values_or_message in zip(chosen_samples, values_or_messages, strict=True):
         if isinstance(values_or_message, str):
             yield f"{chosen_sample.where}: cannot be recomputed: {values_or_message}"
             continue
-        positions = chosen_sample.tokens.positions
-        for hook, stored_values in zip(chosen_sample.hooks, chosen_sample.values, strict=True):
-            recomputed_values = values_or_message[hook.name]
-            for message in hook.differences(
-                stored_values, recomputed_values, positions, allowed_differences
+        token_positions = chosen_sample.tokens.positions
+        for hook_values, stored_values in zip(
+            chosen_sample.hooks, chosen_sample.values, strict=True
+        ):
+            recomputed_values = values_or_message[hook_values.name]
+            for difference_message in hook_values.differences(
+                stored_values, recomputed_values, token_positions, allowed_differences
             ):
-                yield f"{chosen_sample.where}, {hook.name}: recomputed, {message}"
+                yield f"{chosen_sample.where}, {hook_values.name}: recomputed, {difference_message}"
 
 
 def check_numbers(
@@ -285,25 +299,25 @@ def check_numbers(
         repeated_in_words = counted(len(repeated_numbers), "sample number")
         yield f"{repeated_in_words} stored more than once, such as {repeated_numbers[0]}"
     for folder_name, run_log in folders.items():
-        identity = run_log.identity
+        folder_identity = run_log.identity
         last_shard_number = max(run_log.commits, default=0)
         if (
-            identity is None
+            folder_identity is None
             or last_shard_number == 0
             or last_shard_number != len(numbers_by_folder[folder_name])
         ):
             continue
         sample_numbers = np.unique(np.concatenate(numbers_by_folder[folder_name]))
-        if identity.from_dataset and (run_log.metadata or {})["status"] != "complete":
+        if folder_identity.from_dataset and (run_log.metadata or {})["status"] != "complete":
             mark = furthest_mark(run_log.commits.values())
             sample_numbers = sample_numbers[: 0 if mark is None else mark.samples]
-        worker = identity.worker
+        worker = folder_identity.worker
         expected_numbers = worker.sample_idx(0) + worker.stride * np.arange(len(sample_numbers))
-        different_indices = np.flatnonzero(sample_numbers != expected_numbers)
-        if different_indices.size:
-            first_difference = different_indices[0]
-            sample_number = sample_numbers[first_difference]
-            expected_number = expected_numbers[first_difference]
+        wrong_indices = np.flatnonzero(sample_numbers != expected_numbers)
+        if wrong_indices.size:
+            first_wrong_index = wrong_indices[0]
+            sample_number = sample_numbers[first_wrong_index]
+            expected_number = expected_numbers[first_wrong_index]
             folder_in_words = shown_name(folder_name)
             if sample_number > expected_number:
                 yield f"{folder_in_words}: sample {expected_number} is missing"
@@ -322,25 +336,27 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
             yield f"{folder_name}: is missing"
     yield from foreign_folders(folders)
     # Fingerprints of the files of the data set, by the name and the size in bytes of the file.
-    fingerprints: dict[tuple[str, int], str] = {}
+    fingerprint_by_file: dict[tuple[str, int], str] = {}
     for folder_name, run_log in folders.items():
         yield from run_log.damaged_files.values()
         yield from (file_path(folder_name, message) for message in run_log.missing_jsons)
-        metadata = run_log.metadata or {}
+        folder_metadata = run_log.metadata or {}
         metadata_path = file_path(folder_name, METADATA)
-        for data_file in metadata.get("data_files", ()):
+        for data_file in folder_metadata.get("data_files", ()):
             file_name, file_bytes = data_file["name"], data_file["bytes"]
-            fingerprint = data_file["fingerprint"]
-            if fingerprint != fingerprints.setdefault((file_name, file_bytes), fingerprint):
+            file_fingerprint = data_file["fingerprint"]
+            if file_fingerprint != fingerprint_by_file.setdefault(
+                (file_name, file_bytes), file_fingerprint
+            ):
                 yield (
                     f"{folder_name}: has read a file {file_name} with other content than others "
                     "have"
                 )
-        if metadata and metadata["status"] != "complete":
-            yield f"{metadata_path}: the run is not complete: {metadata['status']}"
-        elif metadata:
-            for problem in total_problems(run_log.in_order, metadata):
-                yield f"{metadata_path}: {problem}"
+        if folder_metadata and folder_metadata["status"] != "complete":
+            yield f"{metadata_path}: the run is not complete: {folder_metadata['status']}"
+        elif folder_metadata:
+            for total_problem in total_problems(run_log.in_order, folder_metadata):
+                yield f"{metadata_path}: {total_problem}"
             committed_files = {commit.file for commit in run_log.in_order}
             for file_name in sorted(run_log.files.keys() - committed_files):
                 if SHARD_FILE.fullmatch(file_name):
