@@ -8,6 +8,7 @@ import json
 
 import numpy as np
 import pytest
+from extractions import edit, extract, open_part
 from memory_bucket import MemoryBucket, MemoryFolder, Process
 from small_runs import HIDDEN, HOOKS, files_in, run_over, status, stream_of, write_texts
 from storages import open_storage
@@ -142,3 +143,22 @@ def test_overwriting_removes_the_metrics_of_the_earlier_run(run, bucket, tmp_pat
     assert RunLog.read(bucket).metrics
     run(tmp_path, remote=bucket, overwrite=True)
     assert not RunLog.read(bucket).metrics and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_that_continues_reads_the_tables_after_its_mark_alone(tmp_path):
+    """The tables of the other shards are unreadable here, and nothing refuses to continue."""
+    extract(tmp_path, count=10)
+    edit(tmp_path / "metadata.json", lambda metadata: metadata.update(status="running"))
+    with open_part(tmp_path) as storage:
+        plan = storage.plan
+        marks = [commit.mark.samples for commit in plan.commits if commit.mark is not None]
+        assert plan.mark is not None and plan.mark.samples == max(marks) > 0
+        before_mark = [commit for commit in plan.commits if commit.last < plan.mark.samples]
+        assert before_mark
+        for commit in before_mark:
+            path = tmp_path / commit.table_file
+            path.write_bytes(bytes(path.stat().st_size))
+        stored = storage.stored_after_mark
+        assert {number for number in stored if number >= plan.mark.samples} == {
+            *range(plan.mark.samples, 10)
+        }
