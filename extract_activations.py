@@ -119,45 +119,47 @@ def extract(config: Config) -> int:
         )
     host = join_hosts(config)
     watchdog = Watchdog(host_options.stall_timeout)
-    remedy = how_to_continue(host.count, config.storage.overwrite)
-    with explain_abort(host, f"committed shards are safe; {remedy}"):
+    remedy_in_words = how_to_continue(host.count, config.storage.overwrite)
+    with explain_abort(host, f"committed shards are safe; {remedy_in_words}"):
         with device_errors():
             run = prepare(config, host, watchdog)
         clock = Clock()
-        stop_signal = 0
+        stop_signal_number = 0
         try:
             if any_host(host, [not run.storage.complete])[0]:
-                complete, stop_signal = compute(run, clock)
+                is_complete, stop_signal_number = compute(run, clock)
             else:
                 if config.repair:
                     log.info("no shard needs repair")
                 else:
                     log.info("everything has been computed already")
                 finish(run, clock, complete=True)
-                complete = True
+                is_complete = True
         except RunError as error:
-            totals = run.storage.totals
-            message = (
-                f"{error}. Stored in {run.output_url}: {counted(totals.shards, 'shard')}, "
-                f"{counted(totals.samples, 'sample')}"
+            stored_totals = run.storage.totals
+            message_with_totals = (
+                f"{error}. Stored in {run.output_url}: {counted(stored_totals.shards, 'shard')}, "
+                f"{counted(stored_totals.samples, 'sample')}"
             )
-            failure = reworded(error, message, RunError)
-            failure.remedy = failure.remedy or remedy
-            raise failure from error
-        print_summary(run, clock, complete)
-        totals = run.storage.totals
-        has_samples, has_tokens = any_host(host, [totals.samples > 0, totals.tokens > 0])
+            failure_with_totals = reworded(error, message_with_totals, RunError)
+            failure_with_totals.remedy = failure_with_totals.remedy or remedy_in_words
+            raise failure_with_totals from error
+        print_summary(run, clock, is_complete)
+        stored_totals = run.storage.totals
+        has_samples, has_tokens = any_host(
+            host, [stored_totals.samples > 0, stored_totals.tokens > 0]
+        )
         leave(host)
-    if complete and has_samples and not has_tokens:
+    if is_complete and has_samples and not has_tokens:
         token_choice = run.text.sample_settings.choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({token_choice})",
             remedy="start anew with another choice and --overwrite",
             recurs=True,
         )
-    if config.repair and complete:
+    if config.repair and is_complete:
         return verify(run.storage.destination, None, 0)
-    return 0 if complete else 128 + (stop_signal or signal.SIGTERM)
+    return 0 if is_complete else 128 + (stop_signal_number or signal.SIGTERM)
 
 
 def compute(run: Run, clock: Clock) -> tuple[bool, int]:
@@ -178,13 +180,13 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
         RunError: If a step or an upload fails on this host or on another host.
     """
     with device_errors():
-        step, run = start_together(run)
+        compiled_step, run = start_together(run)
     clock.restart()
     with run.storage, stop_on_signals() as stopped:
         try:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
-                lockstep = take_steps(run, step, progress, clock, stopped)
+                lockstep = take_steps(run, compiled_step, progress, clock, stopped)
         except KeyboardInterrupt:
             # A second Ctrl-C ends the run without waiting for uploads.
             run.storage.close()
@@ -219,7 +221,7 @@ def start_together(run: Run) -> tuple[Step, Run]:
     """
     failure: Exception | None = None
     try:
-        step = compile_step(run.forward)
+        compiled_step = compile_step(run.forward)
     except Exception as error:
         # The error is raised below by all hosts together, so that no host waits for this one.
         failure = error
@@ -233,7 +235,7 @@ def start_together(run: Run) -> tuple[Step, Run]:
         except Exception as error:
             failure = error
     raise_together(run.host, failure)
-    return step, run
+    return compiled_step, run
 
 
 def open_output(run: Run) -> Run:
@@ -284,8 +286,8 @@ def take_steps(
     Returns:
         The lockstep, whose attributes `complete` and `failure` tell how the loop has ended.
     """
-    batches = run.batches.until(stopped)
-    lockstep = Lockstep(batches, stopped, partial(any_host, run.host), clock)
+    batches_until_stop = run.batches.until(stopped)
+    lockstep = Lockstep(batches_until_stop, stopped, partial(any_host, run.host), clock)
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
         """Starts a step.
@@ -302,30 +304,32 @@ def take_steps(
         with clock.measure("compute"):
             return batch, *step(batch, lockstep.votes)
 
-    can_store = True
+    can_store_batches = True
     try:
-        for batch, activations, votes in one_step_behind(map(start, lockstep)):
+        for batch, activations, vote_sums in one_step_behind(map(start, lockstep)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
-            if batch is not None and can_store:
+            if batch is not None and can_store_batches:
                 with clock.measure("copy"):
                     host_activations = run.forward.receive(activations)
                 try:
                     with clock.measure("store"):
                         run.storage.add_batch(batch, host_activations)
-                    kept_tokens = sum(
+                    num_kept_tokens = sum(
                         placed_sample.sample.num_kept for placed_sample in batch.samples
                     )
-                    flops = run.forward.flops(batch.lengths)
-                    progress.advance(len(batch.samples), batch.num_tokens, flops, kept_tokens)
+                    flops_of_step = run.forward.flops(batch.lengths)
+                    progress.advance(
+                        len(batch.samples), batch.num_tokens, flops_of_step, num_kept_tokens
+                    )
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:
                     # The error is raised once all hosts have stopped. Until then, no later batch is
                     # stored, because this one is missing.
                     lockstep.fail(error)
-                    can_store = False
+                    can_store_batches = False
             run.watchdog.reset()
-            lockstep.learn(np.asarray(votes))
+            lockstep.learn(np.asarray(vote_sums))
     finally:
         try:
             progress.close()
@@ -348,16 +352,19 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
     Raises:
         Exception: If this host or another host has failed; see `raise_together` for the types.
     """
-    is_done = complete and failure is None
+    is_run_complete = complete and failure is None
     try:
         with clock.measure("store"):
             # Skipped and empty rows after the last sample are counted only at the end of the data.
-            end_of_data = run.batches.result if is_done else None
-            if end_of_data is None:
-                run.storage.finalize(is_done)
+            mark_at_end_of_data = run.batches.result if is_run_complete else None
+            if mark_at_end_of_data is None:
+                run.storage.finalize(is_run_complete)
             else:
-                skipped_rows, empty_rows = end_of_data.skipped_rows, end_of_data.empty_rows
-                run.storage.finalize(is_done, skipped_rows, empty_rows)
+                skipped_rows, empty_rows = (
+                    mark_at_end_of_data.skipped_rows,
+                    mark_at_end_of_data.empty_rows,
+                )
+                run.storage.finalize(is_run_complete, skipped_rows, empty_rows)
     except Exception as error:
         # The error is raised below by all hosts together, so that no host waits for this one.
         failure = failure or error
@@ -387,9 +394,9 @@ def show_hooks(config: Config) -> int:
         model_config = read_model_config(checkpoint.file("config.json"))
         tensor_names = checkpoint.local_tensors()
         check_adapter(config.model.lora)
-    request = step_request(config)
-    _, activation_dtype = choose_dtypes(request, jax.default_backend())
-    _, encoders = choose_hooks(request, model_config)
+    hook_request = step_request(config)
+    _, activation_dtype = choose_dtypes(hook_request, jax.default_backend())
+    _, encoders = choose_hooks(hook_request, model_config)
     hooks_of_model = hook_table(model_config, config.hooks.top_logits)
     special_tokens = known_special_tokens(config)
     if (
@@ -398,9 +405,11 @@ def show_hooks(config: Config) -> int:
         and not model_config.tie_word_embeddings
     ):
         hooks_of_model = hooks_of_model.without_predictions()
-    position_rule, length = config.text.positions, config.text.max_seq_length
+    position_rule, row_length = config.text.positions, config.text.max_seq_length
     say(
-        *list_hooks(hooks_of_model, model_config, activation_dtype, position_rule, length, encoders)
+        *list_hooks(
+            hooks_of_model, model_config, activation_dtype, position_rule, row_length, encoders
+        )
     )
     if special_tokens:
         say(f"special tokens: {special_tokens.template}")
@@ -446,6 +455,6 @@ def join_hosts(config: Config) -> Host:
     if not config.hosts.multihost:
         return Host()
     log.info("joining the other hosts")
-    host = join(config.hosts)
-    start_logging(config.verbose, config.hosts.machine_id, host.id)
-    return host
+    joined_host = join(config.hosts)
+    start_logging(config.verbose, config.hosts.machine_id, joined_host.id)
+    return joined_host

@@ -47,15 +47,15 @@ def default_rows(
     Raises:
         InputError: If JAX finds no devices.
     """
-    devices = devices_of_this_host(usable_devices(every_device, planned))
-    rows = DEFAULT_ROWS
-    is_cpu = devices[0].platform == "cpu"
-    if is_cpu:
-        rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
-    if not (is_cpu or auto):
-        return rows
-    rows_per_device = -(-rows // len(devices))  # rounded up
-    return rows_per_device * len(devices)
+    devices_of_host = devices_of_this_host(usable_devices(every_device, planned))
+    num_rows = DEFAULT_ROWS
+    computes_on_cpu = devices_of_host[0].platform == "cpu"
+    if computes_on_cpu:
+        num_rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
+    if not (computes_on_cpu or auto):
+        return num_rows
+    rows_per_device = -(-num_rows // len(devices_of_host))  # rounded up
+    return rows_per_device * len(devices_of_host)
 
 
 def fit_rows(
@@ -90,36 +90,44 @@ def fit_rows(
         RunError: If the compiler failed on another host for another reason than lack of memory.
         JaxRuntimeError: If the compiler failed on this host for another reason than lack of memory.
     """
-    devices = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
-    device_kind = devices[0].device_kind
-    memory_limit = together(host, lambda: (devices[0].memory_stats() or {}).get("bytes_limit", 0))
-    usable_bytes = USABLE * min(gather(host, memory_limit))
+    devices_of_host = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
+    device_kind = devices_of_host[0].device_kind
+    memory_limit_of_device = together(
+        host, lambda: (devices_of_host[0].memory_stats() or {}).get("bytes_limit", 0)
+    )
+    usable_bytes = USABLE * min(gather(host, memory_limit_of_device))
     if not usable_bytes:
         log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], device_kind)
         return forward, None
-    device_count = len(devices) * host.count
-    device_and_mesh = {"device": device_kind, "devices": device_count, "mesh": forward.layout.shape}
-    records = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    matching_rows = [
-        record["rows"] for record in records if device_and_mesh.items() <= record.items()
+    num_devices_of_run = len(devices_of_host) * host.count
+    device_and_mesh = {
+        "device": device_kind,
+        "devices": num_devices_of_run,
+        "mesh": forward.layout.shape,
+    }
+    recorded_batch_sizes = [metadata.get("auto_batch_size") or {} for metadata in earlier]
+    recorded_rows_for_same_devices = [
+        recorded_batch_size["rows"]
+        for recorded_batch_size in recorded_batch_sizes
+        if device_and_mesh.items() <= recorded_batch_size.items()
     ]
-    rows_of_hosts = gather(host, min(matching_rows, default=None))
-    recorded_rows = min(filter(None, rows_of_hosts), default=None)
+    recorded_rows_of_hosts = gather(host, min(recorded_rows_for_same_devices, default=None))
+    recorded_rows = min(filter(None, recorded_rows_of_hosts), default=None)
 
     def prepare(rows: int) -> Forward:
-        request_for_rows = replace(request, shape=(rows, request.shape[1]))
-        return together(host, partial(prepare_model, request_for_rows, forward))
+        request_with_rows = replace(request, shape=(rows, request.shape[1]))
+        return together(host, partial(prepare_model, request_with_rows, forward))
 
     if recorded_rows is not None:
         chosen_forward = prepare(recorded_rows)
-        reason_for_rows = "as when the run began"
+        reason_for_num_rows = "as when the run began"
     else:
-        smallest_rows = len(devices)
-        chosen_forward, reason_for_rows = _largest_fitting(
-            host, prepare, smallest_rows, usable_bytes
+        smallest_num_rows = len(devices_of_host)
+        chosen_forward, reason_for_num_rows = _largest_fitting(
+            host, prepare, smallest_num_rows, usable_bytes
         )
     rows, _ = chosen_forward.shape
-    log.info("--batch_size auto: %d rows per host and step: %s", rows, reason_for_rows)
+    log.info("--batch_size auto: %d rows per host and step: %s", rows, reason_for_num_rows)
     return chosen_forward, {"rows": rows, **device_and_mesh}
 
 
@@ -144,8 +152,8 @@ def _largest_fitting(
             The model for the largest number of rows that fits.
             The reason why there are not more rows, in words.
     """
-    largest_forward = prepare(smallest_rows)
-    tried_forward = largest_forward
+    largest_fitting_forward = prepare(smallest_rows)
+    tried_forward = largest_fitting_forward
     while True:
         shortage_message = next(filter(None, gather(host, _shortage_on_host(tried_forward))), "")
         # The message is the same on all hosts, so either all hosts compile the step or none does.
@@ -155,11 +163,11 @@ def _largest_fitting(
             )
             shortage_message = next(filter(None, gather(host, shortage_on_device)), "")
         if shortage_message:
-            return largest_forward, shortage_message
-        largest_forward = tried_forward
-        if 2 * largest_forward.shape[0] > MOST_ROWS:
-            return largest_forward, "the most that are tried"
-        tried_forward = prepare(2 * largest_forward.shape[0])
+            return largest_fitting_forward, shortage_message
+        largest_fitting_forward = tried_forward
+        if 2 * largest_fitting_forward.shape[0] > MOST_ROWS:
+            return largest_fitting_forward, "the most that are tried"
+        tried_forward = prepare(2 * largest_fitting_forward.shape[0])
 
 
 def _shortage_on_host(forward: Forward) -> str:
@@ -171,10 +179,12 @@ def _shortage_on_host(forward: Forward) -> str:
     Returns:
         The message. "" if the activations fit.
     """
-    rows, row_tokens = forward.shape
+    num_rows, row_tokens = forward.shape
     token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
-    needed_bytes = STEPS_ON_HOST * rows * row_tokens * token_bytes
-    return _shortage(f"{STEPS_ON_HOST} steps of {rows}", needed_bytes, "host", available_memory())
+    needed_bytes = STEPS_ON_HOST * num_rows * row_tokens * token_bytes
+    return _shortage(
+        f"{STEPS_ON_HOST} steps of {num_rows}", needed_bytes, "host", available_memory()
+    )
 
 
 def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
@@ -187,13 +197,13 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
     Returns:
         The message. "" if the step fits.
     """
-    rows, _ = forward.shape
+    num_rows, _ = forward.shape
     try:
-        return _shortage(f"{rows}", bytes_of_step(forward), "device", usable_bytes)
+        return _shortage(f"{num_rows}", bytes_of_step(forward), "device", usable_bytes)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return f"{rows} do not fit, says the compiler: {one_line(error):.200}"
+        return f"{num_rows} do not fit, says the compiler: {one_line(error):.200}"
 
 
 def _shortage(

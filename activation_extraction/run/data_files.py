@@ -70,11 +70,13 @@ class DataFiles:
         self.records = tuple(records)
         # Local files by the names under which rows may refer to them. In a mixture, `file.name`
         # begins with the number of the source (see open_data.py), but the name in a row does not.
-        self._local: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = defaultdict(list)
-        for file, record in zip(self.files, self.records, strict=True):
-            if file.local:
-                for file_name in {file.name, file.name.partition("/")[2]}:
-                    self._local[file_name].append((file, record))
+        self._local_files_by_row_name: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = (
+            defaultdict(list)
+        )
+        for data_file, recorded_file in zip(self.files, self.records, strict=True):
+            if data_file.local:
+                for file_name in {data_file.name, data_file.name.partition("/")[2]}:
+                    self._local_files_by_row_name[file_name].append((data_file, recorded_file))
 
     @classmethod
     def as_recorded(
@@ -92,44 +94,48 @@ class DataFiles:
                 after the run began, or if the hosts have recorded different files. The message
                 names the file.
         """
-        recorded_lists: set[tuple[RecordedFile, ...]] = set()
+        recorded_file_lists: set[tuple[RecordedFile, ...]] = set()
         for metadata in earlier:
-            if file_records := metadata.get("data_files"):
-                recorded_lists.add(tuple(RecordedFile(**record) for record in file_records))
-        if not recorded_lists:
+            if file_records_as_json := metadata.get("data_files"):
+                recorded_file_lists.add(
+                    tuple(RecordedFile(**recorded_file) for recorded_file in file_records_as_json)
+                )
+        if not recorded_file_lists:
             return cls(files)
-        if len(recorded_lists) > 1:
+        if len(recorded_file_lists) > 1:
             raise InputError("--dataset_path: the hosts of this run have read different files")
-        recorded_files = recorded_lists.pop()
+        recorded_files = recorded_file_lists.pop()
         ordered_files = _in_recorded_order(files, recorded_files)
-        added_bytes_by_url = {}  # number of bytes by which a file has grown, by its URL
+        num_added_bytes_by_url = {}  # number of bytes by which a file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
-            is_unchanged_by_file = thread_pool.map(_is_recorded, ordered_files, recorded_files)
-            for file, record, is_unchanged in zip(
-                ordered_files, recorded_files, is_unchanged_by_file, strict=True
+            are_files_unchanged = thread_pool.map(_is_recorded, ordered_files, recorded_files)
+            for data_file, recorded_file, is_file_unchanged in zip(
+                ordered_files, recorded_files, are_files_unchanged, strict=True
             ):
-                added_bytes = file.size - record.bytes
-                if not is_unchanged:
+                num_added_bytes = data_file.size - recorded_file.bytes
+                if not is_file_unchanged:
                     sizes_in_words = (
-                        f" ({record.bytes:,} bytes then, {file.size:,} now)" if added_bytes else ""
+                        f" ({recorded_file.bytes:,} bytes then, {data_file.size:,} now)"
+                        if num_added_bytes
+                        else ""
                     )
                     raise InputError(
-                        f"--dataset_path: {file.url} is not the file that the run began "
+                        f"--dataset_path: {data_file.url} is not the file that the run began "
                         f"with{sizes_in_words}; {NEW_RUN_REMEDY}"
                     )
-                if added_bytes:
-                    added_bytes_by_url[file.url] = added_bytes
-        if added_bytes_by_url:
+                if num_added_bytes:
+                    num_added_bytes_by_url[data_file.url] = num_added_bytes
+        if num_added_bytes_by_url:
             log.warning(
                 "the last %s of %s are not read: they were not there when the run began",
-                counted(sum(added_bytes_by_url.values()), "byte"),
-                min(added_bytes_by_url)
-                if len(added_bytes_by_url) == 1
-                else counted(len(added_bytes_by_url), "file"),
+                counted(sum(num_added_bytes_by_url.values()), "byte"),
+                min(num_added_bytes_by_url)
+                if len(num_added_bytes_by_url) == 1
+                else counted(len(num_added_bytes_by_url), "file"),
             )
         files_of_run = []
-        for file, record in zip(ordered_files, recorded_files, strict=True):
-            files_of_run.append(replace(file, size=record.bytes))
+        for data_file, recorded_file in zip(ordered_files, recorded_files, strict=True):
+            files_of_run.append(replace(data_file, size=recorded_file.bytes))
         return cls(files_of_run, recorded_files)
 
     def fingerprints(self) -> dict[str, str]:
@@ -139,13 +145,15 @@ class DataFiles:
             A dict with the keys "data file NAME" and the values "SIZE bytes, FINGERPRINT".
         """
         return {
-            f"data file {record.name}": f"{record.bytes} bytes, {record.fingerprint}"
-            for record in self.records
+            f"data file {recorded_file.name}": (
+                f"{recorded_file.bytes} bytes, {recorded_file.fingerprint}"
+            )
+            for recorded_file in self.records
         }
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the records of the files as the JSON that metadata.json contains."""
-        return [asdict(record) for record in self.records]
+        return [asdict(recorded_file) for recorded_file in self.records]
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Checks that the local files from which rows were read have not changed.
@@ -160,15 +168,17 @@ class DataFiles:
         Raises:
             RunError: If a file has changed or cannot be read.
         """
-        for file_name in {row["file"] for row in rows if "file" in row}:
-            for file, recorded_file in self._local.get(file_name, ()):
-                problem_message = f"{file.url}: has changed while the run was reading it"
+        for file_name in {row_position["file"] for row_position in rows if "file" in row_position}:
+            for data_file, recorded_file in self._local_files_by_row_name.get(file_name, ()):
+                problem_message = f"{data_file.url}: has changed while the run was reading it"
                 try:
-                    with naming_unreadable(file.url):
-                        file_status = os.stat(file.url)
-                    version = str(file_status.st_mtime_ns)
-                    current_file = replace(file, size=file_status.st_size, version=version)
-                    if current_file == file or _is_recorded(current_file, recorded_file):
+                    with naming_unreadable(data_file.url):
+                        file_status = os.stat(data_file.url)
+                    modification_time = str(file_status.st_mtime_ns)
+                    current_file = replace(
+                        data_file, size=file_status.st_size, version=modification_time
+                    )
+                    if current_file == data_file or _is_recorded(current_file, recorded_file):
                         continue
                 except InputError as error:
                     problem_message = str(error)
@@ -190,23 +200,27 @@ def _in_recorded_order(
     Raises:
         InputError: If a recorded file is missing, or if a file was not recorded.
     """
-    files_by_name = {file.name: file for file in files}
-    recorded_names = {file.name for file in records}
-    unrecorded_files = [file for file in files if file.name not in recorded_names]
-    unrecorded_files.sort(key=lambda file: file.size)
+    file_by_name = {data_file.name: data_file for data_file in files}
+    recorded_names = {data_file.name for data_file in records}
+    unrecorded_files = [data_file for data_file in files if data_file.name not in recorded_names]
+    unrecorded_files.sort(key=lambda data_file: data_file.size)
     ordered_files = []
-    for record in records:
-        file = files_by_name.get(record.name)
-        if file is None:
-            renamed_files = (file for file in unrecorded_files if _is_recorded(file, record))
-            file = next(renamed_files, None)
-            if file is None:
+    for recorded_file in records:
+        data_file = file_by_name.get(recorded_file.name)
+        if data_file is None:
+            renamed_files = (
+                data_file
+                for data_file in unrecorded_files
+                if _is_recorded(data_file, recorded_file)
+            )
+            data_file = next(renamed_files, None)
+            if data_file is None:
                 raise InputError(
-                    f"--dataset_path: {record.name} is missing; {NEW_RUN_REMEDY}; this one needs "
-                    "the file that it began with"
+                    f"--dataset_path: {recorded_file.name} is missing; {NEW_RUN_REMEDY}; this one "
+                    "needs the file that it began with"
                 )
-            unrecorded_files.remove(file)
-        ordered_files.append(replace(file, name=record.name))
+            unrecorded_files.remove(data_file)
+        ordered_files.append(replace(data_file, name=recorded_file.name))
     if unrecorded_files:
         raise InputError(
             f"--dataset_path: {unrecorded_files[0].name} was not read when the run began; take it "
@@ -232,7 +246,7 @@ def _record(file: DataFile) -> RecordedFile:
         InputError: If a local file cannot be read.
     """
     if file.local:
-        fingerprint = f"blocks {file_fingerprint(Path(file.url), file.size)}"
+        content_fingerprint = f"blocks {file_fingerprint(Path(file.url), file.size)}"
     else:
-        fingerprint = file.version or f"{file.size} bytes"
-    return RecordedFile(file.name, file.size, fingerprint)
+        content_fingerprint = file.version or f"{file.size} bytes"
+    return RecordedFile(file.name, file.size, content_fingerprint)

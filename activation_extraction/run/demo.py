@@ -72,25 +72,25 @@ def make_demo(output: Path) -> tuple[Path, Path]:
     Raises:
         InputError: If the files cannot be written.
     """
-    folder = output / "demo_inputs"
-    model_folder = folder / "model"
-    documents_file = folder / "documents.parquet"
-    weight_specs = weight_table(Qwen2(parse_model_config(MODEL_CONFIG))).values()
-    sample_text = (
+    demo_folder = output / "demo_inputs"
+    model_folder = demo_folder / "model"
+    documents_file = demo_folder / "documents.parquet"
+    specs_of_weights = weight_table(Qwen2(parse_model_config(MODEL_CONFIG))).values()
+    text_of_documents = (
         resources.files(__package__).joinpath("demo_texts.txt").read_text(encoding="utf-8")
     )
-    paragraphs = sample_text.strip().split("\n\n")
+    paragraphs_of_text = text_of_documents.strip().split("\n\n")
     try:
-        for new_folder in (folder, model_folder):
+        for new_folder in (demo_folder, model_folder):
             if new_folder.is_symlink():
                 raise OSError(errno.ELOOP, IS_A_LINK)
             new_folder.mkdir(parents=True, exist_ok=True)
-        write_documents(documents_file, paragraphs)
-        write_tokenizer(model_folder, paragraphs)
+        write_documents(documents_file, paragraphs_of_text)
+        write_tokenizer(model_folder, paragraphs_of_text)
         write_file(model_folder / "config.json", [json.dumps(MODEL_CONFIG, indent=2).encode()])
-        write_weights(model_folder / SINGLE_FILE, weight_specs)
+        write_weights(model_folder / SINGLE_FILE, specs_of_weights)
     except (OSError, FolderError) as error:
-        raise InputError(f"--demo: {folder}: {reason_of(error)}") from error
+        raise InputError(f"--demo: {demo_folder}: {reason_of(error)}") from error
     return model_folder, documents_file
 
 
@@ -109,11 +109,13 @@ def write_documents(path: Path, paragraphs: list[str]) -> None:
         sentences += re.split(r"(?<=[.!?]) ", paragraph)
     document_rows = []
     for document_number in range(DOCUMENTS):
-        sentence_count = math.ceil(
+        num_sentences = math.ceil(
             random_generator.lognormvariate(math.log(MEDIAN_SENTENCES), SPREAD)
         )
-        first_sentence = random_generator.randrange(len(sentences))
-        document_text = " ".join(sentences[first_sentence : first_sentence + sentence_count])
+        first_sentence_index = random_generator.randrange(len(sentences))
+        document_text = " ".join(
+            sentences[first_sentence_index : first_sentence_index + num_sentences]
+        )
         document_rows.append(
             {
                 "text": document_text,
@@ -135,23 +137,23 @@ def write_tokenizer(folder: Path, paragraphs: list[str]) -> None:
         folder: The folder of the model.
         paragraphs: The paragraphs of the sample text, on which the tokenizer is trained.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    bpe_tokenizer = Tokenizer(models.BPE())
+    bpe_tokenizer.normalizer = normalizers.NFC()
+    bpe_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    bpe_tokenizer.decoder = decoders.ByteLevel()
+    bpe_trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(paragraphs, trainer)
-    write_file(folder / "tokenizer.json", [tokenizer.to_str(pretty=True).encode()])
+    bpe_tokenizer.train_from_iterator(paragraphs, bpe_trainer)
+    write_file(folder / "tokenizer.json", [bpe_tokenizer.to_str(pretty=True).encode()])
     tokenizer_settings = {
         "tokenizer_class": "Qwen2Tokenizer",
         "model_max_length": MODEL_CONFIG["max_position_embeddings"],
@@ -174,12 +176,12 @@ def write_weights(path: Path, table: Iterable[WeightSpec]) -> None:
         table: The specifications of the model's weights.
     """
     random_generator = np.random.default_rng(0)
-    tensors = {}
-    for spec in table:
-        for tensor_name in spec.hf_names:
-            weights = random_generator.standard_normal(spec.hf_shape, np.float32)
-            weights /= math.sqrt(spec.hf_shape[-1])
+    tensor_by_name = {}
+    for weight_spec in table:
+        for tensor_name in weight_spec.hf_names:
+            weight_values = random_generator.standard_normal(weight_spec.hf_shape, np.float32)
+            weight_values /= math.sqrt(weight_spec.hf_shape[-1])
             if tensor_name.endswith("norm.weight"):
-                weights += 1
-            tensors[tensor_name] = weights.astype(ml_dtypes.bfloat16)
-    write_file(path, [save(tensors, metadata={"format": "pt"})])
+                weight_values += 1
+            tensor_by_name[tensor_name] = weight_values.astype(ml_dtypes.bfloat16)
+    write_file(path, [save(tensor_by_name, metadata={"format": "pt"})])

@@ -65,7 +65,7 @@ def digest_fingerprints(paths: Sequence[Path]) -> str:
     Raises:
         InputError: If a file cannot be read.
     """
-    fingerprints = [file_fingerprint(path, path.stat().st_size) for path in paths]
+    fingerprints = [file_fingerprint(file_path, file_path.stat().st_size) for file_path in paths]
     return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
 
@@ -78,11 +78,13 @@ def digest_files(paths: Sequence[Path]) -> str:
     Raises:
         InputError: If a file cannot be read.
     """
-    digest_lines = []
-    for path in paths:
-        with naming_unreadable(path):
-            digest_lines.append(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n")
-    return hashlib.sha256("".join(sorted(digest_lines)).encode()).hexdigest()
+    name_and_digest_lines = []
+    for file_path in paths:
+        with naming_unreadable(file_path):
+            name_and_digest_lines.append(
+                f"{file_path.name} {hashlib.sha256(file_path.read_bytes()).hexdigest()}\n"
+            )
+    return hashlib.sha256("".join(sorted(name_and_digest_lines)).encode()).hexdigest()
 
 
 def file_fingerprint(path: Path, size: int) -> str:
@@ -95,11 +97,13 @@ def file_fingerprint(path: Path, size: int) -> str:
     Raises:
         InputError: If the file cannot be read.
     """
-    blocks = []
-    with naming_unreadable(path), open(path, "rb", buffering=0) as file:
+    sampled_contents = []
+    with naming_unreadable(path), open(path, "rb", buffering=0) as binary_file:
         for block_start, block_stop in sampled_blocks(size):
-            blocks.append(os.pread(file.fileno(), block_stop - block_start, block_start))
-    return _digest_of(size, blocks)
+            sampled_contents.append(
+                os.pread(binary_file.fileno(), block_stop - block_start, block_start)
+            )
+    return _digest_of(size, sampled_contents)
 
 
 def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
@@ -118,8 +122,10 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
     """
     block_starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
-        last_start = size - BLOCK
-        block_starts = (last_start * block_number // (BLOCKS - 1) for block_number in range(BLOCKS))
+        start_of_last_block = size - BLOCK
+        block_starts = (
+            start_of_last_block * block_number // (BLOCKS - 1) for block_number in range(BLOCKS)
+        )
     for block_start in block_starts:
         yield block_start, min(block_start + BLOCK, size)
 
@@ -152,7 +158,7 @@ def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
 
 def _digest_of(size: int, blocks: Iterable[bytes]) -> str:
     """Returns the SHA-256 of the size of a file and of some of its blocks, in hexadecimal."""
-    digest = hashlib.sha256(str(size).encode())
-    for block in blocks:
-        digest.update(block)
-    return digest.hexdigest()
+    size_and_blocks_digest = hashlib.sha256(str(size).encode())
+    for block_bytes in blocks:
+        size_and_blocks_digest.update(block_bytes)
+    return size_and_blocks_digest.hexdigest()

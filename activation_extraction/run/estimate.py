@@ -102,24 +102,48 @@ def print_estimate(config: Config) -> int:
         InputError: If the machine is unknown, or if the run would reject the flags for this model.
     """
     check_adapter(config.model.lora)
-    run = planned_run(config)
-    automatic_computing = replace(
-        run.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None
+    run_to_estimate = planned_run(config)
+    computing_with_automatic_mesh = replace(
+        run_to_estimate.request.computing, mesh_type="auto", mesh_shape=None, mesh_axes=None
     )
-    automatic_request = replace(run.request, computing=automatic_computing)
-    automatic_program = program_of(run, automatic_request)
-    requested_program = program_of(run, run.request)
-    token_bytes = sum(automatic_program.token_bytes.values())
-    meshes = [estimate_mesh(run, automatic_request, automatic_program)]
-    if requested_program.layout.shape != automatic_program.layout.shape:
-        meshes.append(estimate_mesh(run, run.request, requested_program))
-    fitting_meshes = [mesh for mesh in meshes if mesh["fits"]]
-    fastest_mesh = max(fitting_meshes, key=lambda mesh: mesh["tokens_per_second"][1], default=None)
-    totals = estimate_totals(run, fastest_mesh, token_bytes, config)
+    request_with_automatic_mesh = replace(
+        run_to_estimate.request, computing=computing_with_automatic_mesh
+    )
+    program_with_automatic_mesh = program_of(run_to_estimate, request_with_automatic_mesh)
+    requested_program = program_of(run_to_estimate, run_to_estimate.request)
+    bytes_per_token = sum(program_with_automatic_mesh.token_bytes.values())
+    mesh_estimates = [
+        estimate_mesh(run_to_estimate, request_with_automatic_mesh, program_with_automatic_mesh)
+    ]
+    if requested_program.layout.shape != program_with_automatic_mesh.layout.shape:
+        mesh_estimates.append(
+            estimate_mesh(run_to_estimate, run_to_estimate.request, requested_program)
+        )
+    fitting_mesh_estimates = [
+        mesh_estimate for mesh_estimate in mesh_estimates if mesh_estimate["fits"]
+    ]
+    fastest_mesh_estimate = max(
+        fitting_mesh_estimates,
+        key=lambda mesh_estimate: mesh_estimate["tokens_per_second"][1],
+        default=None,
+    )
+    estimated_totals = estimate_totals(
+        run_to_estimate, fastest_mesh_estimate, bytes_per_token, config
+    )
     if config.looking.json:
-        say(json.dumps({"meshes": meshes, "best": fastest_mesh} | totals))
+        say(
+            json.dumps({"meshes": mesh_estimates, "best": fastest_mesh_estimate} | estimated_totals)
+        )
     else:
-        say(*lines_of(run, meshes, totals, token_bytes, config.planning.tokens_per_second))
+        say(
+            *lines_of(
+                run_to_estimate,
+                mesh_estimates,
+                estimated_totals,
+                bytes_per_token,
+                config.planning.tokens_per_second,
+            )
+        )
     return 0
 
 
@@ -135,13 +159,15 @@ def planned_run(config: Config) -> PlannedRun:
     Raises:
         InputError: If the machine is unknown, or if config.json or an autoencoder cannot be read.
     """
-    topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
+    planned_topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
     # JAX would otherwise reserve the memory of this machine's accelerators, which are not needed.
     jax.config.update("jax_platforms", "cpu")
-    request = step_request(config, planned=topology.described())
+    planned_request = step_request(config, planned=planned_topology.described())
     if config.computing.batch_size == "auto":
-        log.info("--batch_size auto: a run may take more than these %d rows", request.shape[0])
-    return PlannedRun(read_config(config), topology, request, amount_of(config))
+        log.info(
+            "--batch_size auto: a run may take more than these %d rows", planned_request.shape[0]
+        )
+    return PlannedRun(read_config(config), planned_topology, planned_request, amount_of(config))
 
 
 def read_config(config: Config) -> Mapping[str, Any]:
@@ -183,11 +209,11 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
             pipeline.
     """
     model_config = parse_model_config(run.model_config, request.model.model_path)
-    model, rows = build_model(request, model_config)
+    model, row_layout = build_model(request, model_config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
-    hooks = choose_hooks(request, model_config)
-    return Program(model, weight_table(model), rows, request.shape, *hooks)
+    hooks_and_encoders = choose_hooks(request, model_config)
+    return Program(model, weight_table(model), row_layout, request.shape, *hooks_and_encoders)
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
@@ -212,30 +238,34 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         - tokens_per_second: The lowest and the highest guessed speed of the whole machine.
     """
     layout = program.layout
-    devices = [*program.rows.mesh.devices.flat]
-    rows_of_host, row_tokens = request.shape
-    rows = rows_of_host * program.rows.hosts
-    cost_model = CostModel(program.model, program.weights, rows, row_tokens, program.encoders)
-    step_cost = cost_model.estimate(layout, devices)
-    usable_bytes = USABLE * (memory_of(devices[0]) or 0)
-    planned_bytes = None
-    does_fit = step_cost.memory_bytes <= usable_bytes
+    devices_of_mesh = [*program.rows.mesh.devices.flat]
+    rows_per_host, row_tokens = request.shape
+    rows_of_step = rows_per_host * program.rows.hosts
+    cost_model = CostModel(
+        program.model, program.weights, rows_of_step, row_tokens, program.encoders
+    )
+    step_cost = cost_model.estimate(layout, devices_of_mesh)
+    usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
+    compiled_bytes_of_device = None
+    does_fit = step_cost.memory_bytes <= usable_bytes_of_device
     if run.topology.is_tpu:
         try:
-            planned_bytes = compiled_bytes(run, request)
-            if planned_bytes is not None:
-                does_fit = planned_bytes <= usable_bytes
+            compiled_bytes_of_device = compiled_bytes(run, request)
+            if compiled_bytes_of_device is not None:
+                does_fit = compiled_bytes_of_device <= usable_bytes_of_device
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(layout.shape), one_line(error))
             does_fit = does_fit and "RESOURCE_EXHAUSTED" not in str(error)
-    peak_tokens_per_second = rows * row_tokens / step_cost.seconds
+    peak_tokens_per_second = rows_of_step * row_tokens / step_cost.seconds
     return {
         "shape": layout.shape,
         "fits": does_fit,
         "memory_gb": step_cost.memory_bytes / 1e9,
-        "compiled_gb": None if planned_bytes is None else planned_bytes / 1e9,
+        "compiled_gb": None if compiled_bytes_of_device is None else compiled_bytes_of_device / 1e9,
         "step_ms": 1e3 * step_cost.seconds,
-        "tokens_per_second": [fraction * peak_tokens_per_second for fraction in GUESSED_FRACTIONS],
+        "tokens_per_second": [
+            fraction_of_peak * peak_tokens_per_second for fraction_of_peak in GUESSED_FRACTIONS
+        ],
     }
 
 
@@ -260,9 +290,9 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
         return None
     for variable_name, variable_value in LIBTPU_VARIABLES.items():
         os.environ.setdefault(variable_name, variable_value)
-    program = program_of(run, replace(request, devices=run.topology.compilable()))
-    log.info("compiling the program for the mesh %s", in_words(program.layout.shape))
-    return bytes_of_step(program)
+    program_to_compile = program_of(run, replace(request, devices=run.topology.compilable()))
+    log.info("compiling the program for the mesh %s", in_words(program_to_compile.layout.shape))
+    return bytes_of_step(program_to_compile)
 
 
 def amount_of(config: Config) -> Amount | None:
@@ -278,23 +308,25 @@ def amount_of(config: Config) -> Amount | None:
         --max_tokens limits the run.
     """
     text_options, storage_options = config.text, config.storage
-    sample_tokens = tokens_of_a_sample(text_options.max_seq_length)
-    kept_fraction = text_options.positions.expected(sample_tokens) / sample_tokens
-    computed_tokens = math.inf
+    tokens_per_sample = tokens_of_a_sample(text_options.max_seq_length)
+    kept_fraction = text_options.positions.expected(tokens_per_sample) / tokens_per_sample
+    num_computed_tokens = math.inf
     dataset_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
-    document_count = KNOWN_DOCUMENTS.get(dataset_and_config)
-    if document_count is not None:
-        document_length = (
-            TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else sample_tokens
+    num_documents = KNOWN_DOCUMENTS.get(dataset_and_config)
+    if num_documents is not None:
+        tokens_per_document = (
+            TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else tokens_per_sample
         )
-        computed_tokens = document_count / config.hosts.total_machines * document_length
+        num_computed_tokens = num_documents / config.hosts.total_machines * tokens_per_document
     if storage_options.max_samples is not None:
-        computed_tokens = min(computed_tokens, storage_options.max_samples * sample_tokens)
+        num_computed_tokens = min(
+            num_computed_tokens, storage_options.max_samples * tokens_per_sample
+        )
     if storage_options.max_tokens is not None and kept_fraction:
-        computed_tokens = min(computed_tokens, storage_options.max_tokens / kept_fraction)
-    if math.isinf(computed_tokens):
+        num_computed_tokens = min(num_computed_tokens, storage_options.max_tokens / kept_fraction)
+    if math.isinf(num_computed_tokens):
         return None
-    return Amount(computed_tokens, computed_tokens * kept_fraction)
+    return Amount(num_computed_tokens, num_computed_tokens * kept_fraction)
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:
@@ -325,25 +357,28 @@ def estimate_totals(
         - "dollars": A list of the lowest and the highest price.
         - "terabytes": The terabytes that are stored, before compression.
     """
-    hours = dollars = terabytes = None
+    hours_of_run = dollars_of_run = terabytes_of_run = None
     if run.amount is not None:
-        terabytes = run.amount.stored_tokens * token_bytes / 1e12
+        terabytes_of_run = run.amount.stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
             if config.planning.tokens_per_second is None:
-                counted_tokens = run.amount.computed_tokens
+                num_tokens_of_run = run.amount.computed_tokens
                 tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
-                counted_tokens = run.amount.stored_tokens
+                num_tokens_of_run = run.amount.stored_tokens
                 tokens_per_second = [config.planning.tokens_per_second * run.topology.hosts]
-            hours = [
-                counted_tokens / max(tokens_per_second) / 3600,
-                counted_tokens / min(tokens_per_second) / 3600,
+            hours_of_run = [
+                num_tokens_of_run / max(tokens_per_second) / 3600,
+                num_tokens_of_run / min(tokens_per_second) / 3600,
             ]
-        if hours is not None and config.planning.chip_hour_dollars:
+        if hours_of_run is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
-            chip_hours = [run.topology.chips * run_hours for run_hours in hours]
-            dollars = [chip_hours[0] * min(chip_hour_prices), chip_hours[1] * max(chip_hour_prices)]
-    return {"hours": hours, "dollars": dollars, "terabytes": terabytes}
+            chip_hours = [run.topology.chips * hours for hours in hours_of_run]
+            dollars_of_run = [
+                chip_hours[0] * min(chip_hour_prices),
+                chip_hours[1] * max(chip_hour_prices),
+            ]
+    return {"hours": hours_of_run, "dollars": dollars_of_run, "terabytes": terabytes_of_run}
 
 
 def lines_of(
@@ -364,23 +399,25 @@ def lines_of(
             host. None if the speed is guessed.
     """
     topology = run.topology
-    rows_of_host, row_tokens = run.request.shape
+    rows_per_host, row_tokens = run.request.shape
     chips_and_hosts = f"{counted(topology.chips, 'chip')} on {counted(topology.hosts, 'host')}"
-    rows_of_tokens = f"{counted(rows_of_host, 'row')} of {counted(row_tokens, 'token')}"
+    rows_of_tokens = f"{counted(rows_per_host, 'row')} of {counted(row_tokens, 'token')}"
     yield f"{topology.name}: {chips_and_hosts}, each of which feeds {rows_of_tokens} per step"
-    for mesh in meshes:
-        memory_in_words = f"{three_digits(mesh['memory_gb'])} GB per device by formula"
-        if mesh["compiled_gb"] is not None:
-            memory_in_words += f", {three_digits(mesh['compiled_gb'])} GB by the compiler"
-        fits_in_words = "fits" if mesh["fits"] else "does not fit"
-        step_ms = three_digits(mesh["step_ms"])
+    for mesh_estimate in meshes:
+        memory_in_words = f"{three_digits(mesh_estimate['memory_gb'])} GB per device by formula"
+        if mesh_estimate["compiled_gb"] is not None:
+            memory_in_words += f", {three_digits(mesh_estimate['compiled_gb'])} GB by the compiler"
+        fit_in_words = "fits" if mesh_estimate["fits"] else "does not fit"
+        step_milliseconds = three_digits(mesh_estimate["step_ms"])
         yield (
-            f"mesh {in_words(mesh['shape'])}: {fits_in_words} ({memory_in_words}); {step_ms} ms "
-            "per step at the chips' peak speed"
+            f"mesh {in_words(mesh_estimate['shape'])}: {fit_in_words} ({memory_in_words}); "
+            f"{step_milliseconds} ms per step at the chips' peak speed"
         )
     if totals["hours"] is None:
-        reason = "nothing says how much data there is" if run.amount is None else "no mesh fits"
-        yield f"time: unknown ({reason})"
+        reason_for_unknown_time = (
+            "nothing says how much data there is" if run.amount is None else "no mesh fits"
+        )
+        yield f"time: unknown ({reason_for_unknown_time})"
     elif tokens_per_second is not None:
         yield (
             f"time: {hours_in_words(totals['hours'][0])}, at {tokens_per_second:,.10g} stored "
@@ -410,10 +447,10 @@ def lines_of(
 
 def samples_in_words(run: PlannedRun) -> str:
     """Returns a sentence that states the assumed number of tokens of a sample."""
-    sample_tokens = tokens_of_a_sample(run.request.shape[1])
+    tokens_per_sample = tokens_of_a_sample(run.request.shape[1])
     return (
-        f"a sample is taken to have {counted(sample_tokens, 'token')}, as FineWeb-Edu's have on "
-        "average"
+        f"a sample is taken to have {counted(tokens_per_sample, 'token')}, as FineWeb-Edu's have "
+        "on average"
     )
 
 
@@ -424,11 +461,11 @@ def hours_in_words(hours: float) -> str:
         hours: The duration in hours.
     """
     for unit_name, hours_per_unit in (("day", 24), ("hour", 1), ("minute", 1 / 60)):
-        rounded_number = float(f"{hours / hours_per_unit:.2g}")
-        smallest_number = 2 if unit_name == "day" else 1
-        if rounded_number >= smallest_number:
-            plural = "" if rounded_number == 1 else "s"
-            return f"{rounded_number:,.10g} {unit_name}{plural}"
+        rounded_duration = float(f"{hours / hours_per_unit:.2g}")
+        smallest_duration = 2 if unit_name == "day" else 1
+        if rounded_duration >= smallest_duration:
+            plural_ending = "" if rounded_duration == 1 else "s"
+            return f"{rounded_duration:,.10g} {unit_name}{plural_ending}"
     return "under a minute"
 
 
@@ -439,9 +476,9 @@ def terabytes_in_words(terabytes: float) -> str:
         terabytes: The number of terabytes. It is shown in the largest unit in which it is at least
             1, otherwise in MB.
     """
-    for unit_name, unit_terabytes in (("TB", 1.0), ("GB", 1e-3)):
-        if terabytes >= unit_terabytes:
-            return f"{three_digits(terabytes / unit_terabytes)} {unit_name}"
+    for unit_name, terabytes_per_unit in (("TB", 1.0), ("GB", 1e-3)):
+        if terabytes >= terabytes_per_unit:
+            return f"{three_digits(terabytes / terabytes_per_unit)} {unit_name}"
     return f"{three_digits(terabytes / 1e-6)} MB"
 
 

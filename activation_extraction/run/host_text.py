@@ -90,44 +90,53 @@ class Text:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The chat template, which renders conversations. None without --messages_column."""
-        options = self.options
-        if not options.messages_column:
+        text_options = self.options
+        if not text_options.messages_column:
             return None
         chosen_tokenizer = self.chosen_tokenizer
         if chosen_tokenizer is None:
             return None
-        template_arguments = dict(options.chat_template_args)
-        if options.chat_template is not None:
+        template_arguments = dict(text_options.chat_template_args)
+        if text_options.chat_template is not None:
             return ChatTemplate.of_file(
-                chosen_tokenizer.pretrained, options.chat_template, template_arguments
+                chosen_tokenizer.pretrained, text_options.chat_template, template_arguments
             )
-        repository, jinja_sources = choose_templates(self.model, self.adapter)
+        repository_of_templates, jinja_source_by_template_name = choose_templates(
+            self.model, self.adapter
+        )
         return ChatTemplate.of_model(
-            chosen_tokenizer.pretrained, jinja_sources, repository.flag_and_path, template_arguments
+            chosen_tokenizer.pretrained,
+            jinja_source_by_template_name,
+            repository_of_templates.flag_and_path,
+            template_arguments,
         )
 
     @cached_property
     def row_schema(self) -> RowSchema:
         """The settings by which rows become documents: the columns and their readers."""
-        options = self.options
-        readers: tuple[Reader, ...] = (TextColumn(options.text_column), ArcTask())
-        if self.template is not None and options.messages_column:
-            conversations = MessagesColumn(options.messages_column, self.template)
-            readers = (conversations, ArcTask(self.template))
-        elif options.ids_column:
-            mask_column = options.mask_column or ""
-            readers = (IdsColumn(options.ids_column, mask_column, self.vocabulary_size),)
-        return RowSchema(readers, options.id_column, options.keep_columns)
+        text_options = self.options
+        row_readers: tuple[Reader, ...] = (TextColumn(text_options.text_column), ArcTask())
+        if self.template is not None and text_options.messages_column:
+            conversation_reader = MessagesColumn(text_options.messages_column, self.template)
+            row_readers = (conversation_reader, ArcTask(self.template))
+        elif text_options.ids_column:
+            mask_column = text_options.mask_column or ""
+            row_readers = (IdsColumn(text_options.ids_column, mask_column, self.vocabulary_size),)
+        return RowSchema(row_readers, text_options.id_column, text_options.keep_columns)
 
     @cached_property
     def sample_settings(self) -> SampleSettings:
         """The settings by which documents become samples."""
-        options = self.options
-        token_choice = TokenChoice(options.positions, self.drop_token_ids, options.roles)
-        splits_documents = options.long_documents == "split"
-        added_tokens = special_tokens(options, self.tokenizer)
+        text_options = self.options
+        token_choice = TokenChoice(text_options.positions, self.drop_token_ids, text_options.roles)
+        splits_documents = text_options.long_documents == "split"
+        special_tokens_of_run = special_tokens(text_options, self.tokenizer)
         return SampleSettings(
-            options.max_seq_length, splits_documents, options.overlap, token_choice, added_tokens
+            text_options.max_seq_length,
+            splits_documents,
+            text_options.overlap,
+            token_choice,
+            special_tokens_of_run,
         )
 
     @cached_property
@@ -151,13 +160,13 @@ class Text:
         if self.template is not None:
             check_roles(self.options, self.template)
             self.template.check()
-        for source in self.dataset.sources:
+        for data_source in self.dataset.sources:
             try:
-                check_dataset(source.rows, self.row_schema, self.options.skip_bad_rows)
+                check_dataset(data_source.rows, self.row_schema, self.options.skip_bad_rows)
             except InputError as error:
-                if source.name is None:
+                if data_source.name is None:
                     raise
-                raise InputError(f"--mix {source.name}: {error}") from error
+                raise InputError(f"--mix {data_source.name}: {error}") from error
 
     def documents(self, worker: Worker) -> Documents:
         """Returns the stream of documents in a worker's share of the data.
@@ -166,23 +175,25 @@ class Text:
             worker: The machine and the host.
         """
         data_sources = self.dataset.sources
-        options = self.options
-        streams = [
+        text_options = self.options
+        document_streams = [
             DocumentStream(
-                source.rows,
+                data_source.rows,
                 self.row_schema,
                 worker,
-                skip_bad_rows=options.skip_bad_rows,
+                skip_bad_rows=text_options.skip_bad_rows,
                 leave=self.dataset.files.check,
-                shuffle=options.shuffle_documents,
-                source=source.name,
+                shuffle=text_options.shuffle_documents,
+                source=data_source.name,
             )
-            for source in data_sources
+            for data_source in data_sources
         ]
         if data_sources[0].name is None:
-            return streams[0]
-        source_names = [str(source.name) for source in data_sources]
-        return Mixture(streams, source_names, [source.weight for source in data_sources])
+            return document_streams[0]
+        source_names = [str(data_source.name) for data_source in data_sources]
+        return Mixture(
+            document_streams, source_names, [data_source.weight for data_source in data_sources]
+        )
 
     def open(
         self,
@@ -211,11 +222,11 @@ class Text:
         rows_of_batch, row_tokens = shape
         if storage.complete:
             return Prefetch(pack((), rows_of_batch, row_tokens), BATCHES_AHEAD)
-        is_skipping = threading.Event()
+        sample_skipped_event = threading.Event()
 
         def on_stored() -> None:
             watchdog.reset()
-            is_skipping.set()
+            sample_skipped_event.set()
 
         sample_stream = samples(
             self.documents(worker),
@@ -230,21 +241,21 @@ class Text:
         )
         # So many batches are prepared in advance that the whole next group of samples is read while
         # the devices compute the batches of the current group.
-        batches_ahead = BATCHES_AHEAD + rows_of_group(row_tokens) // rows_of_batch
-        batches = Prefetch(
+        num_batches_ahead = BATCHES_AHEAD + rows_of_group(row_tokens) // rows_of_batch
+        prefetched_batches = Prefetch(
             pack(sample_stream, rows_of_batch, row_tokens),
-            batches_ahead,
-            is_skipping if worker.hosts > 1 else None,
+            num_batches_ahead,
+            sample_skipped_event if worker.hosts > 1 else None,
             min(PATIENCE, watchdog.seconds / 4),
         )
         try:
             with watchdog:
-                first_batch = batches.peek()
+                first_batch = prefetched_batches.peek()
         except RunError as error:
             raise with_remedy(error) from error
         if first_batch is None and worker == Worker() and not storage.totals.samples:
             raise InputError("the data set is empty: no row has text; expected at least one")
-        return batches
+        return prefetched_batches
 
 
 def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> SpecialTokens:
@@ -262,15 +273,15 @@ def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> Special
     is_plain_text = not (options.messages_column or options.ids_column)
     if tokenizer is None or not is_plain_text or options.special_tokens == "none":
         return SpecialTokens()
-    added_tokens = special_tokens_of(tokenizer)
-    sample_tokens = options.max_seq_length
-    if len(added_tokens) >= sample_tokens and options.long_documents == "cut":
+    tokenizer_special_tokens = special_tokens_of(tokenizer)
+    max_sample_tokens = options.max_seq_length
+    if len(tokenizer_special_tokens) >= max_sample_tokens and options.long_documents == "cut":
         raise InputError(
-            f"--max_seq_length {sample_tokens}: has no room for a text and the special tokens "
-            f"around it, {added_tokens.template}; give at least {len(added_tokens) + 1}, or "
-            "--special_tokens none"
+            f"--max_seq_length {max_sample_tokens}: has no room for a text and the special tokens "
+            f"around it, {tokenizer_special_tokens.template}; give at least "
+            f"{len(tokenizer_special_tokens) + 1}, or --special_tokens none"
         )
-    return added_tokens
+    return tokenizer_special_tokens
 
 
 def known_special_tokens(config: Config) -> SpecialTokens:
@@ -287,7 +298,7 @@ def known_special_tokens(config: Config) -> SpecialTokens:
     Raises:
         InputError: If a document that is cut to --max_seq_length would have only special tokens.
     """
-    tokenizer = None
+    known_tokenizer = None
     model_options = config.model
     if not (config.demo or config.text.ids_column):
         with suppress(InputError):  # an unreadable tokenizer is reported when a run is started
@@ -300,8 +311,8 @@ def known_special_tokens(config: Config) -> SpecialTokens:
                 )
                 tokenizer_path = model_repository.find(TOKENIZER_JSON)
             if tokenizer_path is not None:
-                tokenizer = read_tokenizer(tokenizer_path)
-    return special_tokens(config.text, tokenizer)
+                known_tokenizer = read_tokenizer(tokenizer_path)
+    return special_tokens(config.text, known_tokenizer)
 
 
 def dropped_ids(
@@ -318,26 +329,27 @@ def dropped_ids(
         InputError: If the tokenizer has no token of a name, if the model has no token of an id, or
             if all tokens of the model would be dropped.
     """
-    token_ids = {token for token in tokens if isinstance(token, int)}
-    token_names = [token for token in tokens if isinstance(token, str)]
-    for token_name in token_names:
+    dropped_token_ids = {id_or_name for id_or_name in tokens if isinstance(id_or_name, int)}
+    dropped_token_names = [id_or_name for id_or_name in tokens if isinstance(id_or_name, str)]
+    for dropped_token_name in dropped_token_names:
         assert tokenizer is not None  # cli/config.py refuses names of tokens with --ids_column
-        token_id = tokenizer.token_to_id(token_name)
-        if token_id is None:
+        dropped_token_id = tokenizer.token_to_id(dropped_token_name)
+        if dropped_token_id is None:
             added_tokens = tokenizer.get_added_tokens_decoder().values()
-            added_names = [str(token.content) for token in added_tokens]
+            added_token_names = [str(added_token.content) for added_token in added_tokens]
             raise InputError(
-                f"--drop_token_ids {token_name}: the tokenizer has no token of this name"
-                f"{near_miss(token_name, added_names)}"
+                f"--drop_token_ids {dropped_token_name}: the tokenizer has no token of this name"
+                f"{near_miss(dropped_token_name, added_token_names)}"
             )
-        token_ids.add(token_id)
-    if (largest_id := max(token_ids, default=0)) >= vocabulary_size:
+        dropped_token_ids.add(dropped_token_id)
+    if (largest_dropped_id := max(dropped_token_ids, default=0)) >= vocabulary_size:
         raise InputError(
-            f"--drop_token_ids {largest_id}: the model has token ids 0 to {vocabulary_size - 1}"
+            f"--drop_token_ids {largest_dropped_id}: the model has token ids 0 to "
+            f"{vocabulary_size - 1}"
         )
-    if len(token_ids) == vocabulary_size:
+    if len(dropped_token_ids) == vocabulary_size:
         raise InputError("--drop_token_ids: names every token of the model; nothing is left")
-    return tuple(sorted(token_ids))
+    return tuple(sorted(dropped_token_ids))
 
 
 def check_roles(options: TextOptions, template: ChatTemplate) -> None:
@@ -350,11 +362,11 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
     Raises:
         InputError: If the flags need roles that cannot be read from the turns of the template.
     """
-    flag_with_roles = f"--roles {' '.join(options.roles)}" if options.roles else ""
+    flag_that_needs_roles = f"--roles {' '.join(options.roles)}" if options.roles else ""
     if options.positions.last_of_turn:
-        flag_with_roles = f"--positions {options.positions}"
-    if flag_with_roles and not template.has_roles:
+        flag_that_needs_roles = f"--positions {options.positions}"
+    if flag_that_needs_roles and not template.has_roles:
         raise InputError(
-            f"{flag_with_roles}: {template.origin} writes no turns between {START} and {END}, by "
-            "which the roles of tokens are known; give another template with --chat_template"
+            f"{flag_that_needs_roles}: {template.origin} writes no turns between {START} and {END}"
+            ", by which the roles of tokens are known; give another template with --chat_template"
         )

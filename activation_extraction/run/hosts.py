@@ -82,35 +82,39 @@ def join(options: HostOptions) -> Host:
         RunError: If the other hosts do not answer in time.
     """
     coordinator_address = options.coordinator_address
-    host_count = options.num_hosts
+    num_hosts = options.num_hosts
     connect_timeout = options.connect_timeout
-    failure_message = (
+    connection_failure_message = (
         f"not all hosts connected to {coordinator_address or 'the coordinator'} within "
         f"{connect_timeout} s (--connect_timeout); check that host 0 is running, that its port can "
-        f"be reached from here, and that all {host_count or ''} hosts were started with the same "
+        f"be reached from here, and that all {num_hosts or ''} hosts were started with the same "
         "address and number of hosts"
     )
     if coordinator_address is not None and options.host_id:
-        _wait_for_port(coordinator_address, connect_timeout, failure_message)
+        _wait_for_port(coordinator_address, connect_timeout, connection_failure_message)
     elif coordinator_address is not None:
         _check_port(coordinator_address)
     # Under Slurm, JAX uses one GPU per task, but a task that is alone on its node should use all
     # GPUs of the node. SLURM_STEP_TASKS_PER_NODE is "1(x16)" if there is one task on each of 16
     # nodes.
     tasks_of_nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    is_alone_on_node = re.fullmatch(r"1(\(x\d+\))?", tasks_of_nodes) is not None
+    is_only_task_on_node = re.fullmatch(r"1(\(x\d+\))?", tasks_of_nodes) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
-    timer = threading.Timer(connect_timeout, _end_process, [f"error: {failure_message}"])
-    timer.daemon = True
-    timer.start()
+    connection_timer = threading.Timer(
+        connect_timeout, _end_process, [f"error: {connection_failure_message}"]
+    )
+    connection_timer.daemon = True
+    connection_timer.start()
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator_address,
-            num_processes=host_count,
+            num_processes=num_hosts,
             process_id=options.host_id,
-            local_device_ids=[] if is_alone_on_node else None,  # with None, JAX chooses the devices
-            # JAX aborts the process after this time, so `timer` must end it earlier.
+            local_device_ids=[]
+            if is_only_task_on_node
+            else None,  # with None, JAX chooses the devices
+            # JAX aborts the process after this time, so `connection_timer` must end it earlier.
             initialization_timeout=connect_timeout + 60,
             heartbeat_timeout_seconds=options.heartbeat_timeout,
         )
@@ -120,19 +124,19 @@ def join(options: HostOptions) -> Host:
             f"--host_id and --num_hosts ({one_line(error)})"
         ) from error
     except RuntimeError as error:
-        raise RunError(f"{failure_message} ({one_line(error):.200})") from error
+        raise RunError(f"{connection_failure_message} ({one_line(error):.200})") from error
     finally:
-        timer.cancel()
-    devices = usable_devices(all_of_host=True)
-    host = Host(jax.process_index(), jax.process_count())
+        connection_timer.cancel()
+    all_devices = usable_devices(all_of_host=True)
+    joined_host = Host(jax.process_index(), jax.process_count())
     try:
         # The numbers of devices are compared before anything is gathered, because JAX cannot gather
         # from hosts with different numbers of devices.
-        count_hosts(devices)
+        count_hosts(all_devices)
     except InputError:  # all hosts raise it, because every host knows the devices of all hosts
-        leave(host)
+        leave(joined_host)
         raise
-    return host
+    return joined_host
 
 
 def _end_process(message: str) -> None:
@@ -152,16 +156,16 @@ def _check_port(address: str) -> None:
     Raises:
         RunError: If this process cannot listen at the port.
     """
-    port = int(address.rsplit(":", 1)[1])
+    coordinator_port = int(address.rsplit(":", 1)[1])
     has_dual_stack = socket.has_dualstack_ipv6()
     address_family = socket.AF_INET6 if has_dual_stack else socket.AF_INET
     try:
         socket.create_server(
-            ("", port), family=address_family, dualstack_ipv6=has_dual_stack
+            ("", coordinator_port), family=address_family, dualstack_ipv6=has_dual_stack
         ).close()
     except OSError as error:
         raise RunError(
-            f"--coordinator_address {address}: host 0 cannot listen at port {port}: "
+            f"--coordinator_address {address}: host 0 cannot listen at port {coordinator_port}: "
             f"{os.strerror(error.errno or 0)}",
             remedy="end the process that uses it, or give all hosts another port",
         ) from error
@@ -180,11 +184,13 @@ def _wait_for_port(address: str, seconds: float, failure_message: str) -> None:
     Raises:
         RunError: If no process has listened at the port in time.
     """
-    host_name, port = address.rsplit(":", 1)
+    coordinator_name, coordinator_port = address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection((host_name.strip("[]"), int(port)), min(seconds, 5)).close()
+            socket.create_connection(
+                (coordinator_name.strip("[]"), int(coordinator_port)), min(seconds, 5)
+            ).close()
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
@@ -206,12 +212,12 @@ def gather(host: Host, local_value: Any) -> list[Any]:
     if not host.several:
         return [local_value]
     local_json = json.dumps(local_value).encode()
-    largest_size = int(np.max(multihost_utils.process_allgather(np.int32(len(local_json)))))
+    largest_json_size = int(np.max(multihost_utils.process_allgather(np.int32(len(local_json)))))
     # The JSON is padded with spaces, which JSON ignores, because only arrays of equal sizes can be
     # gathered.
-    padded_json = np.frombuffer(local_json.ljust(largest_size), np.uint8)
-    padded_jsons = multihost_utils.process_allgather(padded_json)
-    return [json.loads(json_bytes.tobytes()) for json_bytes in np.asarray(padded_jsons)]
+    padded_json_of_host = np.frombuffer(local_json.ljust(largest_json_size), np.uint8)
+    padded_json_of_hosts = multihost_utils.process_allgather(padded_json_of_host)
+    return [json.loads(json_bytes.tobytes()) for json_bytes in np.asarray(padded_json_of_hosts)]
 
 
 def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
@@ -221,8 +227,8 @@ def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
         host: This host.
         flags: The flags of this host. All hosts pass the same number of flags in the same order.
     """
-    flags_of_hosts = gather(host, flags)
-    return [any(flag_on_hosts) for flag_on_hosts in zip(*flags_of_hosts, strict=True)]
+    flags_by_host = gather(host, flags)
+    return [any(flag_of_each_host) for flag_of_each_host in zip(*flags_by_host, strict=True)]
 
 
 def leave(host: Host) -> None:
@@ -266,21 +272,23 @@ def raise_together(
         problem_kind = BAD_INPUT
     else:
         problem_kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
-    shown_fields = {field_name: _shown(content) for field_name, content in fields.items()}
-    digest = hashlib.sha256(json.dumps(shown_fields, sort_keys=True).encode()).hexdigest()
-    problem_kinds, digests = zip(*gather(host, (problem_kind, digest)), strict=True)
+    shown_fields = {
+        field_name: _shown(field_content) for field_name, field_content in fields.items()
+    }
+    fields_digest = hashlib.sha256(json.dumps(shown_fields, sort_keys=True).encode()).hexdigest()
+    problem_kinds, fields_digests = zip(*gather(host, (problem_kind, fields_digest)), strict=True)
     if problem is None and any(problem_kinds):
         failed_hosts = [
             str(host_number)
-            for host_number, kind_of_host in enumerate(problem_kinds)
-            if kind_of_host
+            for host_number, problem_kind_of_host in enumerate(problem_kinds)
+            if problem_kind_of_host
         ]
-        message = f"host {', '.join(failed_hosts)} failed: see the message there"
+        other_failure_message = f"host {', '.join(failed_hosts)} failed: see the message there"
         if BAD_INPUT in problem_kinds:
-            problem = InputError(message)
+            problem = InputError(other_failure_message)
         else:
-            problem = RunError(message, remedy="it says what to do on all hosts")
-    elif problem is None and len({*digests}) > 1:
+            problem = RunError(other_failure_message, remedy="it says what to do on all hosts")
+    elif problem is None and len({*fields_digests}) > 1:
         # Hosts exchange the fields themselves only if the digests differ, because a data set of
         # many files has many fields.
         problem = InputError(_difference(gather(host, shown_fields)))
@@ -298,25 +306,27 @@ def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
         fields_of_hosts: The contents of the fields by name, for each host.
     """
     for field_name in chain(*fields_of_hosts):
-        hosts_by_content: dict[str, list[str]] = {}
-        for host_number, fields in enumerate(fields_of_hosts):
-            content_of_field = fields.get(field_name, "nothing")
-            hosts_by_content.setdefault(content_of_field, []).append(str(host_number))
-        if len(hosts_by_content) > 1:
+        host_numbers_by_content: dict[str, list[str]] = {}
+        for host_number, fields_of_host in enumerate(fields_of_hosts):
+            field_content = fields_of_host.get(field_name, "nothing")
+            host_numbers_by_content.setdefault(field_content, []).append(str(host_number))
+        if len(host_numbers_by_content) > 1:
             break
-    phrases = [
-        f"{content_of_field} on {', '.join(host_numbers)}"
-        for content_of_field, host_numbers in hosts_by_content.items()
+    contents_in_words = [
+        f"{field_content} on {', '.join(host_numbers)}"
+        for field_content, host_numbers in host_numbers_by_content.items()
     ]
-    return f"hosts differ in {field_name}: {'; '.join(phrases)}; it must be the same on all"
+    return (
+        f"hosts differ in {field_name}: {'; '.join(contents_in_words)}; it must be the same on all"
+    )
 
 
 def _shown(content: object) -> str:
     """Returns the content of a field as text, or its digest if the text exceeds MOST_SHOWN."""
-    content_text = str(content)
-    if len(content_text) <= MOST_SHOWN:
-        return content_text
-    return f"digest {hashlib.sha256(content_text.encode()).hexdigest()[:32]}"
+    content_as_text = str(content)
+    if len(content_as_text) <= MOST_SHOWN:
+        return content_as_text
+    return f"digest {hashlib.sha256(content_as_text.encode()).hexdigest()[:32]}"
 
 
 def together(
@@ -363,39 +373,41 @@ class Watchdog:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._last_progress = time.monotonic()
-        self._done = threading.Event()
+        self._last_progress_time = time.monotonic()
+        self._done_event = threading.Event()
 
     def reset(self) -> None:
         """Records progress, so that the time without progress starts again at 0."""
-        self._last_progress = time.monotonic()
+        self._last_progress_time = time.monotonic()
 
     def __enter__(self) -> "Watchdog":
-        self._last_progress = time.monotonic()
-        self._done.clear()
+        self._last_progress_time = time.monotonic()
+        self._done_event.clear()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._done_event.set()
 
     def _watch(self) -> None:
-        while not self._done.wait(min(self.seconds / 4, LOOK_SECONDS)):
-            if time.monotonic() - self._last_progress <= self.seconds:
+        while not self._done_event.wait(min(self.seconds / 4, LOOK_SECONDS)):
+            if time.monotonic() - self._last_progress_time <= self.seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
-            problem = f"no batch has become ready and no step has finished for {self.seconds:g} s"
-            remedy = "to continue, start the run again without --overwrite"
+            problem_in_words = (
+                f"no batch has become ready and no step has finished for {self.seconds:g} s"
+            )
+            remedy_in_words = "to continue, start the run again without --overwrite"
             # `activity_of_thread` contains the rows that threads are working on. Their templates
             # may hang.
             if activities_in_words := ", ".join(list(activity_of_thread.values())):
-                problem = f"{activities_in_words}: {problem}"
-                remedy = (
+                problem_in_words = f"{activities_in_words}: {problem_in_words}"
+                remedy_in_words = (
                     "change or leave out the row, or the template, and start anew with --overwrite"
                 )
             _end_process(
-                f"error: {problem} (--stall_timeout); the stack of every thread is above; "
-                f"committed shards are safe; {remedy}"
+                f"error: {problem_in_words} (--stall_timeout); the stack of every thread is above; "
+                f"committed shards are safe; {remedy_in_words}"
             )
 
 
@@ -413,7 +425,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
     if not host.several:
         yield
         return
-    reason_in_words = "because another host is gone (or because it crashed itself; see above)"
+    abort_reason_in_words = "because another host is gone (or because it crashed itself; see above)"
     helper_script = "import sys; sys.stdin.read() == '.' or sys.stderr.write(sys.argv[1])"
     helper_process = subprocess.Popen(
         [
@@ -421,7 +433,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
             "-S",
             "-c",
             helper_script,
-            f"error: host {host.id} ended {reason_in_words}; {message}\n",
+            f"error: host {host.id} ended {abort_reason_in_words}; {message}\n",
         ],
         stdin=subprocess.PIPE,
         text=True,
@@ -471,26 +483,26 @@ class Lockstep:
         clock: Clock,
     ) -> None:
         self.failure: Exception | None = None
-        self._batches = batches
-        self._stopped = stopped
+        self._remaining_batches = batches
+        self._is_stop_requested = stopped
         self._clock = clock
         self._upcoming_batches: deque[Batch | None] = deque()
-        has_data_at_steps = []
+        has_data_at_first_steps = []
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
-            has_data_at_steps.append(self._has_data)
-        flags = [*has_data_at_steps, bool(stopped()), self.failure is not None]
-        # `any_has_data` contains, for each of the first steps, whether any host has data.
-        *any_has_data, any_stopping, any_failed = any_host(flags)
+            has_data_at_first_steps.append(self._has_data)
+        initial_flags = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
+        # `any_has_data_at_steps` contains, for each of the first steps, whether any host has data.
+        *any_has_data_at_steps, any_stopping, any_failed = any_host(initial_flags)
         self.complete = not any_stopping
-        is_ending = any_stopping or (any_failed and not any(any_has_data))
-        self._step_decisions = deque([] if is_ending else any_has_data)
+        is_ending = any_stopping or (any_failed and not any(any_has_data_at_steps))
+        self._decisions_to_take_steps = deque([] if is_ending else any_has_data_at_steps)
 
     def __iter__(self) -> Iterator[Batch | None]:
-        while self._step_decisions and self._step_decisions.popleft():
-            batch = self._upcoming_batches.popleft()
+        while self._decisions_to_take_steps and self._decisions_to_take_steps.popleft():
+            batch_of_step = self._upcoming_batches.popleft()
             self._upcoming_batches.append(self._fetch())
-            yield batch
+            yield batch_of_step
 
     def _fetch(self) -> Batch | None:
         """Returns the batch of this host for the step that is STEPS_AHEAD steps later.
@@ -502,12 +514,12 @@ class Lockstep:
             The batch. None if this host has no batch for that step.
         """
         self._has_data = False
-        if self.failure is None and not self._stopped():
+        if self.failure is None and not self._is_stop_requested():
             try:
                 with self._clock.measure("data"):
-                    batch = next(self._batches)
+                    fetched_batch = next(self._remaining_batches)
                 self._has_data = True
-                return batch
+                return fetched_batch
             except StopIteration:
                 return None
             except Exception as error:  # the error is raised once all hosts have stopped
@@ -523,7 +535,7 @@ class Lockstep:
             Whether it was asked to stop.
             Whether it failed.
         """
-        return self._has_data, bool(self._stopped()), self.failure is not None
+        return self._has_data, bool(self._is_stop_requested()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
         """Decides whether to take a step, by the votes that all hosts sent two steps before it.
@@ -533,12 +545,12 @@ class Lockstep:
                 data, the number of hosts that were asked to stop, and the number of hosts that
                 failed.
         """
-        any_has_data, any_stopping, any_failed = (bool(host_count) for host_count in votes)
+        any_has_data, any_stopping, any_failed = (bool(num_hosts) for num_hosts in votes)
         if any_failed and self.failure is None:
-            remedy = "its message says what to do on all hosts"
-            self.failure = RunError("another host failed", remedy=remedy)
+            failure_remedy = "its message says what to do on all hosts"
+            self.failure = RunError("another host failed", remedy=failure_remedy)
         self.complete = self.complete and not any_stopping
-        self._step_decisions.append(any_has_data and not any_stopping and not any_failed)
+        self._decisions_to_take_steps.append(any_has_data and not any_stopping and not any_failed)
 
     def fail(self, error: Exception) -> None:
         """Records a failure of this host. Only the first failure counts.

@@ -65,20 +65,20 @@ class Input(Generic[ModelOrText]):
 def _adapter_digest(forward: Forward) -> str:
     # The content of an adapter on the hub is digested, too, because metadata.json does not record
     # the commit of an adapter.
-    adapter = forward.adapter_files
-    return "" if adapter is None else content_digest(adapter)
+    adapter_files = forward.adapter_files
+    return "" if adapter_files is None else content_digest(adapter_files)
 
 
 def _autoencoder_digest(forward: Forward) -> str:
     if not forward.encoders:
         return ""
-    digest_lines = []
+    autoencoder_lines = []
     for encoder in forward.encoders:
         # The line contains k, the number of active features of a token, because k may be missing in
         # the files and only be a part of the folder's name.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
-        digest_lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
-    return hashlib.sha256("".join(digest_lines).encode()).hexdigest()
+        autoencoder_lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
+    return hashlib.sha256("".join(autoencoder_lines).encode()).hexdigest()
 
 
 def _tokenizer_digest(text: Text) -> str:
@@ -192,8 +192,8 @@ def _check_inputs(
     for run_input in inputs:
         if run_input.field_value(model_or_text) == getattr(identity, run_input.field):
             continue
-        set_flags = [flag_name for flag_name in run_input.flags if flag_values[flag_name]]
-        flag_name = set_flags[0] if set_flags else run_input.flags[0]
+        given_flag_names = [flag_name for flag_name in run_input.flags if flag_values[flag_name]]
+        flag_name = given_flag_names[0] if given_flag_names else run_input.flags[0]
         flag_value = flag_values[flag_name]
         difference_in_words = "is not the one" if flag_value else "is missing, the one"
         path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
@@ -218,23 +218,37 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     Raises:
         InputError: If an input cannot be read.
     """
-    code_names = tuple(encoder.hook.name for encoder in forward.encoders)
-    dtypes_by_name = {
-        hook.name: hook.kind.dtype for hook in forward.hooks.values() if hook.name not in code_names
+    code_hook_names = tuple(encoder.hook.name for encoder in forward.encoders)
+    dtype_by_hook_name = {
+        hook.name: hook.kind.dtype
+        for hook in forward.hooks.values()
+        if hook.name not in code_hook_names
     }
-    stores_top_logits = any(name.startswith("logits.top_") for name in dtypes_by_name)
-    model_inputs = {run_input.field: run_input.field_value(forward) for run_input in MODEL_INPUTS}
-    text_inputs = {run_input.field: run_input.field_value(text) for run_input in TEXT_INPUTS}
+    stores_top_logits = any(hook_name.startswith("logits.top_") for hook_name in dtype_by_hook_name)
+    model_input_by_field = {
+        run_input.field: run_input.field_value(forward) for run_input in MODEL_INPUTS
+    }
+    text_input_by_field = {
+        run_input.field: run_input.field_value(text) for run_input in TEXT_INPUTS
+    }
     return Identity(
-        **model_inputs,
-        **text_inputs,
+        **model_input_by_field,
+        **text_input_by_field,
         special_tokens=text.sample_settings.special_tokens.template,
         text=replace(config.text, drop_token_ids=text.drop_token_ids),
         storage=config.storage,
-        hooks=(*dtypes_by_name, *code_names),
-        integer_hooks=tuple(name for name in dtypes_by_name if dtypes_by_name[name] == "int32"),
-        float32_hooks=tuple(name for name in dtypes_by_name if dtypes_by_name[name] == "float32"),
-        code_hooks=code_names,
+        hooks=(*dtype_by_hook_name, *code_hook_names),
+        integer_hooks=tuple(
+            hook_name
+            for hook_name in dtype_by_hook_name
+            if dtype_by_hook_name[hook_name] == "int32"
+        ),
+        float32_hooks=tuple(
+            hook_name
+            for hook_name in dtype_by_hook_name
+            if dtype_by_hook_name[hook_name] == "float32"
+        ),
+        code_hooks=code_hook_names,
         encode_most=tuple(encoder.max_codes for encoder in forward.encoders),
         keyed_by=forward.keyed_by,
         dtype=str(forward.model.dtype),
@@ -256,13 +270,13 @@ def settings_of(config: Config) -> dict[str, Any]:
     """
     flag_values = config.to_json()
     # The weights of a mixture and the names of its hub data sets are compared. Paths may differ.
-    comparable_mix = []
-    for source, weight in config.text.mix:
-        hub_source = "" if is_path(source) else source
-        comparable_mix.append((hub_source, weight))
-    versions = {
-        f"version of {package}": package_version
-        for package, package_version in package_versions().items()
+    comparable_sources_and_weights = []
+    for source_in_flag, weight in config.text.mix:
+        hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
+        comparable_sources_and_weights.append((hub_name_or_empty, weight))
+    version_by_setting = {
+        f"version of {package_name}": package_version
+        for package_name, package_version in package_versions().items()
     }
     return {
         **{
@@ -270,8 +284,8 @@ def settings_of(config: Config) -> dict[str, Any]:
             for flag_name in FLAGS
             if flag_name not in HOST_FLAGS
         },
-        "--mix": comparable_mix,
-        **versions,
+        "--mix": comparable_sources_and_weights,
+        **version_by_setting,
         "devices": f"{jax.default_backend()} {jax.local_device_count()}",
     }
 
@@ -289,7 +303,10 @@ def step_of(forward: Forward) -> dict[str, Any]:
     return {
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
-        **{name: kernel_choice.name for name, kernel_choice in forward.kernels.items()},
+        **{
+            kernel_flag: kernel_choice.name
+            for kernel_flag, kernel_choice in forward.kernels.items()
+        },
     }
 
 
@@ -309,13 +326,15 @@ def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, A
     package_folder = Path(activation_extraction.__file__).parent
     script_paths = [package_folder.parent / script_name for script_name in SCRIPTS]
     source_files = [*script_paths, *package_folder.rglob("*.py")]
-    shared_fields = identity.shared
+    shared_identity_fields = identity.shared
     for run_input in INPUTS:
-        flags_in_words = " or ".join(f"--{path}" for path in run_input.paths)
-        shared_fields[f"{run_input.field} ({flags_in_words})"] = shared_fields.pop(run_input.field)
+        flags_in_words = " or ".join(f"--{path_flag}" for path_flag in run_input.paths)
+        shared_identity_fields[f"{run_input.field} ({flags_in_words})"] = (
+            shared_identity_fields.pop(run_input.field)
+        )
     return {
         **step_of(forward),
-        **shared_fields,
+        **shared_identity_fields,
         **text.dataset.files.fingerprints(),
         "source": digest_files(source_files),
     }
@@ -323,4 +342,4 @@ def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, A
 
 def package_versions() -> dict[str, str]:
     """Returns the versions of the packages that determine which bytes are stored, by name."""
-    return {package: version(package) for package in PACKAGES}
+    return {package_name: version(package_name) for package_name in PACKAGES}

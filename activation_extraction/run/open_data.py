@@ -91,9 +91,9 @@ def open_dataset(
     dataset_path = options.dataset_path
     if dataset_path is not None:
         recorded_runs, _ = _recorded_metadata(FILES, earlier_metadata)
-        files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
-        dataset_rows = open_files(dataset_path, row_schema, files.files)
-        return Dataset((Source(dataset_rows),), FILES, "", files)
+        data_files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
+        dataset_rows = open_files(dataset_path, row_schema, data_files.files)
+        return Dataset((Source(dataset_rows),), FILES, "", data_files)
     hub_name = options.dataset_name
     hub_config = options.dataset_config
     hub_split = options.dataset_split
@@ -101,10 +101,10 @@ def open_dataset(
     source_name = " ".join(filter(None, (hub_name, hub_config, hub_split)))
     recorded_runs, recorded_revision = _recorded_metadata(source_name, earlier_metadata)
     _check_reader(f"--dataset_name {source_name}", recorded_runs)
-    dataset_rows, revision = open_hub_dataset(
+    dataset_rows, dataset_revision = open_hub_dataset(
         hub_name, hub_config, hub_split, recorded_revision or None
     )
-    return Dataset((Source(dataset_rows),), source_name, revision)
+    return Dataset((Source(dataset_rows),), source_name, dataset_revision)
 
 
 def _recorded_metadata(
@@ -129,8 +129,10 @@ def _recorded_metadata(
         for metadata in earlier_metadata
         if identity_of(metadata, METADATA).data == data_name
     ]
-    revision = identity_of(matching_runs[0], METADATA).data_revision if matching_runs else ""
-    return matching_runs, revision
+    recorded_revision = (
+        identity_of(matching_runs[0], METADATA).data_revision if matching_runs else ""
+    )
+    return matching_runs, recorded_revision
 
 
 def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]) -> None:
@@ -180,37 +182,41 @@ def _open_mixture(
         InputError: If a source cannot be opened, or if it differs from the source that the run
             began with.
     """
-    source_names = source_names or [plain_url(source) for source, _ in sources_and_weights]
-    named_weights = []
-    for source_name, (_, weight) in zip(source_names, sources_and_weights, strict=True):
-        named_weights.append(f"{source_name}={repr(weight).removesuffix('.0')}")
-    mixture_name = " ".join(named_weights)
+    source_names = source_names or [
+        plain_url(source_in_flag) for source_in_flag, _ in sources_and_weights
+    ]
+    names_with_weights = []
+    for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
+        names_with_weights.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
+    mixture_name = " ".join(names_with_weights)
     recorded_runs, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
     revision_by_source = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions.split():
-        source_name, revision = name_and_revision.rsplit("@", 1)
-        revision_by_source[source_name] = revision
-    listed_files = []
-    for source_number, (source, _) in enumerate(sources_and_weights):
-        if is_path(source):
-            for file in list_files(source):
-                listed_files.append(replace(file, name=f"{source_number}/{file.name}"))
-    refuse_repeated(listed_files)
-    files = DataFiles.as_recorded(listed_files, recorded_runs)
-    sources = []
-    for source_number, (source, weight) in enumerate(sources_and_weights):
+        source_name, source_revision = name_and_revision.rsplit("@", 1)
+        revision_by_source[source_name] = source_revision
+    files_of_path_sources = []
+    for source_number, (source_in_flag, _) in enumerate(sources_and_weights):
+        if is_path(source_in_flag):
+            for data_file in list_files(source_in_flag):
+                files_of_path_sources.append(
+                    replace(data_file, name=f"{source_number}/{data_file.name}")
+                )
+    refuse_repeated(files_of_path_sources)
+    files_of_mixture = DataFiles.as_recorded(files_of_path_sources, recorded_runs)
+    opened_sources = []
+    for source_number, (source_in_flag, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
-        if is_path(source):
-            number_prefix = f"{source_number}/"
+        if is_path(source_in_flag):
+            source_number_prefix = f"{source_number}/"
             files_of_source = [
-                replace(file, name=file.name.removeprefix(number_prefix))
-                for file in files.files
-                if file.name.startswith(number_prefix)
+                replace(data_file, name=data_file.name.removeprefix(source_number_prefix))
+                for data_file in files_of_mixture.files
+                if data_file.name.startswith(source_number_prefix)
             ]
-            source_rows = open_files(source, row_schema, files_of_source)
+            source_rows = open_files(source_in_flag, row_schema, files_of_source)
         else:
             # The configuration and the split may be missing.
-            hub_name, hub_config, hub_split, *surplus_fields = [*source.split(":"), "", ""]
+            hub_name, hub_config, hub_split, *surplus_fields = [*source_in_flag.split(":"), "", ""]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_runs)
@@ -220,8 +226,9 @@ def _open_mixture(
                 hub_split or DEFAULT_DATASET.split,
                 revision_by_source.get(source_name),
             )
-        sources.append(Source(source_rows, source_name, weight))
-    all_revisions = " ".join(
-        f"{source_name}@{revision}" for source_name, revision in revision_by_source.items()
+        opened_sources.append(Source(source_rows, source_name, source_weight))
+    names_with_revisions = " ".join(
+        f"{source_name}@{source_revision}"
+        for source_name, source_revision in revision_by_source.items()
     )
-    return Dataset(tuple(sources), mixture_name, all_revisions, files)
+    return Dataset(tuple(opened_sources), mixture_name, names_with_revisions, files_of_mixture)

@@ -62,27 +62,27 @@ class Prefetch(Generic[T, R]):
                 skipped.
         """
         self.result: R | None = None
-        self._skipping = skipping
-        self._patience = patience
-        self._peeked: T | None = None
-        self._ready: queue.Queue[T | _End[R]] = queue.Queue(depth)
+        self._skip_event = skipping
+        self._patience_seconds = patience
+        self._peeked_item: T | None = None
+        self._ready_items: queue.Queue[T | _End[R]] = queue.Queue(depth)
         threading.Thread(target=self._run, args=(items,), name="prefetch", daemon=True).start()
 
     def _run(self, items: Generator[T, None, R]) -> None:
         end_marker: _End[R]
         try:
             while True:
-                self._ready.put(next(items))
+                self._ready_items.put(next(items))
         except StopIteration as stop:
             end_marker = _End(result=stop.value)
         except BaseException as error:  # without a marker, the caller would wait forever
             end_marker = _End(error=error)
-        self._ready.put(end_marker)
+        self._ready_items.put(end_marker)
 
     @property
     def ready(self) -> int:
         """The number of prepared items that have not been taken yet."""
-        return self._ready.qsize()
+        return self._ready_items.qsize()
 
     def peek(self) -> T | None:
         """Returns the next item without taking it out of the iteration.
@@ -91,9 +91,9 @@ class Prefetch(Generic[T, R]):
             The item. None if there are no more items, or if the item is not ready because samples
             are skipped.
         """
-        if self._peeked is None:
-            self._peeked = next(iter(self), None)
-        return self._peeked
+        if self._peeked_item is None:
+            self._peeked_item = next(iter(self), None)
+        return self._peeked_item
 
     def __iter__(self) -> Iterator[T | None]:
         return self.until(lambda: False)
@@ -108,28 +108,28 @@ class Prefetch(Generic[T, R]):
         Yields:
             The next item, or None if it is not ready because samples are skipped.
         """
-        waiting_since = time.monotonic()
+        wait_start_time = time.monotonic()
         while not stopped():
-            if (peeked_item := self._peeked) is not None:
-                self._peeked = None
+            if (peeked_item := self._peeked_item) is not None:
+                self._peeked_item = None
                 yield peeked_item
-                waiting_since = time.monotonic()
+                wait_start_time = time.monotonic()
                 continue
             try:
-                item_or_end = self._ready.get(timeout=POLL)
+                item_or_end = self._ready_items.get(timeout=POLL)
             except queue.Empty:
-                waited_seconds = time.monotonic() - waiting_since
-                skip_event = self._skipping
-                is_late = waited_seconds >= self._patience
-                if skip_event is not None and skip_event.is_set() and is_late:
+                seconds_waited = time.monotonic() - wait_start_time
+                skip_event = self._skip_event
+                is_item_late = seconds_waited >= self._patience_seconds
+                if skip_event is not None and skip_event.is_set() and is_item_late:
                     skip_event.clear()
                     yield None
-                    waiting_since = time.monotonic()
+                    wait_start_time = time.monotonic()
                 continue
             if isinstance(item_or_end, _End):
                 generator_error = item_or_end.error
                 # The marker stays in the queue, so that another iteration ends, too.
-                self._ready.put(replace(item_or_end, error=None))
+                self._ready_items.put(replace(item_or_end, error=None))
                 if isinstance(generator_error, Exception):
                     raise generator_error
                 if generator_error is not None:
@@ -139,4 +139,4 @@ class Prefetch(Generic[T, R]):
                 self.result = item_or_end.result
                 return
             yield item_or_end
-            waiting_since = time.monotonic()
+            wait_start_time = time.monotonic()

@@ -90,8 +90,10 @@ class Run:
         Raises:
             InputError: If the first batch cannot be read.
         """
-        worker, shape = self.folders.worker, self.forward.shape
-        return replace(self, batches=self.text.open(worker, shape, self.storage, self.watchdog))
+        worker, batch_shape = self.folders.worker, self.forward.shape
+        return replace(
+            self, batches=self.text.open(worker, batch_shape, self.storage, self.watchdog)
+        )
 
 
 def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
@@ -110,20 +112,22 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
             must be the same differ between hosts.
         RunError: If a stage failed on this host or on another host.
     """
-    folders = together(host, lambda: check_output(config, host), lambda _: settings_of(config))
-    earlier_outputs = together(host, lambda: find_earlier_outputs(config, folders))
+    run_folders = together(host, lambda: check_output(config, host), lambda _: settings_of(config))
+    earlier_outputs = together(host, lambda: find_earlier_outputs(config, run_folders))
     commit_choice = together(host, lambda: choose_commit(config, earlier_outputs))
-    commit = agree_on_commit(host, commit_choice)
+    model_commit = agree_on_commit(host, commit_choice)
     device_memory = smallest_device_memory(config, host)
     source_names = source_names_of_first_host(config, host)
 
-    config = together(host, lambda: with_inputs_of_demo(config, folders.folder))
-    request = together(host, lambda: step_request(config, commit, device_memory))
+    config = together(host, lambda: with_inputs_of_demo(config, run_folders.folder))
+    request = together(host, lambda: step_request(config, model_commit, device_memory))
     forward = together(host, lambda: prepare_model(request), step_of)
     earlier_metadata = [metadata for _, metadata in earlier_outputs]
-    facts: dict[str, Any] = {}
+    metadata_facts: dict[str, Any] = {}
     if config.computing.batch_size == "auto":
-        forward, facts["auto_batch_size"] = fit_rows(host, request, forward, earlier_metadata)
+        forward, metadata_facts["auto_batch_size"] = fit_rows(
+            host, request, forward, earlier_metadata
+        )
 
     vocabulary_size = forward.model.config.vocab_size
     text = Text(
@@ -136,17 +140,22 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     )
     identity = together(
         host,
-        lambda: check_and_identify(config, folders, forward, text, watchdog),
+        lambda: check_and_identify(config, run_folders, forward, text, watchdog),
         lambda identity: fingerprint(forward, text, identity),
     )
-    facts = facts_of_run(config, forward, text) | facts
+    metadata_facts = facts_of_run(config, forward, text) | metadata_facts
     storage = together(
-        host, lambda: plan_storage(config, folders, forward, text, identity, facts, watchdog)
+        host,
+        lambda: plan_storage(
+            config, run_folders, forward, text, identity, metadata_facts, watchdog
+        ),
     )
-    batches = together(host, lambda: text.open(folders.worker, forward.shape, storage, watchdog))
-    run = Run(config, host, watchdog, folders, forward, text, storage, batches)
-    log_start(run)
-    return run
+    batches = together(
+        host, lambda: text.open(run_folders.worker, forward.shape, storage, watchdog)
+    )
+    prepared_run = Run(config, host, watchdog, run_folders, forward, text, storage, batches)
+    log_start(prepared_run)
+    return prepared_run
 
 
 def check_output(config: Config, host: Host) -> RunFolders:
@@ -164,18 +173,20 @@ def check_output(config: Config, host: Host) -> RunFolders:
     """
     host_options, output_options = config.hosts, config.output
     worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.count)
-    folders = RunFolders(
+    run_folders = RunFolders(
         worker,
         Path(output_options.output_dir),
         output_options.bucket_url,
         output_options.upload_timeout,
     )
-    check_output_dir(folders.folder, METRICS)
-    check_free_disk(folders.folder, output_options.min_free_gb)
-    use_compilation_cache(config.computing.compilation_cache, folders.local_output, host.several)
-    folders.check_bucket()
-    folders.check_stale_folders(config.storage.overwrite)
-    return folders
+    check_output_dir(run_folders.folder, METRICS)
+    check_free_disk(run_folders.folder, output_options.min_free_gb)
+    use_compilation_cache(
+        config.computing.compilation_cache, run_folders.local_output, host.several
+    )
+    run_folders.check_bucket()
+    run_folders.check_stale_folders(config.storage.overwrite)
+    return run_folders
 
 
 def check_free_disk(folder: Path, gigabytes: float) -> None:
@@ -245,13 +256,13 @@ def choose_commit(
     if config.demo:
         return None
     model_path, requested_revision = config.model.model_path, config.model.model_revision
-    output_url, metadata = earlier_outputs[0] if earlier_outputs else ("", {})
-    commit_of_run = recorded_commit(model_path, metadata)
+    output_url, earlier_metadata = earlier_outputs[0] if earlier_outputs else ("", {})
+    commit_of_run = recorded_commit(model_path, earlier_metadata)
     # The same command continues the run even if the branch of --model_revision has a new commit by
     # now.
     if commit_of_run and requested_revision in (
         None,
-        metadata["configuration"].get("model_revision"),
+        earlier_metadata["configuration"].get("model_revision"),
     ):
         return CommitChoice(is_new=False, commit=commit_of_run)
     requested_commit = Repository(model_path, requested_revision).commit
@@ -294,10 +305,10 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
     Returns:
         The commit. None if the model of this host is local.
     """
-    fields_of_choices = gather(host, commit_choice)
+    choice_fields_of_hosts = gather(host, commit_choice)
     choices_of_hosts = [
         CommitChoice(*choice_fields)
-        for choice_fields in fields_of_choices
+        for choice_fields in choice_fields_of_hosts
         if choice_fields is not None
     ]
     if commit_choice is None or not choices_of_hosts:
@@ -326,11 +337,11 @@ def smallest_device_memory(config: Config, host: Host) -> float | None:
     use_all_devices = config.computing.use_data_parallel
 
     def memory_of_this_host() -> float | None:
-        devices = devices_of_this_host(usable_devices(use_all_devices))
-        return memory_of(devices[0])
+        devices_of_host = devices_of_this_host(usable_devices(use_all_devices))
+        return memory_of(devices_of_host[0])
 
-    device_memory = together(host, memory_of_this_host)
-    return min(filter(None, gather(host, device_memory)), default=None)
+    device_memory_of_host = together(host, memory_of_this_host)
+    return min(filter(None, gather(host, device_memory_of_host)), default=None)
 
 
 def source_names_of_first_host(config: Config, host: Host) -> list[str]:
@@ -342,7 +353,7 @@ def source_names_of_first_host(config: Config, host: Host) -> list[str]:
         config: The configuration of this host, whose paths may differ from host 0's.
         host: This host.
     """
-    return gather(host, [plain_url(source) for source, _ in config.text.mix])[0]
+    return gather(host, [plain_url(source_in_flag) for source_in_flag, _ in config.text.mix])[0]
 
 
 def with_inputs_of_demo(config: Config, folder: Path) -> Config:
@@ -393,22 +404,24 @@ def step_request(
     """
     computing_options = config.computing
     row_tokens = config.text.max_seq_length
-    autoencoders = tuple(
+    autoencoders_of_hooks = tuple(
         read_autoencoder(hook, autoencoder_name) for hook, autoencoder_name in config.hooks.encode
     )
-    batch_size = computing_options.batch_size
-    if not isinstance(batch_size, int):
-        is_auto = batch_size == "auto"
-        batch_size = default_rows(row_tokens, computing_options.use_data_parallel, is_auto, planned)
+    num_rows = computing_options.batch_size
+    if not isinstance(num_rows, int):
+        is_batch_size_auto = num_rows == "auto"
+        num_rows = default_rows(
+            row_tokens, computing_options.use_data_parallel, is_batch_size_auto, planned
+        )
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
         computing_options,
-        (batch_size, row_tokens),
+        (num_rows, row_tokens),
         several_hosts=config.hosts.multihost,
         device_memory=device_memory,
         devices=planned,
-        autoencoders=autoencoders,
+        autoencoders=autoencoders_of_hooks,
     )
 
 
@@ -452,32 +465,34 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         "tokenizer_path" and "added_tokens".
     """
     resolved_config = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
-    configuration = {**resolved_config.to_json(), "batch_size": forward.shape[0]}
-    repositories = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
-    for flag_name, repository in repositories.items():
+    stored_configuration = {**resolved_config.to_json(), "batch_size": forward.shape[0]}
+    repository_by_flag = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
+    for path_flag, repository in repository_by_flag.items():
         # The path is absolute so that readers in any working directory find a local tokenizer.
         if repository is not None and repository.is_local:
-            configuration[flag_name] = os.path.abspath(os.path.expanduser(repository.path))
-    facts = {
-        "configuration": configuration,
+            stored_configuration[path_flag] = os.path.abspath(os.path.expanduser(repository.path))
+    metadata_facts = {
+        "configuration": stored_configuration,
         "model": asdict(forward.model.config),
         "model_commit": forward.checkpoint.commit,
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
         **{
-            flag_name: kernel_choice.to_json()
-            for flag_name, kernel_choice in forward.kernels.items()
+            path_flag: kernel_choice.to_json()
+            for path_flag, kernel_choice in forward.kernels.items()
         },
         "versions": package_versions(),
     }
     chosen_tokenizer = text.chosen_tokenizer
     if chosen_tokenizer is not None:
         # Readers need the path and the added tokens to decode token ids.
-        flag_name = "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
+        path_flag = "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
         added_tokens = chosen_tokenizer.backend.get_added_tokens_decoder().items()
-        facts["tokenizer_path"] = configuration[flag_name]
-        facts["added_tokens"] = {str(token_id): token.content for token_id, token in added_tokens}
-    return facts
+        metadata_facts["tokenizer_path"] = stored_configuration[path_flag]
+        metadata_facts["added_tokens"] = {
+            str(token_id): token.content for token_id, token in added_tokens
+        }
+    return metadata_facts
 
 
 def plan_storage(
@@ -511,18 +526,18 @@ def plan_storage(
         max_samples=worker.share_of(storage_options.max_samples),
         max_tokens=worker.share_of(storage_options.max_tokens),
     )
-    facts_of_codes = {encoder.hook.name: encoder.metadata() for encoder in forward.encoders}
-    facts_of_hooks = {
-        key: facts_of_codes.get(hook.name) or hook.metadata(forward.sizes)
-        for key, hook in forward.hooks.items()
+    facts_by_code_hook = {encoder.hook.name: encoder.metadata() for encoder in forward.encoders}
+    facts_by_hook_key = {
+        hook_key: facts_by_code_hook.get(hook.name) or hook.metadata(forward.sizes)
+        for hook_key, hook in forward.hooks.items()
     }
     return ActivationStorage(
         folders.folder,
-        {key: hook.name for key, hook in forward.hooks.items()},
+        {hook_key: hook.name for hook_key, hook in forward.hooks.items()},
         options_of_host,
         identity,
         folders.remote,
-        RunFacts(facts, facts_of_hooks, text.dataset.files),
+        RunFacts(facts, facts_by_hook_key, text.dataset.files),
         config.repair,
         on_wait=watchdog.reset if folders.remote is not None else lambda: None,
     )
@@ -532,14 +547,14 @@ def log_start(run: Run) -> None:
     """Logs the hooks, the samples that are stored already, and the rule for the kept tokens."""
     storage, sample_settings = run.storage, run.text.sample_settings
     log_hooks(run.config.hooks, run.forward)
-    totals = storage.totals
-    if totals.shards and storage.plan.repair is None and not storage.complete:
+    stored_totals = storage.totals
+    if stored_totals.shards and storage.plan.repair is None and not storage.complete:
         log.info(
             "continuing %s after %s and %s in %s",
             run.output_url,
-            counted(totals.samples, "sample"),
-            counted(totals.tokens, "token"),
-            counted(totals.shards, "shard"),
+            counted(stored_totals.samples, "sample"),
+            counted(stored_totals.tokens, "token"),
+            counted(stored_totals.shards, "shard"),
         )
     if special_tokens := sample_settings.special_tokens:
         log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.template)

@@ -63,31 +63,38 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
 
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
         stored_tokens = [sample.tokens for sample in chosen]
-        token_ids: Sequence[np.ndarray | str] = [tokens.token_ids for tokens in stored_tokens]
+        ids_or_messages: Sequence[np.ndarray | str] = [
+            sample_tokens.token_ids for sample_tokens in stored_tokens
+        ]
         if reread is not None:
-            token_ids = reread(stored_tokens)
+            ids_or_messages = reread(stored_tokens)
         values_or_messages: list[dict[str, Values] | str] = []
-        readable_indices: list[int] = []  # indices in `chosen` of the samples with token ids
-        for sample_index, ids_or_message in enumerate(token_ids):
+        readable_sample_indices: list[int] = []  # indices in `chosen` of the samples with token ids
+        for sample_index, ids_or_message in enumerate(ids_or_messages):
             if isinstance(ids_or_message, str):
                 values_or_messages.append(ids_or_message)
             else:
                 values_or_messages.append({})
-                readable_indices.append(sample_index)
-        readable_ids = [np.asarray(token_ids[sample_index]) for sample_index in readable_indices]
-        for batch in pack(samples_of(readable_ids), *forward.shape):
+                readable_sample_indices.append(sample_index)
+        readable_token_ids = [
+            np.asarray(ids_or_messages[sample_index]) for sample_index in readable_sample_indices
+        ]
+        for batch in pack(samples_of(readable_token_ids), *forward.shape):
             with device_errors():
                 activations = forward.receive(step(batch, [False] * 3)[0])
-            values_by_hook = {str(hook_name): values for hook_name, values in activations.items()}
+            values_by_hook = {
+                str(hook_name): activation_values
+                for hook_name, activation_values in activations.items()
+            }
             for placed_sample in batch.samples:
-                sample_index = readable_indices[placed_sample.sample.number]
-                positions = np.asarray(stored_tokens[sample_index].positions, int)
-                token_columns = placed_sample.start + positions
+                sample_index = readable_sample_indices[placed_sample.sample.number]
+                kept_positions = np.asarray(stored_tokens[sample_index].positions, int)
+                columns_of_tokens = placed_sample.start + kept_positions
                 values_or_messages[sample_index] = {
-                    hook.name: hook.for_user(
-                        values_by_hook[hook.name][placed_sample.row, token_columns]
+                    stored_hook.name: stored_hook.for_user(
+                        values_by_hook[stored_hook.name][placed_sample.row, columns_of_tokens]
                     )
-                    for hook in chosen[sample_index].hooks
+                    for stored_hook in chosen[sample_index].hooks
                 }
         return values_or_messages
 
@@ -121,16 +128,16 @@ def _hooks_as_stored(
     recorded_config = Config.from_json(metadata.get("configuration", {}))
     # Stored float8 values are decoded to float32 before they are compared.
     stores_float8 = identity.activation_dtype == FLOAT8
-    hooks_of_codes = {hook_name.removesuffix(CODES) for hook_name in identity.code_hooks}
-    activation_hooks = tuple(
+    hook_names_of_codes = {hook_name.removesuffix(CODES) for hook_name in identity.code_hooks}
+    activation_hook_names = tuple(
         hook_name for hook_name in identity.hooks if hook_name not in identity.code_hooks
     )
     return replace(
         options,
         layers_to_extract=None,
-        hook_names=activation_hooks or None,
+        hook_names=activation_hook_names or None,
         encode_most=recorded_config.hooks.encode_most,
-        keep_activations=not hooks_of_codes.isdisjoint(activation_hooks),
+        keep_activations=not hook_names_of_codes.isdisjoint(activation_hook_names),
         top_logits=identity.top_logits or options.top_logits,
         activation_dtype="float32" if stores_float8 else identity.activation_dtype,
     )

@@ -51,56 +51,66 @@ def load_for_hidden_states(
     model_path = config.model.model_path
     if config.hooks.encode:
         raise InputError("--encode: hidden states of other programs are not encoded; leave it out")
-    model = read_model_config(
+    model_config = read_model_config(
         Checkpoint(model_path, config.model.model_revision).file("config.json")
     )
-    if width != model.hidden_size:
+    if width != model_config.hidden_size:
         raise InputError(
-            f"--model_path {model_path}: its hidden states have {model.hidden_size} values, the "
-            f"stored ones have {width}"
+            f"--model_path {model_path}: its hidden states have {model_config.hidden_size} values, "
+            f"the stored ones have {width}"
         )
-    largest_id = max((int(ids.max()) for ids in token_ids if len(ids)), default=0)
-    smallest_id = min((int(ids.min()) for ids in token_ids if len(ids)), default=0)
-    if smallest_id < 0 or largest_id >= model.vocab_size:
-        wrong_id = smallest_id if smallest_id < 0 else largest_id
+    largest_token_id = max(
+        (int(sample_ids.max()) for sample_ids in token_ids if len(sample_ids)), default=0
+    )
+    smallest_token_id = min(
+        (int(sample_ids.min()) for sample_ids in token_ids if len(sample_ids)), default=0
+    )
+    if smallest_token_id < 0 or largest_token_id >= model_config.vocab_size:
+        invalid_token_id = smallest_token_id if smallest_token_id < 0 else largest_token_id
         raise InputError(
-            f"--model_path {model_path}: has {model.vocab_size} tokens; a stored sample has the "
-            f"token id {wrong_id}"
+            f"--model_path {model_path}: has {model_config.vocab_size} tokens; a stored sample has "
+            f"the token id {invalid_token_id}"
         )
-    longest = max(map(len, token_ids), default=1)
-    positions, reason = model.longest_row
-    if longest > positions:
+    longest_sample_tokens = max(map(len, token_ids), default=1)
+    max_positions, limit_reason = model_config.longest_row
+    if longest_sample_tokens > max_positions:
         raise InputError(
-            f"--model_path {model_path}: {reason}; a stored sample has {longest} tokens"
+            f"--model_path {model_path}: {limit_reason}; a stored sample has "
+            f"{longest_sample_tokens} tokens"
         )
-    length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, positions)
-    computed_hooks = (
+    row_length = min(-(-longest_sample_tokens // LENGTH_STEP) * LENGTH_STEP, max_positions)
+    computed_hook_names = (
         "blocks.0.hook_resid_pre",
-        *(f"blocks.{block}.hook_resid_post" for block in range(model.num_hidden_layers)),
+        *(
+            f"blocks.{block_number}.hook_resid_post"
+            for block_number in range(model_config.num_hidden_layers)
+        ),
         "ln_final.hook_out",
     )
-    computing = config.computing
-    if not isinstance(computing.batch_size, int):
+    computing_options = config.computing
+    if not isinstance(computing_options.batch_size, int):
         # All hooks of a row take much memory, so there are as few rows as the devices allow.
-        devices = devices_of_this_host(usable_devices(computing.use_data_parallel))
-        computing = replace(computing, batch_size=len(devices))
-    of_step = replace(
+        devices_of_host = devices_of_this_host(usable_devices(computing_options.use_data_parallel))
+        computing_options = replace(computing_options, batch_size=len(devices_of_host))
+    config_of_step = replace(
         config,
         hooks=replace(
             config.hooks,
             layers_to_extract=None,
-            hook_names=computed_hooks,
+            hook_names=computed_hook_names,
             activation_dtype="float32",
         ),
-        computing=computing,
-        text=replace(config.text, max_seq_length=length),
+        computing=computing_options,
+        text=replace(config.text, max_seq_length=row_length),
     )
-    requested_hooks = None
+    requested_hook_names = None
     if config.hooks.hook_names is not None or config.hooks.layers_to_extract is not None:
-        hooks, _ = choose_hooks(step_request(config), model)
-        requested_hooks = [hook.name for hook in hooks.values()]
+        requested_hook_by_key, _ = choose_hooks(step_request(config), model_config)
+        requested_hook_names = [
+            requested_hook.name for requested_hook in requested_hook_by_key.values()
+        ]
     with device_errors():
-        forward = prepare_model(step_request(of_step))
+        forward = prepare_model(step_request(config_of_step))
 
     @functools.cache
     def step() -> Step:
@@ -114,17 +124,20 @@ def load_for_hidden_states(
         for batch in pack(samples_of(token_ids), *forward.shape):
             with device_errors():
                 activations = forward.receive(step()(batch, [False] * 3)[0])
-            for placed in batch.samples:
-                tokens = placed.row, slice(placed.start, placed.stop)
+            for placed_sample in batch.samples:
+                row_and_columns = placed_sample.row, slice(placed_sample.start, placed_sample.stop)
                 yield (
-                    placed.sample.number,
-                    {name: activations[name][tokens] for name in computed_hooks},
+                    placed_sample.sample.number,
+                    {
+                        hook_name: activations[hook_name][row_and_columns]
+                        for hook_name in computed_hook_names
+                    },
                 )
 
     return RecomputeStates(
-        model.num_hidden_layers,
+        model_config.num_hidden_layers,
         str(forward.model.dtype),
-        "E" in model.sizes,
-        requested_hooks,
+        "E" in model_config.sizes,
+        requested_hook_names,
         states,
     )

@@ -49,12 +49,12 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
     Raises:
         InputError: If a path is neither a folder nor the name of a repository.
     """
-    options = Config.from_json(metadata["configuration"]).model
-    commit = recorded_commit(options.model_path, metadata)
-    model = Repository(options.model_path, commit)
-    if options.lora is None:
-        return model, None
-    return model, Repository(options.lora, kind=ADAPTER)
+    model_options = Config.from_json(metadata["configuration"]).model
+    model_commit = recorded_commit(model_options.model_path, metadata)
+    model_repository = Repository(model_options.model_path, model_commit)
+    if model_options.lora is None:
+        return model_repository, None
+    return model_repository, Repository(model_options.lora, kind=ADAPTER)
 
 
 def load_for_rereading(
@@ -80,9 +80,9 @@ def load_for_rereading(
         InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
             if it differs from the input of the run. The message names the input and its flag.
     """
-    text, present_config = _text_of_run(metadata, model, adapter, dataset_path)
-    check_text_inputs(text, present_config, identity_of(metadata, METADATA))
-    return partial(_read_again, text)
+    text_of_run, present_config = _text_of_run(metadata, model, adapter, dataset_path)
+    check_text_inputs(text_of_run, present_config, identity_of(metadata, METADATA))
+    return partial(_read_again, text_of_run)
 
 
 def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
@@ -102,28 +102,32 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
             if it differs from the input of the run. The message names the input and its flag.
     """
     identity = identity_of(metadata, METADATA)
-    model, adapter = recorded_repositories(metadata)
+    model_repository, adapter_repository = recorded_repositories(metadata)
     if config.model.model_path != ModelOptions.model_path:
-        model = Repository(config.model.model_path, config.model.model_revision)
+        model_repository = Repository(config.model.model_path, config.model.model_revision)
     if config.model.lora is not None:
-        adapter = Repository(config.model.lora, kind=ADAPTER)
-    text, present_config = _text_of_run(metadata, model, adapter, config.text.dataset_path)
-    reread: Reread | None = None
+        adapter_repository = Repository(config.model.lora, kind=ADAPTER)
+    text_of_run, present_config = _text_of_run(
+        metadata, model_repository, adapter_repository, config.text.dataset_path
+    )
+    read_again: Reread | None = None
     if identity.every_token:
-        check_tokenizer(text, present_config, identity)
+        check_tokenizer(text_of_run, present_config, identity)
     else:
-        check_text_inputs(text, present_config, identity)
-        reread = partial(_read_again, text)
+        check_text_inputs(text_of_run, present_config, identity)
+        read_again = partial(_read_again, text_of_run)
     # If the data set contains token ids, the text has no tokenizer, so it is chosen here to decode.
-    tokenizer = text.chosen_tokenizer or choose_tokenizer(model, adapter, text.vocabulary_size)
+    chosen_tokenizer = text_of_run.chosen_tokenizer or choose_tokenizer(
+        model_repository, adapter_repository, text_of_run.vocabulary_size
+    )
 
     def decode(token_ids: np.ndarray) -> str:
-        decoded_text: str = tokenizer.pretrained.decode(
+        decoded_text: str = chosen_tokenizer.pretrained.decode(
             token_ids.tolist(), skip_special_tokens=True
         )
         return decoded_text
 
-    return RunText(decode, reread)
+    return RunText(decode, read_again)
 
 
 def _text_of_run(
@@ -156,14 +160,16 @@ def _text_of_run(
     if not identity.special_tokens:
         text_options = replace(text_options, special_tokens="none")
     vocabulary_size = metadata["model"]["vocab_size"]
-    text = Text(text_options, model, vocabulary_size, earlier_metadata=[metadata], adapter=adapter)
+    text_of_run = Text(
+        text_options, model, vocabulary_size, earlier_metadata=[metadata], adapter=adapter
+    )
     lora_path = None if adapter is None else adapter.path
     present_config = replace(
         recorded_config,
         model=replace(recorded_config.model, model_path=model.path, lora=lora_path),
         text=text_options,
     )
-    return text, present_config
+    return text_of_run, present_config
 
 
 def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:
@@ -181,24 +187,30 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # Samples of one host with the same start are read in one pass over the host's data. The keys
     # are the host and the number of samples before the start. The values are indices of
     # `stored_samples`.
-    indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
+    stored_indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
     for stored_index, stored_tokens in enumerate(stored_samples):
-        samples_before = 0 if stored_tokens.start is None else stored_tokens.start.samples
-        indices_by_pass[stored_tokens.worker, samples_before].append(stored_index)
-    for (worker, _), stored_indices in indices_by_pass.items():
-        indices_by_number: dict[int, list[int]] = defaultdict(list)
+        num_samples_before = 0 if stored_tokens.start is None else stored_tokens.start.samples
+        stored_indices_by_pass[stored_tokens.worker, num_samples_before].append(stored_index)
+    for (worker, _), stored_indices in stored_indices_by_pass.items():
+        stored_indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
         for stored_index in stored_indices:
-            indices_by_number[stored_samples[stored_index].sample_idx].append(stored_index)
+            stored_indices_by_sample_idx[stored_samples[stored_index].sample_idx].append(
+                stored_index
+            )
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
             start=stored_samples[stored_indices[0]].start,
-            until=worker.number_of(max(indices_by_number)) + 1,
+            until=worker.number_of(max(stored_indices_by_sample_idx)) + 1,
         )
-        for sample in sample_stream:
-            for stored_index in indices_by_number.get(sample.facts.sample_idx, ()):
-                ids_or_messages[stored_index] = _token_ids(sample, stored_samples[stored_index])
+        for reread_sample in sample_stream:
+            for stored_index in stored_indices_by_sample_idx.get(
+                reread_sample.facts.sample_idx, ()
+            ):
+                ids_or_messages[stored_index] = _token_ids(
+                    reread_sample, stored_samples[stored_index]
+                )
     return ids_or_messages
 
 

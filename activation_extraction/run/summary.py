@@ -31,14 +31,14 @@ def make_progress(run: Run) -> Progress:
     Args:
         run: The run.
     """
-    mesh_devices = run.forward.rows.mesh.shape["device"]
+    num_mesh_devices = run.forward.rows.mesh.shape["device"]
     return Progress(
         run.storage.options.max_samples,
         run.storage.options.max_tokens if run.storage.plan.repair is None else None,
         (run.storage.totals.samples, run.storage.totals.tokens),
         run.config.log_every,
-        chips=mesh_devices,
-        peak_flops=peak_flops(mesh_devices),
+        chips=num_mesh_devices,
+        peak_flops=peak_flops(num_mesh_devices),
         gauges=lambda: {"batches_ready": run.batches.ready, **run.storage.gauges()},
         record=run.storage.record,
     )
@@ -58,21 +58,21 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     """
     storage = run.storage
     totals = storage.totals
-    repair = storage.plan.repair
-    if repair is not None:
+    run_repair = storage.plan.repair
+    if run_repair is not None:
         shard_numbers = ranges_in_words(sorted(commit.number for commit in storage.made)) or "none"
-        outcome = "repaired" if complete else "interrupted"
-        say(f"{outcome}: shards stored in {run.output_url}: {shard_numbers}")
-        if complete and repair.gaps:
-            if repair.status(totals.samples) != "complete":
+        repair_outcome = "repaired" if complete else "interrupted"
+        say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers}")
+        if complete and run_repair.gaps:
+            if run_repair.status(totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
-            elif (added_tokens := totals.tokens - repair.metadata["tokens"]) > 0:
+            elif (num_added_tokens := totals.tokens - run_repair.metadata["tokens"]) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
-                    f"{counted(added_tokens, 'token')} more"
+                    f"{counted(num_added_tokens, 'token')} more"
                 )
         return
-    shortfalls = gather(run.host, _shortfall_message(run) if complete else "")
+    shortfall_messages = gather(run.host, _shortfall_message(run) if complete else "")
     say(
         f"{'done' if complete else 'interrupted'}: "
         f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
@@ -104,16 +104,16 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
         say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule_of_kept_tokens})")
-    for line in codes_in_words(totals.statistics):
-        say(line)
-    for line in code_warnings(totals.statistics):
-        log.warning("%s", line)
-    for shortfall in filter(None, shortfalls):
-        say(f"short: {shortfall}")
+    for line_about_codes in codes_in_words(totals.statistics):
+        say(line_about_codes)
+    for line_about_codes in code_warnings(totals.statistics):
+        log.warning("%s", line_about_codes)
+    for shortfall_message in filter(None, shortfall_messages):
+        say(f"short: {shortfall_message}")
     if run.host.id != 0 and not run.config.verbose:
         return
-    if new_tokens := totals.tokens - storage.plan.totals.tokens:
-        say(_time_line(run, clock, new_tokens))
+    if num_new_tokens := totals.tokens - storage.plan.totals.tokens:
+        say(_time_line(run, clock, num_new_tokens))
     if totals.shards:
         say(
             "read it with:",
@@ -129,20 +129,23 @@ def _reading_lines(url: str, totals: Totals) -> list[str]:
         totals: The totals of this host. The lines for a sample are left out if no sample is stored,
             and the lines for a batch are left out if no token is stored.
     """
-    hook = next(iter(totals.statistics))
-    lines = [
+    first_hook_name = next(iter(totals.statistics))
+    code_lines = [
         "from activation_extraction import ActivationDataset",
         f"dataset = ActivationDataset({url!r})",
     ]
     if totals.samples:
-        lines.append("sample = dataset[0]")
-        lines.append(
-            f"print(sample.text_preview[:40], sample.token_ids[:8], sample[{hook!r}].shape)"
+        code_lines.append("sample = dataset[0]")
+        code_lines.append(
+            "print(sample.text_preview[:40], sample.token_ids[:8], "
+            f"sample[{first_hook_name!r}].shape)"
         )
     if totals.tokens:
-        lines.append("batch = next(dataset.batches(1024))  # shuffle=0 shuffles the tokens")
-        lines.append(f"print(batch.sample_idx[:8], batch.position[:8], batch[{hook!r}].shape)")
-    return [f"  {line}" for line in lines]
+        code_lines.append("batch = next(dataset.batches(1024))  # shuffle=0 shuffles the tokens")
+        code_lines.append(
+            f"print(batch.sample_idx[:8], batch.position[:8], batch[{first_hook_name!r}].shape)"
+        )
+    return [f"  {code_line}" for code_line in code_lines]
 
 
 def _shortfall_message(run: Run) -> str:
@@ -155,22 +158,26 @@ def _shortfall_message(run: Run) -> str:
         The message. "" if the host reached one of the limits, or if it has no limit.
     """
     storage_options, totals = run.storage.options, run.storage.totals
-    stored_and_limits: dict[str, tuple[int, int]] = {}  # by unit
+    stored_count_and_limit_by_unit: dict[str, tuple[int, int]] = {}  # by unit
     if storage_options.max_samples is not None:
-        stored_and_limits["sample"] = (totals.samples, storage_options.max_samples)
+        stored_count_and_limit_by_unit["sample"] = (totals.samples, storage_options.max_samples)
     if storage_options.max_tokens is not None:
-        stored_and_limits["token"] = (totals.tokens, storage_options.max_tokens)
-    if not stored_and_limits:
+        stored_count_and_limit_by_unit["token"] = (totals.tokens, storage_options.max_tokens)
+    if not stored_count_and_limit_by_unit:
         return ""
-    if any(stored_count >= limit for stored_count, limit in stored_and_limits.values()):
+    if any(
+        stored_count >= limit for stored_count, limit in stored_count_and_limit_by_unit.values()
+    ):
         return ""
     host_in_words = f" of host {run.host.id}" if run.host.several else ""
     share_in_words = "its share of " if run.host.several else ""
-    phrases = []
-    for unit, (stored_count, limit) in stored_and_limits.items():
+    shortfalls_in_words = []
+    for unit, (stored_count, limit) in stored_count_and_limit_by_unit.items():
         flag_in_words = f"{share_in_words}--max_{unit}s"
-        phrases.append(f"{stored_count:,} of at most {counted(limit, unit)} ({flag_in_words})")
-    return f"the data{host_in_words} ended after {' and '.join(phrases)}"
+        shortfalls_in_words.append(
+            f"{stored_count:,} of at most {counted(limit, unit)} ({flag_in_words})"
+        )
+    return f"the data{host_in_words} ended after {' and '.join(shortfalls_in_words)}"
 
 
 def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
@@ -204,10 +211,10 @@ def how_to_continue(hosts: int, overwrite: bool) -> str:
         overwrite: Whether --overwrite is set. If so, the advice is to omit this flag, because it
             would delete the stored shards.
     """
-    advice = "run the same command again"
+    advice_in_words = "run the same command again"
     if hosts > 1:
-        advice = "start all hosts again with the same command"
-    return f"to continue, {advice}{' without --overwrite' if overwrite else ''}"
+        advice_in_words = "start all hosts again with the same command"
+    return f"to continue, {advice_in_words}{' without --overwrite' if overwrite else ''}"
 
 
 def list_hooks(
@@ -231,30 +238,32 @@ def list_hooks(
         sample_tokens: The number of tokens of the longest possible sample.
         encoders: The autoencoders of --encode.
     """
-    depth = model_config.num_hidden_layers
+    num_layers = model_config.num_hidden_layers
     model_sizes = model_config.sizes_with(sample_tokens)
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
         vector_type = hook_kind.vector_type(model_sizes, dtype)
         module_name, *other_modules = hook_kind.modules or ("",)
-        hook_layers = hook_kind.layers(depth, table.layer_types)
+        hook_layers = hook_kind.layers(num_layers, table.layer_types)
         hook_name = hook_kind.name.format("K")
-        if "{}" in hook_kind.name and len(hook_layers) != depth:
+        if "{}" in hook_kind.name and len(hook_layers) != num_layers:
             hook_name += f" (K: {ranges_in_words(hook_layers)})"
         other_names = ", ".join(alias.format("K") for alias in (*hook_kind.aliases, *other_modules))
         number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
         table_rows.append((hook_name, module_name.format("K"), *number_cells, other_names))
-    column_widths = [max(map(len, column)) for column in zip(*table_rows, strict=True)]
+    column_widths = [max(map(len, table_column)) for table_column in zip(*table_rows, strict=True)]
     table_lines = []
     for cells_of_row in table_rows:
         padded_cells = []
-        for column_name, cell, column_width in zip(
+        for column_name, table_cell, column_width in zip(
             COLUMNS, cells_of_row, column_widths, strict=True
         ):
             is_number = column_name in NUMBER_COLUMNS
-            padded_cells.append(cell.rjust(column_width) if is_number else cell.ljust(column_width))
+            padded_cells.append(
+                table_cell.rjust(column_width) if is_number else table_cell.ljust(column_width)
+            )
         table_lines.append("  ".join(padded_cells))
-    table_lines.append(f"K is the layer, from 0 to {depth - 1}")
+    table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
     for encoder in encoders:
         activation_bytes = encoder.source.kind.vector_type(model_sizes, dtype).bytes
         table_lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
@@ -266,15 +275,15 @@ def list_hooks(
             f"--positions {positions} keeps about {kept_tokens:,.0f} of a sample's "
             f"{sample_tokens:,} tokens"
         )
-    return [line.rstrip() for line in table_lines]
+    return [table_line.rstrip() for table_line in table_lines]
 
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
     """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
-    number_ranges: list[list[int]] = []  # [first, last], or [number]
+    number_range_bounds: list[list[int]] = []  # [first, last], or [number]
     for next_number in numbers:
-        if number_ranges and next_number == number_ranges[-1][-1] + 1:
-            number_ranges[-1][1:] = [next_number]
+        if number_range_bounds and next_number == number_range_bounds[-1][-1] + 1:
+            number_range_bounds[-1][1:] = [next_number]
         else:
-            number_ranges.append([next_number])
-    return ", ".join("-".join(map(str, first_and_last)) for first_and_last in number_ranges)
+            number_range_bounds.append([next_number])
+    return ", ".join("-".join(map(str, first_and_last)) for first_and_last in number_range_bounds)

@@ -124,16 +124,16 @@ def templates_in(repository: Repository) -> dict[str, str]:
     Raises:
         InputError: If a file with a template cannot be read.
     """
-    jinja_sources: dict[str, str] = {}
+    jinja_source_by_name: dict[str, str] = {}
     for template_name, file_name in TEMPLATE_FILES.items():
-        if (path := repository.find(file_name)) is not None:
+        if (template_path := repository.find(file_name)) is not None:
             try:
-                jinja_sources[template_name] = path.read_text(encoding="utf-8")
+                jinja_source_by_name[template_name] = template_path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"{path}: cannot be read: {one_line(error)}") from error
+                raise InputError(f"{template_path}: cannot be read: {one_line(error)}") from error
     for file_name in TEMPLATE_SETTINGS:
-        if not jinja_sources and (path := repository.find(file_name)) is not None:
-            stored_templates = read_json(path).get("chat_template")
+        if not jinja_source_by_name and (template_path := repository.find(file_name)) is not None:
+            stored_templates = read_json(template_path).get("chat_template")
             try:
                 if isinstance(stored_templates, list):
                     stored_templates = {
@@ -146,9 +146,10 @@ def templates_in(repository: Repository) -> dict[str, str]:
                     if jinja_source := stored_templates.get(template_name):
                         if not isinstance(jinja_source, str):
                             raise TypeError("a template is not text")
-                        jinja_sources[template_name] = jinja_source
+                        jinja_source_by_name[template_name] = jinja_source
             except (KeyError, TypeError) as error:
                 raise InputError(
-                    f"{path}: chat_template is neither text nor a list of templates with names"
+                    f"{template_path}: chat_template is neither text nor a list of templates "
+                    "with names"
                 ) from error
-    return jinja_sources
+    return jinja_source_by_name

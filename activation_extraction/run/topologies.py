@@ -108,12 +108,14 @@ class Topology:
     def described(self) -> list[Device]:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
         platform = "tpu" if self.is_tpu else "gpu"
-        device_count = self.chips * self.chip_kind.devices_per_chip
-        devices = []
-        for device_number in range(device_count):
-            host_number = device_number * self.hosts // device_count
-            devices.append(Device(device_number, platform, self.chip_kind.chip_name, host_number))
-        return devices
+        num_devices = self.chips * self.chip_kind.devices_per_chip
+        described_devices = []
+        for device_number in range(num_devices):
+            host_number = device_number * self.hosts // num_devices
+            described_devices.append(
+                Device(device_number, platform, self.chip_kind.chip_name, host_number)
+            )
+        return described_devices
 
     def compilable(self) -> list[Any]:
         """Returns JAX's descriptions of a TPU's devices, for which programs can be compiled.
@@ -163,26 +165,32 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
             "v5litepod-64, v4-32 or h100-8"
         )
     if chip_kind.shapes:
-        sides = _tpu_sides(name, kind_name, chip_kind, number_in_name, shape_in_name)
-        chips = math.prod(sides)
-        is_flat = len(sides) == 2
-        machine_name = f"{kind_name}:{'x'.join(map(str, sides))}"
-        usual_host_size = chips if is_flat and chips in (1, 8) else USUAL_HOST_CHIPS
-        possible_sizes = [*HOST_SHAPES] if is_flat else [USUAL_HOST_CHIPS]
+        sides_of_shape = _tpu_sides(name, kind_name, chip_kind, number_in_name, shape_in_name)
+        num_chips = math.prod(sides_of_shape)
+        is_two_dimensional = len(sides_of_shape) == 2
+        machine_name = f"{kind_name}:{'x'.join(map(str, sides_of_shape))}"
+        usual_host_size = (
+            num_chips if is_two_dimensional and num_chips in (1, 8) else USUAL_HOST_CHIPS
+        )
+        host_sizes_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
     else:
-        chips = int(number_in_name or 1)
-        machine_name = f"{kind_name}-{chips}"
-        usual_host_size = min(chips, 8)
-        possible_sizes = [*range(1, chips + 1)]
-    host_sizes = [possible_size for possible_size in possible_sizes if chips % possible_size == 0]
-    host_size = usual_host_size if chips_per_host is None else chips_per_host
-    if host_size not in host_sizes:
-        sizes_in_words = ", ".join(map(str, host_sizes)) or "no number"
+        num_chips = int(number_in_name or 1)
+        machine_name = f"{kind_name}-{num_chips}"
+        usual_host_size = min(num_chips, 8)
+        host_sizes_of_kind = [*range(1, num_chips + 1)]
+    possible_host_sizes = [
+        host_size_of_kind
+        for host_size_of_kind in host_sizes_of_kind
+        if num_chips % host_size_of_kind == 0
+    ]
+    chips_of_host = usual_host_size if chips_per_host is None else chips_per_host
+    if chips_of_host not in possible_host_sizes:
+        sizes_in_words = ", ".join(map(str, possible_host_sizes)) or "no number"
         raise InputError(
-            f"--plan {name} --chips_per_host {host_size}: its chips divide among hosts of "
+            f"--plan {name} --chips_per_host {chips_of_host}: its chips divide among hosts of "
             f"{sizes_in_words}"
         )
-    return Topology(machine_name, chip_kind, chips // host_size, chips)
+    return Topology(machine_name, chip_kind, num_chips // chips_of_host, num_chips)
 
 
 def _tpu_sides(
@@ -200,19 +208,23 @@ def _tpu_sides(
     Raises:
         InputError: If there is no TPU with this number or shape. The message lists the valid names.
     """
-    shapes_by_number = {}
+    shape_by_number = {}
     for shape_of_kind in kind.shapes.split():
-        sides = _sides(shape_of_kind)
-        shapes_by_number[str(math.prod(sides) * kind.number_per_chip)] = shape_of_kind
-    largest_sides = sides  # the shapes are in ascending order, so the last one is the largest
-    shape = shape or shapes_by_number.get(number or "", "0")
-    sides = _sides(shape)
-    if len(sides) != len(largest_sides) or not 0 < math.prod(sides) <= math.prod(largest_sides):
+        sides_of_shape = _sides(shape_of_kind)
+        shape_by_number[str(math.prod(sides_of_shape) * kind.number_per_chip)] = shape_of_kind
+    sides_of_largest_shape = (
+        sides_of_shape  # the shapes are in ascending order, so the last one is the largest
+    )
+    shape = shape or shape_by_number.get(number or "", "0")
+    sides_of_shape = _sides(shape)
+    if len(sides_of_shape) != len(sides_of_largest_shape) or not 0 < math.prod(
+        sides_of_shape
+    ) <= math.prod(sides_of_largest_shape):
         machine_names = []
-        for valid_number, possible_shape in shapes_by_number.items():
+        for valid_number, possible_shape in shape_by_number.items():
             machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{possible_shape})")
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
-    return sides
+    return sides_of_shape
 
 
 def _sides(shape: str) -> tuple[int, ...]:

@@ -236,8 +236,8 @@ class DocumentStream:
         indices_of_shares_of_subset = range(subset_index, count, num_subsets)
         self._num_worker_turns *= len(indices_of_shares_of_subset)
         if num_subsets > 1:
-            subset_names = (self._subset_name, f"{subset_index} of {num_subsets}")
-            self._subset_name = ", ".join(filter(None, subset_names))
+            nested_subset_names = (self._subset_name, f"{subset_index} of {num_subsets}")
+            self._subset_name = ", ".join(filter(None, nested_subset_names))
 
     @property
     def beginning(self) -> dict[str, Any]:
