@@ -36,7 +36,7 @@ MAX_COMPARED_TOKENS = 640
 RESIDUAL, CHOSEN = "blocks.{}.hook_resid_post", "blocks.{}.mlp.hook_expert_indices"
 
 # The values of a document: hook name -> array (tokens, width).
-Values = Mapping[str, np.ndarray]
+ValuesByHook = Mapping[str, np.ndarray]
 
 
 class Disagreement(Exception):
@@ -65,7 +65,9 @@ class Comparison:
     changed_tokens: int | None = 0
     changed_reference_tokens: int = 0
 
-    def add(self, values: Values, reference: Values, exact_values: Values | None) -> None:
+    def add(
+        self, values: ValuesByHook, reference: ValuesByHook, exact_values: ValuesByHook | None
+    ) -> None:
         """Adds one document to the comparison.
 
         Args:
@@ -139,7 +141,7 @@ class Agreement:
         """
         self._documents = documents
         # Tuple of dtype and document number -> values of the reference.
-        self._reference: dict[tuple[str, int], Values] = {}
+        self._reference: dict[tuple[str, int], ValuesByHook] = {}
 
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
         """Compares the shards of one contender with the documents and with the reference.
@@ -159,16 +161,16 @@ class Agreement:
         comparison = Comparison()
         for document_number, token_ids, values in stored_documents(folder):
             num_tokens = len(token_ids)
-            lengths = {len(array) for array in values.values()}
-            if token_ids.tolist() != list(self._documents[document_number]) or lengths != {
+            array_lengths = {len(array) for array in values.values()}
+            if token_ids.tolist() != list(self._documents[document_number]) or array_lengths != {
                 num_tokens
             }:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
             tokens_by_hook.update(dict.fromkeys(values, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
-                reference = self._reference.setdefault((dtype, document_number), values)
+                reference_values = self._reference.setdefault((dtype, document_number), values)
                 exact_values = self._reference.get(("float32", document_number))
-                comparison.add(values, reference, exact_values)
+                comparison.add(values, reference_values, exact_values)
         if set(tokens_by_hook.values()) != {tokens}:
             raise Disagreement(
                 f"{folder.name}: tokens by hook are {tokens_by_hook}, expected {tokens}"
@@ -177,7 +179,7 @@ class Agreement:
         return comparison
 
 
-def same_experts(values: Values, expected: Values) -> np.ndarray:
+def same_experts(values: ValuesByHook, expected: ValuesByHook) -> np.ndarray:
     """Returns a mask of the tokens that are routed to the same experts in all layers.
 
     Args:
@@ -189,9 +191,9 @@ def same_experts(values: Values, expected: Values) -> np.ndarray:
     """
     has_same_experts = np.ones(next(iter(values.values())).shape[:-1], bool)
     for hook in filter(_is_expert_hook, values):
-        experts = np.sort(values[hook].astype(np.float32), axis=-1)
-        expected_experts = np.sort(expected[hook].astype(np.float32), axis=-1)
-        has_same_experts &= (experts == expected_experts).all(axis=-1)
+        sorted_experts = np.sort(values[hook].astype(np.float32), axis=-1)
+        sorted_expected_experts = np.sort(expected[hook].astype(np.float32), axis=-1)
+        has_same_experts &= (sorted_experts == sorted_expected_experts).all(axis=-1)
     return has_same_experts
 
 
@@ -215,29 +217,29 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
     The difference is divided by the root mean square (RMS) of `expected`.
     """
     values, expected = values.astype(np.float32), expected.astype(np.float32)
-    rms = np.sqrt(np.mean(np.square(expected), dtype=np.float64))
-    return float(np.abs(values - expected).max() / rms)
+    root_mean_square = np.sqrt(np.mean(np.square(expected), dtype=np.float64))
+    return float(np.abs(values - expected).max() / root_mean_square)
 
 
-def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, Values]]:
+def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:
     """Yields the documents in the shards of a folder.
 
     Yields:
         A tuple of the number of the document, its token ids, and its values: hook name -> array
         (tokens, width).
     """
-    for path in sorted(folder.glob("shard_*.pkl.gz")):
+    for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
         # The keys of both dicts are the numbers of documents.
         token_ids_of_document: dict[int, np.ndarray] = {}
         values_of_document: dict[int, dict[str, np.ndarray]] = {}
-        with open(path, "rb") as shard_file:
-            records_by_key = read_records(shard_file, path.name, MAX_SHARD_BYTES)
+        with open(shard_path, "rb") as shard_file:
+            records_by_key = read_records(shard_file, shard_path.name, MAX_SHARD_BYTES)
         for hook_key, records in records_by_key.items():
-            hook = RESIDUAL.format(hook_key) if isinstance(hook_key, int) else str(hook_key)
+            hook_name = RESIDUAL.format(hook_key) if isinstance(hook_key, int) else str(hook_key)
             for record in records:
                 document_number = record["sample_idx"]
                 assert record["token_ids"] is not None
                 token_ids_of_document.setdefault(document_number, record["token_ids"])
-                values_of_document.setdefault(document_number, {})[hook] = record["activation"]
+                values_of_document.setdefault(document_number, {})[hook_name] = record["activation"]
         for document_number, values in values_of_document.items():
             yield document_number, token_ids_of_document[document_number], values

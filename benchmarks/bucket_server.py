@@ -54,8 +54,10 @@ class Object(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "Object":
-        status = path.stat()
-        return cls(path, status.st_size, f'"{status.st_mtime_ns:x}-{status.st_size:x}"')
+        file_status = path.stat()
+        return cls(
+            path, file_status.st_size, f'"{file_status.st_mtime_ns:x}-{file_status.st_size:x}"'
+        )
 
 
 class Counts(NamedTuple):
@@ -119,25 +121,27 @@ class Server(socketserver.ThreadingTCPServer):
             last_entry: The last entry of the previous page. Empty for the first page.
         """
         # Entry (the name of an object, or of a folder up to the delimiter) -> its XML.
-        page: dict[str, str] = {}
-        for name in self.names[bisect_left(self.names, max(prefix, last_entry)) :]:
-            if len(page) > PAGE_ENTRIES or not name.startswith(prefix):
+        xml_of_entry: dict[str, str] = {}
+        for object_name in self.names[bisect_left(self.names, max(prefix, last_entry)) :]:
+            if len(xml_of_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
                 break
-            rest_of_entry, found_delimiter, _ = name[len(prefix) :].partition(delimiter or "\0")
-            entry = prefix + rest_of_entry + found_delimiter
-            if entry <= last_entry or entry in page:
+            entry_after_prefix, delimiter_of_entry, _ = object_name[len(prefix) :].partition(
+                delimiter or "\0"
+            )
+            entry = prefix + entry_after_prefix + delimiter_of_entry
+            if entry <= last_entry or entry in xml_of_entry:
                 continue
-            entry_file = self.objects[name]
-            page[entry] = (
+            entry_file = self.objects[object_name]
+            xml_of_entry[entry] = (
                 f"<CommonPrefixes><Prefix>{escape(entry)}</Prefix></CommonPrefixes>"
-                if found_delimiter
+                if delimiter_of_entry
                 else f"<Contents><Key>{escape(entry)}</Key><Size>{entry_file.size}</Size>"
                 f"<ETag>{entry_file.tag}</ETag><LastModified>{LISTED_DATE}</LastModified></Contents>"
             )
-        entries_xml = "".join([*page.values()][:PAGE_ENTRIES])
-        if len(page) > PAGE_ENTRIES:
-            token = escape([*page][PAGE_ENTRIES - 1])
-            entries_xml += f"<NextContinuationToken>{token}</NextContinuationToken>"
+        entries_xml = "".join([*xml_of_entry.values()][:PAGE_ENTRIES])
+        if len(xml_of_entry) > PAGE_ENTRIES:
+            continuation_token = escape([*xml_of_entry][PAGE_ENTRIES - 1])
+            entries_xml += f"<NextContinuationToken>{continuation_token}</NextContinuationToken>"
         return f"<ListBucketResult>{entries_xml}</ListBucketResult>".encode()
 
 
@@ -148,13 +152,13 @@ class Connection(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True
 
     def handle(self) -> None:
-        while request := self.rfile.readline():
-            method, target, _ = request.decode("latin-1").split(" ", 2)
-            headers = {}
-            while line := self.rfile.readline().strip():
-                name, _, content = line.decode("latin-1").partition(":")
-                headers[name.lower()] = content.strip()
-            self.answer(method, target, headers)
+        while request_line := self.rfile.readline():
+            method, target, _ = request_line.decode("latin-1").split(" ", 2)
+            content_of_header = {}
+            while header_line := self.rfile.readline().strip():
+                header_name, _, header_content = header_line.decode("latin-1").partition(":")
+                content_of_header[header_name.lower()] = header_content.strip()
+            self.answer(method, target, content_of_header)
 
     def answer(self, method: str, target: str, headers: dict[str, str]) -> None:
         """Answers a request.
@@ -168,31 +172,40 @@ class Connection(socketserver.StreamRequestHandler):
             return self.send(200, json.dumps(self.server.counts._asdict()).encode())
         time.sleep(self.server.latency_seconds)
         url = urlsplit(target)
-        bucket, _, object_name = unquote(url.path).lstrip("/").partition("/")
-        if bucket == BUCKET and not object_name:
-            query = {key: values[0] for key, values in parse_qs(url.query).items()}
-            last_entry = query.get("continuation-token", "")
-            page = self.server.listing(
-                query.get("prefix", ""), query.get("delimiter", ""), last_entry
+        bucket_name, _, object_name = unquote(url.path).lstrip("/").partition("/")
+        if bucket_name == BUCKET and not object_name:
+            query_parameters = {
+                parameter_name: parameter_values[0]
+                for parameter_name, parameter_values in parse_qs(url.query).items()
+            }
+            last_entry = query_parameters.get("continuation-token", "")
+            listing_page = self.server.listing(
+                query_parameters.get("prefix", ""),
+                query_parameters.get("delimiter", ""),
+                last_entry,
             )
-            self.server.count_request(len(page))
-            return self.send(200, page)
-        stored_object = self.server.objects.get(object_name) if bucket == BUCKET else None
+            self.server.count_request(len(listing_page))
+            return self.send(200, listing_page)
+        stored_object = self.server.objects.get(object_name) if bucket_name == BUCKET else None
         if stored_object is None:
             self.server.count_request(0)
             return self.send(404)
         if headers.get("if-match", stored_object.tag) != stored_object.tag:
             self.server.count_request(0)
             return self.send(412)
-        status, start, stop = requested_range(headers.get("range", ""), stored_object.size)
-        self.server.count_request(stop - start if method == "GET" else 0)
+        http_status, start_offset, stop_offset = requested_range(
+            headers.get("range", ""), stored_object.size
+        )
+        self.server.count_request(stop_offset - start_offset if method == "GET" else 0)
         object_headers = f"ETag: {stored_object.tag}\r\nx-goog-generation: 1\r\n"
         object_headers += f"Last-Modified: {HEADER_DATE}\r\n"
-        if status == 206:
-            object_headers += f"Content-Range: bytes {start}-{stop - 1}/{stored_object.size}\r\n"
-        self.send_headers(status, stop - start, object_headers)
-        if method == "GET" and stop > start:
-            self.send_file(stored_object.path, start, stop)
+        if http_status == 206:
+            object_headers += (
+                f"Content-Range: bytes {start_offset}-{stop_offset - 1}/{stored_object.size}\r\n"
+            )
+        self.send_headers(http_status, stop_offset - start_offset, object_headers)
+        if method == "GET" and stop_offset > start_offset:
+            self.send_file(stored_object.path, start_offset, stop_offset)
 
     def send_headers(self, status: int, size: int, object_headers: str = "") -> None:
         """Sends the status and the headers of an answer.
@@ -224,13 +237,15 @@ class Connection(socketserver.StreamRequestHandler):
             stop: The offset after the last byte.
         """
         start_time = time.perf_counter()
-        offset = start
+        next_offset = start
         with open(path, "rb", buffering=0) as file:
-            while offset < stop:
-                allowed_time = start_time + (offset - start) / self.server.rate
+            while next_offset < stop:
+                allowed_time = start_time + (next_offset - start) / self.server.rate
                 time.sleep(max(0.0, allowed_time - time.perf_counter()))
-                num_bytes = min(SENT_AT_ONCE, stop - offset)
-                offset += os.sendfile(self.connection.fileno(), file.fileno(), offset, num_bytes)
+                num_bytes = min(SENT_AT_ONCE, stop - next_offset)
+                next_offset += os.sendfile(
+                    self.connection.fileno(), file.fileno(), next_offset, num_bytes
+                )
 
 
 def requested_range(header: str, size: int) -> tuple[int, int, int]:
@@ -248,9 +263,9 @@ def requested_range(header: str, size: int) -> tuple[int, int, int]:
     if range_match is None:
         return 200, 0, size
     first_byte, last_byte = range_match.groups()
-    start = int(first_byte) if first_byte else max(0, size - int(last_byte))
-    stop = min(int(last_byte) + 1, size) if first_byte and last_byte else size
-    return (206, start, stop) if start < size else (416, 0, 0)
+    start_offset = int(first_byte) if first_byte else max(0, size - int(last_byte))
+    stop_offset = min(int(last_byte) + 1, size) if first_byte and last_byte else size
+    return (206, start_offset, stop_offset) if start_offset < size else (416, 0, 0)
 
 
 @contextmanager
@@ -265,16 +280,16 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
     Yields:
         The address of the server, "HOST:PORT".
     """
-    command = [sys.executable, "-m", "benchmarks.bucket_server", str(folder)]
-    command += ["--latency", str(latency), "--rate", str(rate)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    server_command = [sys.executable, "-m", "benchmarks.bucket_server", str(folder)]
+    server_command += ["--latency", str(latency), "--rate", str(rate)]
+    with subprocess.Popen(server_command, stdout=subprocess.PIPE, text=True) as server_process:
         try:
-            assert server.stdout is not None
-            address = f"127.0.0.1:{int(server.stdout.readline())}"
+            assert server_process.stdout is not None
+            address = f"127.0.0.1:{int(server_process.stdout.readline())}"
             os.environ["STORAGE_EMULATOR_HOST"] = f"http://{address}"
             yield address
         finally:
-            server.kill()
+            server_process.kill()
             os.environ.pop("STORAGE_EMULATOR_HOST", None)
 
 
@@ -284,8 +299,8 @@ def counts(address: str) -> Counts:
     Args:
         address: The address of the server, "HOST:PORT".
     """
-    with urllib.request.urlopen(f"http://{address}/counts") as answer:
-        return Counts(**json.load(answer))
+    with urllib.request.urlopen(f"http://{address}/counts") as counts_answer:
+        return Counts(**json.load(counts_answer))
 
 
 if __name__ == "__main__":
@@ -297,7 +312,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--rate", type=float, default=RATE, help="MB/s of a connection (default: 200)"
     )
-    arguments = parser.parse_args()
-    bucket = Server(arguments.folder, arguments.latency, arguments.rate)
-    print(bucket.server_address[1], flush=True)
-    bucket.serve_forever()
+    parsed_flags = parser.parse_args()
+    server_of_folder = Server(parsed_flags.folder, parsed_flags.latency, parsed_flags.rate)
+    print(server_of_folder.server_address[1], flush=True)
+    server_of_folder.serve_forever()

@@ -46,22 +46,23 @@ class Way:
     """A way to batch and write documents.
 
     Attributes:
-        batched: Whether a batch contains several documents, which are padded to the longest one.
-        by_length: Whether documents are sorted by length before they are batched.
-        widen: Whether all floating-point values are stored in float32. Otherwise, they are stored
-            in the model's dtype.
-        quick_gzip: Whether isal compresses the files instead of Python's gzip module.
+        pads_batches: Whether a batch contains several documents, which are padded to the longest
+            document of the batch. Otherwise, a batch is a single document.
+        sorts_by_length: Whether documents are sorted by length before they are batched.
+        stores_float32: Whether all floating-point values are stored in float32. Otherwise, they
+            are stored in the model's dtype.
+        uses_isal: Whether isal compresses the files instead of Python's gzip module.
     """
 
-    batched: bool = False
-    by_length: bool = False
-    widen: bool = False
-    quick_gzip: bool = True
+    pads_batches: bool = False
+    sorts_by_length: bool = False
+    stores_float32: bool = False
+    uses_isal: bool = True
 
 
 WAYS = {
-    "padded": Way(batched=True, widen=True, quick_gzip=False),
-    "sorted": Way(batched=True, by_length=True, widen=True),
+    "padded": Way(pads_batches=True, stores_float32=True, uses_isal=False),
+    "sorted": Way(pads_batches=True, sorts_by_length=True, stores_float32=True),
     "alone": Way(),
 }
 
@@ -81,9 +82,9 @@ def batches_of(
         The numbers of the documents in each selected batch.
     """
     document_numbers = list(range(len(lengths)))
-    if way.by_length:
+    if way.sorts_by_length:
         document_numbers.sort(key=lambda number: lengths[number])
-    if not way.batched:
+    if not way.pads_batches:
         batch_size = 1
     batch_starts = range(0, len(document_numbers), batch_size)
     batches = [document_numbers[start : start + batch_size] for start in batch_starts]
@@ -123,16 +124,16 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
         model_output = model(
             padded_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
         )
-        hook_values = []
+        values_of_hooks = []
         for hook in hooks:
             layer = layer_of(hook)
             if is_expert_hook(hook):
-                hook_values.append(
+                values_of_hooks.append(
                     experts_of_layer[layer].to(torch.int16).reshape(*padded_ids.shape, -1)
                 )
             else:
-                hook_values.append(model_output.hidden_states[layer + 1])
-        return hook_values
+                values_of_hooks.append(model_output.hidden_states[layer + 1])
+        return values_of_hooks
 
     return forward
 
@@ -162,9 +163,9 @@ def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor 
     longest_length = max(map(len, documents))
     padded_ids = torch.zeros(len(documents), longest_length, dtype=torch.int64)
     attention_mask = torch.zeros(len(documents), longest_length, dtype=torch.int64)
-    for row, token_ids in enumerate(documents):
-        padded_ids[row, : len(token_ids)] = torch.tensor(token_ids)
-        attention_mask[row, : len(token_ids)] = 1
+    for row_number, token_ids in enumerate(documents):
+        padded_ids[row_number, : len(token_ids)] = torch.tensor(token_ids)
+        attention_mask[row_number, : len(token_ids)] = 1
     return padded_ids, attention_mask
 
 
@@ -215,11 +216,11 @@ class Shards:
             token_ids: The token ids of the document.
             values: The values of each hook, (tokens, width).
         """
-        arrays = [as_numpy(tensor, self.way.widen) for tensor in values]
-        array_bytes = sum(array.nbytes for array in arrays)
+        hook_arrays = [as_numpy(tensor, self.way.stores_float32) for tensor in values]
+        array_bytes = sum(array.nbytes for array in hook_arrays)
         if self._array_bytes and self._array_bytes + array_bytes > SHARD_BYTES:
             self.flush()
-        for hook, array in zip(self.hooks, arrays, strict=True):
+        for hook, array in zip(self.hooks, hook_arrays, strict=True):
             record = {
                 "sample_idx": document_number,
                 "hook": hook,
@@ -240,13 +241,13 @@ class Shards:
         if not self._array_bytes:
             return
         self._shard_count += 1
-        path = self.folder / f"shard_{self._shard_count:04d}.pkl.gz"
-        with open(path, "wb") as file:
-            with self._compressed(file) as compressed_stream:
+        shard_path = self.folder / f"shard_{self._shard_count:04d}.pkl.gz"
+        with open(shard_path, "wb") as shard_file:
+            with self._compressed(shard_file) as compressed_stream:
                 pickle.dump(self._records, compressed_stream)
-            file.flush()
-            os.fsync(file.fileno())
-        self.bytes += path.stat().st_size
+            shard_file.flush()
+            os.fsync(shard_file.fileno())
+        self.bytes += shard_path.stat().st_size
         self._records, self._array_bytes = {}, 0
 
     def _compressed(self, file: Any) -> Any:
@@ -255,7 +256,7 @@ class Shards:
         Args:
             file: The binary file to write.
         """
-        if self.way.quick_gzip:
+        if self.way.uses_isal:
             return igzip.IGzipFile(fileobj=file, mode="wb", compresslevel=ISAL_LEVEL)
         # The default compression level of Python's gzip is 9, the slowest one.
         return gzip.GzipFile(fileobj=file, mode="wb")
@@ -287,23 +288,25 @@ def run(
         bytes: The total size of the files in bytes.
         compute_seconds, store_seconds: The seconds of computing and of writing.
     """
-    figures = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
+    run_figures = {"tokens": 0, "written_tokens": 0, "documents": 0, "compute_seconds": 0.0}
     start_time = time.perf_counter()
     for batch in batches:
         batch_start_time = time.perf_counter()
         values_of_hooks = forward([documents[document_number] for document_number in batch])
-        figures["compute_seconds"] += time.perf_counter() - batch_start_time
-        for row, document_number in enumerate(batch):
+        run_figures["compute_seconds"] += time.perf_counter() - batch_start_time
+        for row_in_batch, document_number in enumerate(batch):
             num_tokens = len(documents[document_number])
-            figures["tokens"] += num_tokens
-            if figures["documents"] % written_every == 0:
-                document_values = [hook_values[row, :num_tokens] for hook_values in values_of_hooks]
+            run_figures["tokens"] += num_tokens
+            if run_figures["documents"] % written_every == 0:
+                document_values = [
+                    hook_values[row_in_batch, :num_tokens] for hook_values in values_of_hooks
+                ]
                 shards.add(document_number, documents[document_number], document_values)
-                figures["written_tokens"] += num_tokens
-            figures["documents"] += 1
+                run_figures["written_tokens"] += num_tokens
+            run_figures["documents"] += 1
     shards.flush()
-    figures["store_seconds"] = time.perf_counter() - start_time - figures["compute_seconds"]
-    return figures | {"bytes": shards.bytes}
+    run_figures["store_seconds"] = time.perf_counter() - start_time - run_figures["compute_seconds"]
+    return run_figures | {"bytes": shards.bytes}
 
 
 def main() -> None:
@@ -328,23 +331,25 @@ def main() -> None:
         default=1,
         help="write one of every N computed documents (default: 1)",
     )
-    options = parser.parse_args()
-    way = WAYS[options.way]
-    dtype = getattr(torch, options.dtype)
-    documents = json.loads(options.token_ids.read_text())
+    parsed_flags = parser.parse_args()
+    way = WAYS[parsed_flags.way]
+    dtype = getattr(torch, parsed_flags.dtype)
+    token_ids_of_documents = json.loads(parsed_flags.token_ids.read_text())
     start_time = time.perf_counter()
-    forward = load_transformers(options.model, dtype, options.hooks)
+    forward = load_transformers(parsed_flags.model, dtype, parsed_flags.hooks)
     with torch.inference_mode():
         # The first call is not measured, just as compiling is not measured for this tool.
-        forward([documents[0][:16]])
+        forward([token_ids_of_documents[0][:16]])
     load_seconds = time.perf_counter() - start_time
-    lengths = [len(token_ids) for token_ids in documents]
-    batches = batches_of(lengths, way, options.batch_size, options.every)
-    options.output.mkdir(parents=True, exist_ok=True)
-    shards = Shards(options.output, options.hooks, way)
-    figures = run(forward, documents, batches, shards, options.written_every)
-    versions = {package: version(package) for package in ("torch", "transformers", "isal")}
-    print(json.dumps(figures | {"load_seconds": load_seconds, "versions": versions}))
+    document_lengths = [len(token_ids) for token_ids in token_ids_of_documents]
+    batches = batches_of(document_lengths, way, parsed_flags.batch_size, parsed_flags.every)
+    parsed_flags.output.mkdir(parents=True, exist_ok=True)
+    shards = Shards(parsed_flags.output, parsed_flags.hooks, way)
+    run_figures = run(forward, token_ids_of_documents, batches, shards, parsed_flags.written_every)
+    version_of_package = {
+        package: version(package) for package in ("torch", "transformers", "isal")
+    }
+    print(json.dumps(run_figures | {"load_seconds": load_seconds, "versions": version_of_package}))
 
 
 if __name__ == "__main__":

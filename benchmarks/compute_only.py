@@ -53,29 +53,33 @@ def mean_seconds(step: Step, batches: Sequence[Batch], min_seconds: float = 0) -
 
 
 def main() -> None:
-    config = parse_args(sys.argv[1:])
+    extraction_options = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    forward = prepare_model(step_request(config))
-    rows, length = forward.shape
-    documents = tokenise(Path(config.model.model_path), Path(str(config.text.dataset_path)), length)
-    packed_batches = list(pack(samples_of(documents), rows, length))
-    full_documents = [[token_id] * length for token_id in range(max(rows, 8))]
-    full_batches = list(pack(samples_of(full_documents), rows, length))
+    forward = prepare_model(step_request(extraction_options))
+    num_rows, row_length = forward.shape
+    token_ids_of_documents = tokenise(
+        Path(extraction_options.model.model_path),
+        Path(str(extraction_options.text.dataset_path)),
+        row_length,
+    )
+    packed_batches = list(pack(samples_of(token_ids_of_documents), num_rows, row_length))
+    full_documents = [[token_id] * row_length for token_id in range(max(num_rows, 8))]
+    full_batches = list(pack(samples_of(full_documents), num_rows, row_length))
     start_time = time.perf_counter()
-    step = compile_step(forward)
+    compiled_step = compile_step(forward)
     # The first call of the step does additional work, so it is not measured with the other calls.
-    mean_seconds(step, packed_batches[:1])
-    figures = {
+    mean_seconds(compiled_step, packed_batches[:1])
+    step_figures = {
         "load_and_compile_seconds": time.perf_counter() - start_time,
         "steps": len(packed_batches),
         "tokens": sum(batch.num_tokens for batch in packed_batches),
-        "seconds": mean_seconds(step, packed_batches),
+        "seconds": mean_seconds(compiled_step, packed_batches),
         "full_rows_tokens": sum(batch.num_tokens for batch in full_batches),
-        "full_rows_seconds": mean_seconds(step, full_batches, MIN_SECONDS),
-        "full_rows_flops_per_token": forward.model.flops([length]) / length,
+        "full_rows_seconds": mean_seconds(compiled_step, full_batches, MIN_SECONDS),
+        "full_rows_flops_per_token": forward.model.flops([row_length]) / row_length,
         "kernels": list(forward.kernels),
     }
-    print(json.dumps(figures))
+    print(json.dumps(step_figures))
 
 
 if __name__ == "__main__":

@@ -144,21 +144,28 @@ class Bench:
         Args:
             lengths: The number of tokens of each document.
         """
-        hooks = hook_table(self.config).of_layers(
+        hooks_of_last_layer = hook_table(self.config).of_layers(
             [self.layers[-1]], "residual", self.config.num_hidden_layers
         )
-        return create_model_with_hooks(self.config, hooks).flops(lengths) / sum(lengths)
+        return create_model_with_hooks(self.config, hooks_of_last_layer).flops(lengths) / sum(
+            lengths
+        )
 
     def flags(self) -> list[str]:
         """Returns the flags for extract_activations.py, without --dtype and --output_dir."""
-        flags = ["--model_path", str(self.folder / "model"), "--compilation_cache", "off"]
-        flags += ["--dataset_path", str(self.folder / "documents.jsonl")]
-        flags += ["--max_seq_length", str(self.options.max_seq_length)]
+        extraction_flags = [
+            "--model_path",
+            str(self.folder / "model"),
+            "--compilation_cache",
+            "off",
+        ]
+        extraction_flags += ["--dataset_path", str(self.folder / "documents.jsonl")]
+        extraction_flags += ["--max_seq_length", str(self.options.max_seq_length)]
         if self.options.batch_size is not None:
-            flags += ["--batch_size", str(self.options.batch_size)]
+            extraction_flags += ["--batch_size", str(self.options.batch_size)]
         if self.has_experts:
-            flags += ["--hook_names", *self.hooks]
-        return flags
+            extraction_flags += ["--hook_names", *self.hooks]
+        return extraction_flags
 
     def sampling(self, contender: str) -> Sampling:
         """Returns the fraction of the documents that a contender computes and writes."""
@@ -178,9 +185,11 @@ def prepare(folder: Path, options: argparse.Namespace) -> Bench:
     model_folder, documents_path = folder / "model", folder / "documents.jsonl"
     make_model(model_folder, SHAPES[options.shape])
     make_documents(documents_path, options.documents)
-    token_ids = tokenise(model_folder, documents_path, options.max_seq_length)
-    (folder / "token_ids.json").write_text(json.dumps(token_ids))
-    return Bench(folder, options, read_model_config(model_folder / "config.json"), token_ids)
+    token_ids_of_documents = tokenise(model_folder, documents_path, options.max_seq_length)
+    (folder / "token_ids.json").write_text(json.dumps(token_ids_of_documents))
+    return Bench(
+        folder, options, read_model_config(model_folder / "config.json"), token_ids_of_documents
+    )
 
 
 def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
@@ -197,15 +206,15 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
     if set(options.only) != {"ours"}:
         libraries.append((str(options.competitors), "torch"))
     for python_path, library in libraries:
-        command = [
+        peak_command = [
             python_path,
             str(ROOT / "benchmarks/peak.py"),
             library,
             "--dtypes",
             *options.dtypes,
         ]
-        process = run([*command, "--seconds", str(options.peak_seconds)])
-        for dtype, flops_per_second in best(process.result).items():
+        peak_process = run([*peak_command, "--seconds", str(options.peak_seconds)])
+        for dtype, flops_per_second in best(peak_process.result).items():
             peak_of_dtype[dtype] = max(peak_of_dtype[dtype], flops_per_second)
     return dict(peak_of_dtype)
 
@@ -221,27 +230,28 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
     Returns:
         Name of a figure of this tool -> figure.
     """
-    flags = [*bench.flags(), "--dtype", dtype]
-    extraction = extract(output, flags)
-    compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *flags])
-    computing = compute_process.result
-    full_rows_speed = computing["full_rows_tokens"] / computing["full_rows_seconds"]
+    extraction_flags = [*bench.flags(), "--dtype", dtype]
+    extraction_figures = extract(output, extraction_flags)
+    compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *extraction_flags])
+    compute_figures = compute_process.result
+    full_rows_speed = compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
     full_row_flops_per_token = bench.flops_per_token([bench.options.max_seq_length])
     return {
-        "tokens_per_second": extraction["tokens"] / extraction["extraction_seconds"],
-        "compute_tokens_per_second": computing["tokens"] / computing["seconds"],
+        "tokens_per_second": extraction_figures["tokens"]
+        / extraction_figures["extraction_seconds"],
+        "compute_tokens_per_second": compute_figures["tokens"] / compute_figures["seconds"],
         "full_rows_tokens_per_second": full_rows_speed,
         "full_rows_flops_per_second": full_rows_speed * full_row_flops_per_token,
-        "steps": computing["steps"],
-        "disturbed": max(extraction["disturbed"], compute_process.disturbed),
-        "bytes": extraction["bytes"],
-        "bytes_per_token": extraction["bytes"] / extraction["tokens"],
-        "written_tokens": extraction["tokens"],
-        "tokens": extraction["tokens"],
-        "peak_bytes": extraction["peak_bytes"],
-        "process_seconds": extraction["process_seconds"],
-        "compile_seconds": extraction["compile_seconds"],
-        "first_batch_seconds": extraction["first_batch_seconds"],
+        "steps": compute_figures["steps"],
+        "disturbed": max(extraction_figures["disturbed"], compute_process.disturbed),
+        "bytes": extraction_figures["bytes"],
+        "bytes_per_token": extraction_figures["bytes"] / extraction_figures["tokens"],
+        "written_tokens": extraction_figures["tokens"],
+        "tokens": extraction_figures["tokens"],
+        "peak_bytes": extraction_figures["peak_bytes"],
+        "process_seconds": extraction_figures["process_seconds"],
+        "compile_seconds": extraction_figures["compile_seconds"],
+        "first_batch_seconds": extraction_figures["first_batch_seconds"],
     }
 
 
@@ -258,27 +268,40 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         Name of a figure of this way -> figure.
     """
     sampling = bench.sampling(name)
-    command = [str(bench.options.competitors), str(ROOT / "benchmarks/competitors.py"), name]
-    command += ["--model", str(bench.folder / "model"), "--output", str(output), "--dtype", dtype]
-    command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    command += ["--every", str(sampling.computed_every)]
-    command += ["--written_every", str(sampling.written_every)]
-    command += ["--hooks", *bench.hooks]
-    process = run(command)
-    figures = process.result
-    compute_seconds_per_token = figures["compute_seconds"] / figures["tokens"]
-    store_seconds_per_token = figures["store_seconds"] / figures["written_tokens"]
+    competitor_command = [
+        str(bench.options.competitors),
+        str(ROOT / "benchmarks/competitors.py"),
+        name,
+    ]
+    competitor_command += [
+        "--model",
+        str(bench.folder / "model"),
+        "--output",
+        str(output),
+        "--dtype",
+        dtype,
+    ]
+    competitor_command += ["--token_ids", str(bench.folder / "token_ids.json")]
+    competitor_command += ["--every", str(sampling.computed_every)]
+    competitor_command += ["--written_every", str(sampling.written_every)]
+    competitor_command += ["--hooks", *bench.hooks]
+    competitor_process = run(competitor_command)
+    competitor_figures = competitor_process.result
+    compute_seconds_per_token = competitor_figures["compute_seconds"] / competitor_figures["tokens"]
+    store_seconds_per_token = (
+        competitor_figures["store_seconds"] / competitor_figures["written_tokens"]
+    )
     return {
         "tokens_per_second": 1 / (compute_seconds_per_token + store_seconds_per_token),
         "compute_tokens_per_second": 1 / compute_seconds_per_token,
-        "bytes_per_token": figures["bytes"] / figures["written_tokens"],
-        "bytes": figures["bytes"],
-        "tokens": figures["tokens"],
-        "written_tokens": figures["written_tokens"],
-        "peak_bytes": process.peak_bytes,
-        "process_seconds": process.seconds,
-        "disturbed": process.disturbed,
-        "versions": figures["versions"],
+        "bytes_per_token": competitor_figures["bytes"] / competitor_figures["written_tokens"],
+        "bytes": competitor_figures["bytes"],
+        "tokens": competitor_figures["tokens"],
+        "written_tokens": competitor_figures["written_tokens"],
+        "peak_bytes": competitor_process.peak_bytes,
+        "process_seconds": competitor_process.seconds,
+        "disturbed": competitor_process.disturbed,
+        "versions": competitor_figures["versions"],
     }
 
 
@@ -301,23 +324,25 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
     for round_number in range(1, bench.options.rounds + 1):
         for dtype in dtypes:
             for contender in bench.options.only:
-                output = bench.folder / contender
+                output_folder = bench.folder / contender
                 if contender == "ours":
-                    figures = run_ours(bench, dtype, output)
+                    figures_of_contender = run_ours(bench, dtype, output_folder)
                 else:
-                    figures = run_competitor(bench, contender, dtype, output)
+                    figures_of_contender = run_competitor(bench, contender, dtype, output_folder)
                 try:
-                    comparison = agreement.check(output, dtype, figures["written_tokens"])
+                    comparison = agreement.check(
+                        output_folder, dtype, figures_of_contender["written_tokens"]
+                    )
                 except Disagreement as error:
                     raise SystemExit(f"error: {error}") from error
-                figures |= agreement_figures(comparison, bench.has_experts)
-                shutil.rmtree(output)
-                figures_of_rounds[contender][dtype].append(figures)
+                figures_of_contender |= agreement_figures(comparison, bench.has_experts)
+                shutil.rmtree(output_folder)
+                figures_of_rounds[contender][dtype].append(figures_of_contender)
                 print(
                     f"round {round_number}: {contender} {dtype}: "
-                    f"{figures['tokens_per_second']:.0f} tokens/s, "
-                    f"computing alone {figures['compute_tokens_per_second']:.0f}; "
-                    f"other processes used {figures['disturbed']:.0%} of the machine",
+                    f"{figures_of_contender['tokens_per_second']:.0f} tokens/s, "
+                    f"computing alone {figures_of_contender['compute_tokens_per_second']:.0f}; "
+                    f"other processes used {figures_of_contender['disturbed']:.0%} of the machine",
                     flush=True,
                 )
     return figures_of_rounds
@@ -337,13 +362,13 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
         changed_experts: The fraction of these tokens whose experts differ from the experts in
             float32. None in a model without experts or without a float32 run.
     """
-    changed_fraction = None
+    changed_token_fraction = None
     if has_experts and comparison.changed_tokens is not None and comparison.compared_tokens:
-        changed_fraction = comparison.changed_tokens / comparison.compared_tokens
+        changed_token_fraction = comparison.changed_tokens / comparison.compared_tokens
     return {
         "deviation": comparison.largest_deviation,
         "compared_tokens": comparison.compared_tokens,
-        "changed_experts": changed_fraction,
+        "changed_experts": changed_token_fraction,
     }
 
 
@@ -358,34 +383,40 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     Returns:
         The median of each figure, and figures that are derived from the medians.
     """
-    medians = {
-        figure_name: statistics.median(figures[figure_name] for figures in rounds)
+    median_of_figure = {
+        figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
         for figure_name, figure in rounds[0].items()
         if isinstance(figure, int | float)
     }
     flops_per_token = bench.flops_per_token([len(token_ids) for token_ids in bench.documents])
-    medians["flops_per_second"] = medians["tokens_per_second"] * flops_per_token
-    medians["compute_flops_per_second"] = medians["compute_tokens_per_second"] * flops_per_token
+    median_of_figure["flops_per_second"] = median_of_figure["tokens_per_second"] * flops_per_token
+    median_of_figure["compute_flops_per_second"] = (
+        median_of_figure["compute_tokens_per_second"] * flops_per_token
+    )
     for figure_name in (
         "flops_per_second",
         "compute_flops_per_second",
         "full_rows_flops_per_second",
     ):
-        if figure_name in medians:
-            medians[figure_name.replace("flops_per_second", "of_peak")] = (
-                medians[figure_name] / peak
+        if figure_name in median_of_figure:
+            median_of_figure[figure_name.replace("flops_per_second", "of_peak")] = (
+                median_of_figure[figure_name] / peak
             )
-    medians["end_to_end_over_compute"] = (
-        medians["tokens_per_second"] / medians["compute_tokens_per_second"]
+    median_of_figure["end_to_end_over_compute"] = (
+        median_of_figure["tokens_per_second"] / median_of_figure["compute_tokens_per_second"]
     )
     # Figures of the first round that are no numbers, so that they have no median. `deviation` and
     # `changed_experts` may also be numbers, and then their medians replace these values.
-    first_figures = {
+    figures_of_first_round = {
         figure_name: rounds[0].get(figure_name)
         for figure_name in ("deviation", "changed_experts", "versions")
     }
-    speeds_of_rounds = [figures["tokens_per_second"] for figures in rounds]
-    return {**first_figures, **medians, "tokens_per_second_of_rounds": speeds_of_rounds}
+    speeds_of_rounds = [figures_of_round["tokens_per_second"] for figures_of_round in rounds]
+    return {
+        **figures_of_first_round,
+        **median_of_figure,
+        "tokens_per_second_of_rounds": speeds_of_rounds,
+    }
 
 
 def report(
@@ -407,33 +438,36 @@ def report(
     for contender, rounds_of_dtype in figures_of_rounds.items():
         sampling = bench.sampling(contender)
         for dtype, figures_of_dtype in rounds_of_dtype.items():
-            figures = summarise(bench, figures_of_dtype, peaks["best"][dtype])
-            figures_of_contenders[contender][dtype] = {**figures, "part": sampling}
-            print(table_line(contender, dtype, figures, sampling))
+            summarised_figures = summarise(bench, figures_of_dtype, peaks["best"][dtype])
+            figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
+            print(table_line(contender, dtype, summarised_figures, sampling))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
-    ratios: dict[str, dict[str, float]] = defaultdict(dict)
-    for dtype, figures in figures_of_contenders.get("ours", {}).items():
+    speed_ratio_of_contender: dict[str, dict[str, float]] = defaultdict(dict)
+    for dtype, summarised_figures in figures_of_contenders.get("ours", {}).items():
         for contender in figures_of_contenders.keys() - {"ours"}:
             competitor_speed = figures_of_contenders[contender][dtype]["tokens_per_second"]
-            ratios[contender][dtype] = figures["tokens_per_second"] / competitor_speed
+            speed_ratio_of_contender[contender][dtype] = (
+                summarised_figures["tokens_per_second"] / competitor_speed
+            )
         print(
-            f"ours {dtype}: compiled in {figures['compile_seconds']:.1f} s; the storage got the "
-            f"first batch {figures['first_batch_seconds']:.1f} s after the start; the step alone "
-            f"computes full rows at {figures['full_rows_tokens_per_second']:.0f} tokens/s, "
-            f"{figures['full_rows_of_peak']:.0%} of the peak of {peaks['best'][dtype] / 1e9:.0f} "
-            "GFLOP/s"
+            f"ours {dtype}: compiled in {summarised_figures['compile_seconds']:.1f} s; the storage "
+            f"got the first batch {summarised_figures['first_batch_seconds']:.1f} s after the "
+            "start; the step alone computes full rows at "
+            f"{summarised_figures['full_rows_tokens_per_second']:.0f} tokens/s, "
+            f"{summarised_figures['full_rows_of_peak']:.0%} of the peak of "
+            f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
-    for contender, ratio_by_dtype in ratios.items():
+    for contender, ratio_by_dtype in speed_ratio_of_contender.items():
         ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
         print(f"ours / {contender}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
-    flags = vars(bench.options).copy()
+    value_of_flag = vars(bench.options).copy()
     # The path of this Python means nothing to readers on other machines.
-    del flags["competitors"]
+    del value_of_flag["competitors"]
     packages = ("jax", "jaxlib", "numpy", "isal")
     return {
         "versions": {package: version(package) for package in packages},
-        "asked": flags,
+        "asked": value_of_flag,
         "documents": {
             "count": len(document_lengths),
             "tokens": sum(document_lengths),
@@ -441,7 +475,7 @@ def report(
         },
         "peak_flops_per_second": peaks,
         "contenders": figures_of_contenders,
-        "ours_over": ratios,
+        "ours_over": speed_ratio_of_contender,
     }
 
 
@@ -516,20 +550,20 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse_options(argv)
-    if set(options.only) != {"ours"} and not options.competitors.exists():
+    parsed_flags = parse_options(argv)
+    if set(parsed_flags.only) != {"ours"} and not parsed_flags.competitors.exists():
         raise SystemExit(
-            f"--competitors {options.competitors}: no such file; `make bench` installs it"
+            f"--competitors {parsed_flags.competitors}: no such file; `make bench` installs it"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        bench = prepare(Path(folder), options)
-        peaks_before = measure_peaks(options)
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        bench = prepare(Path(temporary_folder), parsed_flags)
+        peaks_before = measure_peaks(parsed_flags)
         figures_of_rounds = run_all(bench)
-        peaks_after = measure_peaks(options)
+        peaks_after = measure_peaks(parsed_flags)
         best_peaks = {dtype: max(peaks_before[dtype], peaks_after[dtype]) for dtype in peaks_before}
-        peaks = {"before": peaks_before, "after": peaks_after, "best": best_peaks}
-        summary = report(bench, figures_of_rounds, peaks)
-    print_result(summary)
+        peaks_of_moment = {"before": peaks_before, "after": peaks_after, "best": best_peaks}
+        report_content = report(bench, figures_of_rounds, peaks_of_moment)
+    print_result(report_content)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def make_rows(folder: Path, count: int) -> None:
     words = demo_text().split()
     word_counts = rng.lognormal(np.log(MEDIAN_WORDS), SPREAD, count).astype(int) + 8
     texts = [" ".join(rng.choice(words, word_count)) for word_count in word_counts]
-    rows = [
+    document_rows = [
         {
             "text": text,
             "messages": messages_of(text),
@@ -76,8 +76,10 @@ def make_rows(folder: Path, count: int) -> None:
         for text, word_count in zip(texts, word_counts, strict=True)
     ]
     for file_number in range(2):
-        table = pyarrow.Table.from_pylist(rows[file_number::2])
-        pyarrow.parquet.write_table(table, folder / f"{file_number}.parquet", row_group_size=500)
+        file_table = pyarrow.Table.from_pylist(document_rows[file_number::2])
+        pyarrow.parquet.write_table(
+            file_table, folder / f"{file_number}.parquet", row_group_size=500
+        )
 
 
 def messages_of(text: str) -> list[dict[str, str]]:
@@ -118,11 +120,13 @@ def measure(options: TextOptions, model_folder: Path) -> float:
         options: The flags of the data set.
         model_folder: The folder of the tokenizer.
     """
-    text = Text(options, Checkpoint(str(model_folder)), 2**20)
-    documents = text.documents(Worker())
+    text_source = Text(options, Checkpoint(str(model_folder)), 2**20)
+    documents = text_source.documents(Worker())
     num_tokens = 0
     start_time = time.perf_counter()
-    for batch in pack(samples(documents, text.tokenizer, text.sample_settings), ROWS, LENGTH):
+    for batch in pack(
+        samples(documents, text_source.tokenizer, text_source.sample_settings), ROWS, LENGTH
+    ):
         num_tokens += batch.num_tokens
     return num_tokens / (time.perf_counter() - start_time)
 
@@ -137,8 +141,8 @@ def padding_fraction(rows: int, length: int) -> float:
     rng = np.random.default_rng(0)
     document_lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, PADDING_DOCUMENTS)
     document_lengths = np.clip(document_lengths.round().astype(int), 1, length)
-    documents = (np.zeros(num_tokens, np.int32) for num_tokens in document_lengths)
-    num_batches = sum(1 for _ in pack(samples_of(documents), rows, length))
+    token_ids_of_documents = (np.zeros(num_tokens, np.int32) for num_tokens in document_lengths)
+    num_batches = sum(1 for _ in pack(samples_of(token_ids_of_documents), rows, length))
     return 1 - int(document_lengths.sum()) / (num_batches * rows * length)
 
 
@@ -147,16 +151,16 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="its folder (default: a small tokenizer)")
     parser.add_argument("--documents", type=int, default=4000, help="how many (default: 4000)")
     parser.add_argument("--rounds", type=int, default=3, help="how many (default: 3)")
-    options = parser.parse_args()
+    parsed_flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary_folder:
         data_folder = Path(temporary_folder)
-        make_rows(data_folder, options.documents)
-        if options.tokenizer is None:
+        make_rows(data_folder, parsed_flags.documents)
+        if parsed_flags.tokenizer is None:
             make_tokenizer(data_folder)
         (data_folder / "template.jinja").write_text(TEMPLATE)
         plain_flags = f"--dataset_path {data_folder}/*.parquet"
         chat_flags = f"--messages_column messages --chat_template {data_folder}/template.jinja"
-        flags_of_kind = {
+        flags_of_input_kind = {
             "text": plain_flags,
             "chat": f"{plain_flags} {chat_flags}",
             "mixture": f"--mix {data_folder}/0.parquet=0.7 {data_folder}/1.parquet=0.3",
@@ -164,27 +168,33 @@ def main() -> None:
             "split": f"{plain_flags} --long_documents split",
             "ids": f"{plain_flags} --ids_column ids",
         }
-        speeds_of_kind: dict[str, list[float]] = {input_kind: [] for input_kind in flags_of_kind}
-        for _ in range(options.rounds):
-            for input_kind, flags in flags_of_kind.items():
-                config = parse_args(flags.split())
-                speed = measure(config.text, options.tokenizer or data_folder)
-                speeds_of_kind[input_kind].append(speed)
+        speeds_of_input_kind: dict[str, list[float]] = {
+            input_kind: [] for input_kind in flags_of_input_kind
+        }
+        for _ in range(parsed_flags.rounds):
+            for input_kind, flags in flags_of_input_kind.items():
+                extraction_options = parse_args(flags.split())
+                speed = measure(extraction_options.text, parsed_flags.tokenizer or data_folder)
+                speeds_of_input_kind[input_kind].append(speed)
                 print(f"{input_kind}: {speed:,.0f} tokens/s", flush=True)
-        median_speeds = {
+        median_speed_of_input_kind = {
             input_kind: statistics.median(speeds_of_rounds)
-            for input_kind, speeds_of_rounds in speeds_of_kind.items()
+            for input_kind, speeds_of_rounds in speeds_of_input_kind.items()
         }
-        ratios = {
-            input_kind: round(median_speed / median_speeds["text"], 2)
-            for input_kind, median_speed in median_speeds.items()
+        speed_ratio_of_input_kind = {
+            input_kind: round(median_speed / median_speed_of_input_kind["text"], 2)
+            for input_kind, median_speed in median_speed_of_input_kind.items()
         }
-        padding_fractions = {
+        padding_fraction_of_shape = {
             f"{rows} x {length}": round(padding_fraction(rows, length), 4)
             for rows, length in PADDING_SHAPES
         }
         print_result(
-            {"tokens_per_second": median_speeds, "of_text": ratios, "padding": padding_fractions}
+            {
+                "tokens_per_second": median_speed_of_input_kind,
+                "of_text": speed_ratio_of_input_kind,
+                "padding": padding_fraction_of_shape,
+            }
         )
 
 

@@ -44,26 +44,40 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         rows. packed_tokens_per_second is the speed of the packed documents without storing.
     """
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
-    flags = ["--model_path", str(folder), "--dataset_path", str(options.folder / "documents.jsonl")]
-    flags += ["--batch_size", str(options.rows), "--max_seq_length", str(options.length)]
-    flags += ["--dtype", "bfloat16", "--compilation_cache", str(options.folder / "programs")]
+    extraction_flags = [
+        "--model_path",
+        str(folder),
+        "--dataset_path",
+        str(options.folder / "documents.jsonl"),
+    ]
+    extraction_flags += ["--batch_size", str(options.rows), "--max_seq_length", str(options.length)]
+    extraction_flags += [
+        "--dtype",
+        "bfloat16",
+        "--compilation_cache",
+        str(options.folder / "programs"),
+    ]
     layers_to_store = map(str, evenly_spaced(num_hooks, num_layers))
-    flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers_to_store]
-    command = [sys.executable, "-m", "benchmarks.compute_only", *flags]
-    compute_figures = run(command, options.platform).result
+    extraction_flags += ["--shard_format", "safetensors", "--layers_to_extract", *layers_to_store]
+    compute_command = [sys.executable, "-m", "benchmarks.compute_only", *extraction_flags]
+    compute_figures = run(compute_command, options.platform).result
     output_folder = options.folder / "out"
-    extraction = extract(output_folder, flags, options.platform)
-    metadata = json.loads((output_folder / "metadata.json").read_text())
+    extraction_figures = extract(output_folder, extraction_flags, options.platform)
+    run_metadata = json.loads((output_folder / "metadata.json").read_text())
     shutil.rmtree(output_folder)
     full_rows_speed = compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
     return {
         "step_tokens_per_second": full_rows_speed,
         "step_flops_per_second": full_rows_speed * compute_figures["full_rows_flops_per_token"],
         "packed_tokens_per_second": compute_figures["tokens"] / compute_figures["seconds"],
-        "tokens_per_second": extraction["tokens"] / extraction["extraction_seconds"],
-        "bytes_per_second": extraction["bytes"] / extraction["extraction_seconds"],
-        "kernels": {name: metadata[name] for name in compute_figures["kernels"]},
-        **{name: extraction[name] for name in ("tokens", "compile_seconds", "process_seconds")},
+        "tokens_per_second": extraction_figures["tokens"]
+        / extraction_figures["extraction_seconds"],
+        "bytes_per_second": extraction_figures["bytes"] / extraction_figures["extraction_seconds"],
+        "kernels": {name: run_metadata[name] for name in compute_figures["kernels"]},
+        **{
+            name: extraction_figures[name]
+            for name in ("tokens", "compile_seconds", "process_seconds")
+        },
     }
 
 
@@ -79,11 +93,18 @@ def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespa
         The JSON object that gpu_torch.py printed. It is {"failed": message} if the script failed,
         for example because the memory of the GPU was full.
     """
-    command = [sys.executable, "-m", "benchmarks.gpu_torch", "--model", str(folder)]
-    command += ["--documents", str(options.folder / "documents.jsonl"), "--hooks", str(num_hooks)]
-    command += ["--rows", str(options.rows), "--length", str(options.length)]
+    transformers_command = [sys.executable, "-m", "benchmarks.gpu_torch", "--model", str(folder)]
+    transformers_command += [
+        "--documents",
+        str(options.folder / "documents.jsonl"),
+        "--hooks",
+        str(num_hooks),
+    ]
+    transformers_command += ["--rows", str(options.rows), "--length", str(options.length)]
     try:
-        return run([*command, "--seconds", str(options.seconds)], options.platform).result
+        return run(
+            [*transformers_command, "--seconds", str(options.seconds)], options.platform
+        ).result
     except SystemExit as failure:
         return {"failed": str(failure)}
 
@@ -108,9 +129,9 @@ def describe(
         f"({tool_figures['packed_tokens_per_second']:.0f} without storing), "
         f"{tool_figures['bytes_per_second'] / 1e9:.2f} GB/s to disk"
     )
-    for order, torch_speed in torch_figures.get("tokens_per_second", {}).items():
+    for batch_order, torch_speed in torch_figures.get("tokens_per_second", {}).items():
         yield (
-            f"{shape} {num_hooks} hooks: transformers, {order}: {torch_speed:.0f} tokens/s "
+            f"{shape} {num_hooks} hooks: transformers, {batch_order}: {torch_speed:.0f} tokens/s "
             f"(ours {tool_speed / torch_speed:.2f})"
         )
 
@@ -133,51 +154,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help="in which a temporary folder is made (default: the system's temporary folder)",
     )
-    options = parser.parse_args(argv)
+    parsed_flags = parser.parse_args(argv)
     device_script = (
         "import jax; print(jax.default_backend(), jax.local_devices()[0].device_kind, sep='\\n')"
     )
     backend, device_kind = run([sys.executable, "-c", device_script], None).stdout.splitlines()[-2:]
-    options.platform = "cuda" if backend == "gpu" else "cpu"
-    if backend != "gpu" and options.shapes != ["tiny"]:
+    parsed_flags.platform = "cuda" if backend == "gpu" else "cpu"
+    if backend != "gpu" and parsed_flags.shapes != ["tiny"]:
         print(f"error: expected a GPU, but JAX finds only: {backend}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(dir=options.folder) as temporary_folder:
-        options.folder = Path(temporary_folder)
-        make_documents(options.folder / "documents.jsonl", options.documents)
-        peaks = {}
+    with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder:
+        parsed_flags.folder = Path(temporary_folder)
+        make_documents(parsed_flags.folder / "documents.jsonl", parsed_flags.documents)
+        peak_of_library = {}
         for library in ("jax", "torch"):
-            command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
-            command += ["--dtypes", "bfloat16"]
+            peak_command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
+            peak_command += ["--dtypes", "bfloat16"]
             if backend == "gpu":
-                command.append("--gpu")
-            peaks[library] = best(run(command, options.platform).result)["bfloat16"]
+                peak_command.append("--gpu")
+            peak_of_library[library] = best(run(peak_command, parsed_flags.platform).result)[
+                "bfloat16"
+            ]
         # Shape and number of hooks -> program -> figures.
         figures_of_model: dict[str, dict[str, Figures]] = {}
-        for shape in options.shapes:
-            model_folder, config = options.folder / shape, SHAPES[shape]
-            if options.depth:
-                config = config | {"num_hidden_layers": options.depth}
-            make_model(model_folder, config)
-            for num_hooks in options.hooks:
-                torch_figures = measure_transformers(model_folder, num_hooks, options)
-                tool_figures = measure_tool(model_folder, num_hooks, options)
-                figures_of_model[f"{shape} {num_hooks}"] = {
+        for shape_name in parsed_flags.shapes:
+            model_folder, model_config = parsed_flags.folder / shape_name, SHAPES[shape_name]
+            if parsed_flags.depth:
+                model_config = model_config | {"num_hidden_layers": parsed_flags.depth}
+            make_model(model_folder, model_config)
+            for num_hooks in parsed_flags.hooks:
+                torch_figures = measure_transformers(model_folder, num_hooks, parsed_flags)
+                tool_figures = measure_tool(model_folder, num_hooks, parsed_flags)
+                figures_of_model[f"{shape_name} {num_hooks}"] = {
                     "ours": tool_figures,
                     "transformers": torch_figures,
                 }
-                peak = max(peaks.values())
-                lines = describe(shape, num_hooks, tool_figures, torch_figures, peak)
-                print(*lines, sep="\n", flush=True)
+                peak_flops_per_second = max(peak_of_library.values())
+                description_lines = describe(
+                    shape_name, num_hooks, tool_figures, torch_figures, peak_flops_per_second
+                )
+                print(*description_lines, sep="\n", flush=True)
             shutil.rmtree(model_folder)
-    flags = vars(options).copy()
+    value_of_flag = vars(parsed_flags).copy()
     # The temporary folder means nothing to a reader of the result.
-    del flags["folder"]
+    del value_of_flag["folder"]
     print_result(
         {
-            "asked": flags,
+            "asked": value_of_flag,
             "device": device_kind,
-            "peak_flops_per_second": peaks,
+            "peak_flops_per_second": peak_of_library,
             "rows": figures_of_model,
         }
     )

@@ -71,31 +71,31 @@ def tokens_per_second(
         The number of tokens per second, without padding.
     """
 
-    def compute(lengths: Sequence[int]) -> None:
-        longest_length = max(lengths)
+    def compute(batch_lengths: Sequence[int]) -> None:
+        longest_length = max(batch_lengths)
         padded_ids = torch.randint(
-            model.config.vocab_size, (len(lengths), longest_length), device=DEVICE
+            model.config.vocab_size, (len(batch_lengths), longest_length), device=DEVICE
         )
-        length_column = torch.tensor(lengths, device=DEVICE)[:, None]
+        length_column = torch.tensor(batch_lengths, device=DEVICE)[:, None]
         is_token = (torch.arange(longest_length, device=DEVICE) < length_column).long()
         model(
             padded_ids,
-            attention_mask=None if min(lengths) == longest_length else is_token,
+            attention_mask=None if min(batch_lengths) == longest_length else is_token,
             use_cache=False,
         )
-        for hook_number, output in enumerate(outputs.values()):
-            memory_of_hook = host_memory[hook_number, : len(lengths) * longest_length]
-            memory_of_hook.copy_(output.flatten(0, 1), non_blocking=True)
+        for hook_number, layer_output in enumerate(outputs.values()):
+            memory_of_hook = host_memory[hook_number, : len(batch_lengths) * longest_length]
+            memory_of_hook.copy_(layer_output.flatten(0, 1), non_blocking=True)
 
-    for lengths in batches[:3]:
-        compute(lengths)
+    for batch_lengths in batches[:3]:
+        compute(batch_lengths)
     synchronize()
     start_time = time.perf_counter()
     num_tokens = num_batches = 0
     while time.perf_counter() - start_time < seconds or num_batches < 2:
-        lengths = batches[num_batches % len(batches)]
-        compute(lengths)
-        num_tokens += sum(lengths)
+        batch_lengths = batches[num_batches % len(batches)]
+        compute(batch_lengths)
+        num_tokens += sum(batch_lengths)
         num_batches += 1
         if num_batches % 4 == 0:
             synchronize()
@@ -113,35 +113,41 @@ def main() -> None:
     parser.add_argument("--length", type=int, required=True, help="tokens per full row")
     parser.add_argument("--hooks", type=int, required=True, help="layers to copy to the host")
     parser.add_argument("--seconds", type=float, required=True, help="for each figure")
-    options = parser.parse_args()
+    parsed_flags = parser.parse_args()
     with torch.device(DEVICE):
-        model = AutoModel.from_pretrained(options.model, dtype=torch.bfloat16).eval()
-    outputs: dict[int, torch.Tensor] = {}
-    config = model.config
-    add_hooks(model, evenly_spaced(options.hooks, config.num_hidden_layers), outputs)
-    memory_shape = options.hooks, options.rows * options.length, config.hidden_size
+        model = AutoModel.from_pretrained(parsed_flags.model, dtype=torch.bfloat16).eval()
+    output_of_layer: dict[int, torch.Tensor] = {}
+    model_config = model.config
+    add_hooks(
+        model, evenly_spaced(parsed_flags.hooks, model_config.num_hidden_layers), output_of_layer
+    )
+    memory_shape = (
+        parsed_flags.hooks,
+        parsed_flags.rows * parsed_flags.length,
+        model_config.hidden_size,
+    )
     host_memory = torch.empty(memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
-    texts = (json.loads(line)["text"] for line in options.documents.open())
-    document_lengths = [min(len(text), options.length) for text in texts]
+    document_texts = (json.loads(line)["text"] for line in parsed_flags.documents.open())
+    document_lengths = [min(len(text), parsed_flags.length) for text in document_texts]
     speed_of_order = {}
     for order_name, ordered_lengths in (
         ("as they come", document_lengths),
         ("by length", sorted(document_lengths)),
     ):
-        batch_starts = range(0, len(document_lengths), options.rows)
-        batches = [ordered_lengths[start : start + options.rows] for start in batch_starts]
+        batch_starts = range(0, len(document_lengths), parsed_flags.rows)
+        batches = [ordered_lengths[start : start + parsed_flags.rows] for start in batch_starts]
         # The batches are computed in random order, so that a random sample of them is measured if
         # the time is over before all of them are computed.
         random.Random(0).shuffle(batches)
         speed_of_order[order_name] = tokens_per_second(
-            model, batches, outputs, host_memory, options.seconds
+            model, batches, output_of_layer, host_memory, parsed_flags.seconds
         )
-    full_rows = [[options.length] * options.rows]
+    full_row_batches = [[parsed_flags.length] * parsed_flags.rows]
     speed_of_order["full rows"] = tokens_per_second(
-        model, full_rows, outputs, host_memory, options.seconds
+        model, full_row_batches, output_of_layer, host_memory, parsed_flags.seconds
     )
-    versions = {package: version(package) for package in ("torch", "transformers")}
-    print(json.dumps({"tokens_per_second": speed_of_order, "versions": versions}))
+    version_of_package = {package: version(package) for package in ("torch", "transformers")}
+    print(json.dumps({"tokens_per_second": speed_of_order, "versions": version_of_package}))
 
 
 if __name__ == "__main__":

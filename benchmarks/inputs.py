@@ -110,11 +110,11 @@ def make_model(folder: Path, config: dict[str, Any]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     demo.write_tokenizer(folder, [])
-    weights = weight_table(Qwen2(parse_model_config(config)))
+    spec_of_path = weight_table(Qwen2(parse_model_config(config)))
     if config["tie_word_embeddings"]:
-        del weights["lm_head", "weight"]
-    write_weights(folder / "model.safetensors", weights.values())
-    return sum(int(np.prod(spec.shape)) for spec in weights.values())
+        del spec_of_path["lm_head", "weight"]
+    write_weights(folder / "model.safetensors", spec_of_path.values())
+    return sum(int(np.prod(spec.shape)) for spec in spec_of_path.values())
 
 
 def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
@@ -130,20 +130,20 @@ def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
     """
     normal_values = np.random.default_rng(0).standard_normal(DRAWN_COUNT, np.float32)
     spec_of_tensor = {tensor_name: spec for spec in specs for tensor_name in spec.hf_names}
-    bfloat16 = np.dtype(ml_dtypes.bfloat16)
-    header_entries = {
-        tensor_name: (bfloat16, spec.hf_shape) for tensor_name, spec in spec_of_tensor.items()
+    bfloat16_dtype = np.dtype(ml_dtypes.bfloat16)
+    dtype_and_shape_of_tensor = {
+        tensor_name: (bfloat16_dtype, spec.hf_shape) for tensor_name, spec in spec_of_tensor.items()
     }
     with path.open("wb") as weight_file:
-        weight_file.write(pack_header(header_entries, {}))
+        weight_file.write(pack_header(dtype_and_shape_of_tensor, {}))
         for tensor_name, spec in spec_of_tensor.items():
             weight_values = normal_values / np.float32(math.sqrt(spec.hf_shape[-1]))
             if tensor_name.endswith("norm.weight"):
                 weight_values += 1
-            weight_values = weight_values.astype(bfloat16)
+            weight_values = weight_values.astype(bfloat16_dtype)
             num_values = math.prod(spec.hf_shape)
-            for first_value in range(0, num_values, DRAWN_COUNT):
-                weight_file.write(weight_values[: num_values - first_value].tobytes())
+            for first_value_index in range(0, num_values, DRAWN_COUNT):
+                weight_file.write(weight_values[: num_values - first_value_index].tobytes())
 
 
 def make_documents(path: Path, count: int) -> None:
@@ -160,8 +160,11 @@ def make_documents(path: Path, count: int) -> None:
     document_lengths = rng.lognormal(np.log(MEDIAN_TOKENS), SPREAD, count)
     document_lengths = np.clip(document_lengths.round().astype(int), 1, MAX_TOKENS)
     letters = np.frombuffer(b"etaoinshrdlu ", np.uint8)
-    rows = [{"text": rng.choice(letters, length).tobytes().decode()} for length in document_lengths]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document_rows = [
+        {"text": rng.choice(letters, document_length).tobytes().decode()}
+        for document_length in document_lengths
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in document_rows))
 
 
 def tokenise(model: Path, documents: Path, max_tokens: int) -> list[list[int]]:
@@ -173,6 +176,6 @@ def tokenise(model: Path, documents: Path, max_tokens: int) -> list[list[int]]:
         max_tokens: The number of tokens at which a document is cut.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
-    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    document_texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
+    encodings = tokenizer.encode_batch(document_texts, add_special_tokens=False)
     return [encoding.ids[:max_tokens] for encoding in encodings]

@@ -106,13 +106,13 @@ class StartedProcess(NamedTuple):
         Raises:
             RuntimeError: If the process has ended in another way.
         """
-        status = self.process.wait()
+        process_status = self.process.wait()
         log_text = self.log.read_text(errors="replace")
-        if status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
+        if process_status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
             return "lost"
-        if status not in (0, -signal.SIGKILL):
-            raise RuntimeError(f"a process has ended with status {status}: {log_text}")
-        return "done" if status == 0 else "killed"
+        if process_status not in (0, -signal.SIGKILL):
+            raise RuntimeError(f"a process has ended with status {process_status}: {log_text}")
+        return "done" if process_status == 0 else "killed"
 
 
 @dataclass
@@ -146,13 +146,13 @@ class Extraction:
         self.starts += 1
         script_path, log_path = self.folder / "slowly.py", self.folder / f"{self.starts}.log"
         script_path.write_text(SLOW_SCRIPT)
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        command = [str(script_path), *self.flags, *more_flags]
+        process_environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        extraction_command = [str(script_path), *self.flags, *more_flags]
         if self.varied:
             num_devices, mesh_flags = self.rng.choice(MESHES)
-            environment[DEVICES] = str(num_devices)
-            command += [*mesh_flags, "--batch_size", str(self.rng.choice([4, 8, 12]))]
-        process = Forked(command, environment | dict(self.environment), log_path)
+            process_environment[DEVICES] = str(num_devices)
+            extraction_command += [*mesh_flags, "--batch_size", str(self.rng.choice([4, 8, 12]))]
+        process = Forked(extraction_command, process_environment | dict(self.environment), log_path)
         return StartedProcess(process, log_path)
 
     def kill(self, signs_of_life: Callable[[], object], kills: int) -> int:
@@ -204,30 +204,30 @@ class Extraction:
         Raises:
             RuntimeError: If a process fails.
         """
-        event_counts: Counter[str] = Counter()
+        count_of_event: Counter[str] = Counter()
 
-        def start(writer: int) -> StartedProcess:
-            return self.start("--output_dir", str(self.folder / f"disk_{writer}"))
+        def start(writer_number: int) -> StartedProcess:
+            return self.start("--output_dir", str(self.folder / f"disk_{writer_number}"))
 
-        running_processes = [start(writer) for writer in range(writers)]
+        running_processes = [start(writer_number) for writer_number in range(writers)]
         for _ in range(events):
             time.sleep(self.rng.uniform(0, 2))
-            process = running_processes[self.rng.randrange(writers)].process
+            chosen_process = running_processes[self.rng.randrange(writers)].process
             if self.rng.random() < 0.6:
-                process.send_signal(signal.SIGSTOP)
+                chosen_process.send_signal(signal.SIGSTOP)
                 time.sleep(self.rng.uniform(0.5, 4))
-                process.send_signal(signal.SIGCONT)
-                event_counts["stopped"] += 1
+                chosen_process.send_signal(signal.SIGCONT)
+                count_of_event["stopped"] += 1
             else:
-                process.kill()
-                process.wait()
-            for writer, started_process in enumerate(running_processes):
+                chosen_process.kill()
+                chosen_process.wait()
+            for writer_number, started_process in enumerate(running_processes):
                 if started_process.process.poll() is not None:
-                    event_counts[started_process.end()] += 1
-                    running_processes[writer] = start(writer)
-        event_counts.update(started_process.end() for started_process in running_processes)
+                    count_of_event[started_process.end()] += 1
+                    running_processes[writer_number] = start(writer_number)
+        count_of_event.update(started_process.end() for started_process in running_processes)
         assert start(0).end() == "done"
-        return event_counts
+        return count_of_event
 
 
 class Sample(NamedTuple):
@@ -265,8 +265,10 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             if not commit.count:
                 continue
             table_rows = stored_samples(read_table(folder, commit))
-            samples = read_samples(folder, run_log, commit, range(commit.count), commit.file)
-            for sample, table_row in zip(samples, table_rows, strict=True):
+            samples_of_commit = read_samples(
+                folder, run_log, commit, range(commit.count), commit.file
+            )
+            for sample, table_row in zip(samples_of_commit, table_rows, strict=True):
                 facts, tokens = table_row.facts, sample.tokens
                 sample_number = facts.sample_idx
                 if sample_number in samples_by_number or tokens.sample_idx != sample_number:
@@ -300,10 +302,13 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
             f"missing samples: {missing_samples}, unexpected samples: {unexpected_samples}"
         )
     for sample_number, expected_sample in undisturbed.items():
-        sample = disturbed[sample_number]
-        if (sample.tokens, sample.facts) != (expected_sample.tokens, expected_sample.facts):
+        disturbed_sample = disturbed[sample_number]
+        if (disturbed_sample.tokens, disturbed_sample.facts) != (
+            expected_sample.tokens,
+            expected_sample.facts,
+        ):
             raise RuntimeError(
-                f"sample {sample_number}: {sample[:2]}, expected {expected_sample[:2]}"
+                f"sample {sample_number}: {disturbed_sample[:2]}, expected {expected_sample[:2]}"
             )
 
     def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
@@ -313,9 +318,9 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
     largest_deviation = 0.0
     for hook in next(iter(undisturbed.values())).values:
         expected_values = values_at(hook, undisturbed)
-        difference = abs(values_at(hook, disturbed) - expected_values).max()
-        rms = np.sqrt((expected_values**2).mean())
-        largest_deviation = max(largest_deviation, float(difference / rms))
+        largest_difference = abs(values_at(hook, disturbed) - expected_values).max()
+        root_mean_square = np.sqrt((expected_values**2).mean())
+        largest_deviation = max(largest_deviation, float(largest_difference / root_mean_square))
     return largest_deviation
 
 
@@ -343,18 +348,18 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     model_folder = demo.make_demo(folder)[0]
     expert_model_folder = folder / "experts"
     expert_model_folder.mkdir()
-    config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
-    (expert_model_folder / "config.json").write_text(json.dumps(config))
+    expert_model_config = {**demo.MODEL_CONFIG, **SHAPES["tiny-moe"], "vocab_size": demo.VOCAB_SIZE}
+    (expert_model_folder / "config.json").write_text(json.dumps(expert_model_config))
     for file_name in ("tokenizer.json", "tokenizer_config.json"):
         (expert_model_folder / file_name).write_bytes((model_folder / file_name).read_bytes())
-    weights = weight_table(Qwen2(parse_model_config(config)))
-    demo.write_weights(expert_model_folder / "model.safetensors", weights.values())
+    spec_of_path = weight_table(Qwen2(parse_model_config(expert_model_config)))
+    demo.write_weights(expert_model_folder / "model.safetensors", spec_of_path.values())
     template_path = folder / "template.jinja"
     template_path.write_text(QWEN2_5)
 
     texts = make_texts()
     documents: list[dict[str, Any]] = [
-        {"text": text, "id": number} for number, text in enumerate(texts)
+        {"text": text, "id": document_number} for document_number, text in enumerate(texts)
     ]
     conversations = []
     token_rows = []
@@ -373,12 +378,12 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
             rows: The rows.
             bad_lines: The number of lines that are no JSON and are inserted between the rows.
         """
-        lines = [json.dumps(row) for row in rows]
+        json_lines = [json.dumps(row) for row in rows]
         for bad_line_number in range(bad_lines):
-            lines.insert(bad_line_number * 60, "{")
+            json_lines.insert(bad_line_number * 60, "{")
         file_path = folder / name
         file_path.parent.mkdir(exist_ok=True)
-        file_path.write_text("\n".join(lines) + "\n")
+        file_path.write_text("\n".join(json_lines) + "\n")
         return str(file_path)
 
     documents_path = write("rows.jsonl", documents)
@@ -389,8 +394,8 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         write(f"files/{file_number}.jsonl", documents[file_number::3])
     half_count = len(documents) // 2
     first_half_path = write("half.jsonl", documents[:half_count])
-    second_half = pyarrow.Table.from_pylist(documents[half_count:])
-    pyarrow.parquet.write_table(second_half, folder / "half.parquet", row_group_size=100)
+    second_half_table = pyarrow.Table.from_pylist(documents[half_count:])
+    pyarrow.parquet.write_table(second_half_table, folder / "half.parquet", row_group_size=100)
 
     model_flags = ["--model_path", str(model_folder)]
     text_flags = [*model_flags, "--dataset_path", documents_path]
@@ -429,8 +434,8 @@ def run_tool(*flags: object) -> None:
     Raises:
         RuntimeError: If the exit status is not 0.
     """
-    if status := command.main([str(flag) for flag in flags]):
-        raise RuntimeError(f"{flags}: status {status}")
+    if tool_status := command.main([str(flag) for flag in flags]):
+        raise RuntimeError(f"{flags}: status {tool_status}")
 
 
 def disturb(
@@ -485,17 +490,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rounds", type=int, default=30, help="of several writers, how many (default: 30)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of random choices (default: 0)")
-    options = parser.parse_args(argv)
+    parsed_flags = parser.parse_args(argv)
     start_time = time.perf_counter()
     # Event -> how often it occurred in the runs with several writers (see `Extraction.compete`).
-    event_counts: Counter[str] = Counter()
+    count_of_event: Counter[str] = Counter()
     # Kind of input -> largest deviation.
-    deviations: dict[str, float] = {}
+    deviation_of_input: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         work_folder = Path(temporary_folder)
         flags_of_input = make_inputs(work_folder / "inputs")
         # Kind of input -> number of a sample -> sample of an undisturbed run.
-        undisturbed: dict[str, dict[int, Sample]] = {}
+        undisturbed_samples_of_input: dict[str, dict[int, Sample]] = {}
 
         def compare(input_kind: str, disturbed: Mapping[int, Sample]) -> None:
             """Compares the samples of a disturbed run with the samples of an undisturbed run.
@@ -504,7 +509,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 input_kind: The kind of input.
                 disturbed: Number of a sample -> sample of the disturbed run.
             """
-            if input_kind not in undisturbed:
+            if input_kind not in undisturbed_samples_of_input:
                 output_folder = work_folder / "whole" / input_kind
                 run_tool(
                     *flags_of_input[input_kind],
@@ -514,9 +519,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "--output_dir",
                     output_folder,
                 )
-                undisturbed[input_kind] = samples_in(output_folder)
-            largest_deviation = deviation(disturbed, undisturbed[input_kind])
-            deviations[input_kind] = max(largest_deviation, deviations.get(input_kind, 0.0))
+                undisturbed_samples_of_input[input_kind] = samples_in(output_folder)
+            largest_deviation = deviation(disturbed, undisturbed_samples_of_input[input_kind])
+            deviation_of_input[input_kind] = max(
+                largest_deviation, deviation_of_input.get(input_kind, 0.0)
+            )
             if largest_deviation > TOLERANCE:
                 raise RuntimeError(
                     f"{input_kind}: values differ by {largest_deviation:.1e} of the RMS"
@@ -528,40 +535,40 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
 
         combinations = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
-        combinations = random.Random(options.seed).sample(combinations, len(combinations))
-        kills_of_run = max(1, options.kills // len(combinations))
+        combinations = random.Random(parsed_flags.seed).sample(combinations, len(combinations))
+        kills_of_run = max(1, parsed_flags.kills // len(combinations))
         total_kills = 0
         for run_number, (in_bucket, shard_format, input_kind) in enumerate(cycle(combinations)):
-            if total_kills >= options.kills:
+            if total_kills >= parsed_flags.kills:
                 break
-            num_kills = min(options.kills - total_kills, kills_of_run)
-            num_killed, samples = disturb(
+            num_kills = min(parsed_flags.kills - total_kills, kills_of_run)
+            num_killed, disturbed_samples = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_of_input[input_kind], "--shard_format", shard_format],
                 in_bucket,
-                options.seed + run_number,
+                parsed_flags.seed + run_number,
                 lambda extraction, signs, num_kills=num_kills: extraction.kill(signs, num_kills),  # type: ignore[misc]
             )
             total_kills += num_killed
-            compare(input_kind, samples)
-        for round_number in range(options.rounds):
+            compare(input_kind, disturbed_samples)
+        for round_number in range(parsed_flags.rounds):
             input_kind = list(flags_of_input)[round_number % len(flags_of_input)]
             num_writers = 2 + round_number % 2
-            counts_of_round, samples = disturb(
+            counts_of_round, disturbed_samples = disturb(
                 work_folder / f"writers_{round_number}",
                 flags_of_input[input_kind],
                 True,
-                options.seed + round_number,
+                parsed_flags.seed + round_number,
                 lambda extraction, _, num_writers=num_writers: extraction.compete(num_writers, 8),  # type: ignore[misc]
             )
-            event_counts.update(counts_of_round)
-            compare(input_kind, samples)
+            count_of_event.update(counts_of_round)
+            compare(input_kind, disturbed_samples)
     print_result(
         {
             "kills": total_kills,
-            "rounds": options.rounds,
-            "writers": event_counts,
-            "largest_deviation_of_rms": deviations,
+            "rounds": parsed_flags.rounds,
+            "writers": count_of_event,
+            "largest_deviation_of_rms": deviation_of_input,
             "seconds": round(time.perf_counter() - start_time, 1),
         }
     )

@@ -58,24 +58,26 @@ def quantise(source: Path, target: Path) -> None:
         source: The folder of the bfloat16 checkpoint.
         target: The folder of the float8 checkpoint, which must not exist yet.
     """
-    config = json.loads((source / "config.json").read_text())
+    config_fields = json.loads((source / "config.json").read_text())
     target.mkdir()
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
-    tensors = load_file(source / SINGLE_FILE)
+    (target / "config.json").write_text(
+        json.dumps(config_fields | {"quantization_config": QUANTIZATION})
+    )
+    tensor_of_name = load_file(source / SINGLE_FILE)
     rng = np.random.default_rng(0)
-    for tensor_name, weight in [*tensors.items()]:
+    for tensor_name, weight in [*tensor_of_name.items()]:
         if not tensor_name.endswith("_proj.weight"):
             continue
-        rows, columns = weight.shape
-        block_counts = -(-rows // BLOCK), -(-columns // BLOCK)
-        # The standard deviation of the weights is 1 / sqrt(columns) (see `write_weights`).
-        smallest_scale = SMALLEST_SCALE / columns**0.5
-        scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
-        scale_of_weight = scales.repeat(BLOCK, 0)[:rows].repeat(BLOCK, 1)[:, :columns]
+        num_rows, num_columns = weight.shape
+        block_counts = -(-num_rows // BLOCK), -(-num_columns // BLOCK)
+        # The standard deviation of the weights is 1 / sqrt(num_columns) (see `write_weights`).
+        smallest_scale = SMALLEST_SCALE / num_columns**0.5
+        block_scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
+        scale_of_weight = block_scales.repeat(BLOCK, 0)[:num_rows].repeat(BLOCK, 1)[:, :num_columns]
         scaled_weight = weight.astype(np.float32) / scale_of_weight.astype(np.float32)
-        tensors[tensor_name] = scaled_weight.astype(VALUE_DTYPE)
-        tensors[f"{tensor_name}_scale_inv"] = scales
-    save_file(tensors, target / SINGLE_FILE)
+        tensor_of_name[tensor_name] = scaled_weight.astype(VALUE_DTYPE)
+        tensor_of_name[f"{tensor_name}_scale_inv"] = block_scales
+    save_file(tensor_of_name, target / SINGLE_FILE)
 
 
 def drop_from_page_cache(path: Path) -> None:
@@ -84,21 +86,21 @@ def drop_from_page_cache(path: Path) -> None:
     Args:
         path: The path of the file.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb") as weight_file:
         # Pages that were not written to the disk would stay in the cache, so they are written
         # first.
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.fsync(weight_file.fileno())
+        os.posix_fadvise(weight_file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def seconds_to_load(folder: Path, dtype: str) -> float:
     checkpoint = Checkpoint(str(folder))
-    config = read_model_config(folder / "config.json")
-    weights = weight_table(Qwen2(config), checkpoint.tensors)
-    layout = build_layout(jax.devices()[:1], {"model": 1}, config.num_key_value_heads)
+    model_config = read_model_config(folder / "config.json")
+    spec_of_path = weight_table(Qwen2(model_config), checkpoint.tensors)
+    layout = build_layout(jax.devices()[:1], {"model": 1}, model_config.num_key_value_heads)
     start_time = time.perf_counter()
     jax.block_until_ready(
-        load_params(weights, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16")
+        load_params(spec_of_path, checkpoint, jnp.dtype(dtype), layout, dtype == "bfloat16")
     )
     return time.perf_counter() - start_time
 
@@ -118,25 +120,29 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
         share: A list of the median, the smallest and the largest ratio of float8's speed to
             bfloat16's.
     """
-    speeds_of_dtype: dict[str, list[float]] = {checkpoint_dtype: [] for checkpoint_dtype in folders}
+    speeds_of_checkpoint_dtype: dict[str, list[float]] = {
+        checkpoint_dtype: [] for checkpoint_dtype in folders
+    }
     for _ in range(rounds):
         for checkpoint_dtype, folder in folders.items():
             weight_path = folder / SINGLE_FILE
             if is_cold:
                 drop_from_page_cache(weight_path)
             gb_per_second = weight_path.stat().st_size / seconds_to_load(folder, dtype) / 1e9
-            speeds_of_dtype[checkpoint_dtype].append(gb_per_second)
-    ratios = sorted(
+            speeds_of_checkpoint_dtype[checkpoint_dtype].append(gb_per_second)
+    speed_ratios = sorted(
         float8_speed / bfloat16_speed
         for float8_speed, bfloat16_speed in zip(
-            speeds_of_dtype["float8"], speeds_of_dtype["bfloat16"], strict=True
+            speeds_of_checkpoint_dtype["float8"],
+            speeds_of_checkpoint_dtype["bfloat16"],
+            strict=True,
         )
     )
-    median_and_range = statistics.median(ratios), ratios[0], ratios[-1]
-    figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in median_and_range]}
-    for checkpoint_dtype, speeds_of_rounds in speeds_of_dtype.items():
-        figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
-    return figures
+    median_and_range = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
+    speed_figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in median_and_range]}
+    for checkpoint_dtype, speeds_of_rounds in speeds_of_checkpoint_dtype.items():
+        speed_figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
+    return speed_figures
 
 
 def main() -> None:
@@ -148,30 +154,33 @@ def main() -> None:
         help="of the weights on the device (default: bfloat16)",
     )
     parser.add_argument("--rounds", type=int, default=9, help="how many (default: 9)")
-    options = parser.parse_args()
+    parsed_flags = parser.parse_args()
     speeds_of_models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
-        for model_name, config in MODELS.items():
-            folders = {
+        for model_name, config_fields in MODELS.items():
+            folder_of_dtype = {
                 dtype: Path(temporary_folder, model_name, dtype) for dtype in ("bfloat16", "float8")
             }
-            make_model(folders["bfloat16"], config | SMALL_VOCABULARY)
-            quantise(folders["bfloat16"], folders["float8"])
-            for folder in folders.values():
+            make_model(folder_of_dtype["bfloat16"], config_fields | SMALL_VOCABULARY)
+            quantise(folder_of_dtype["bfloat16"], folder_of_dtype["float8"])
+            for folder in folder_of_dtype.values():
                 # The first loading includes compiling, so it is not measured.
-                seconds_to_load(folder, options.dtype)
+                seconds_to_load(folder, parsed_flags.dtype)
             speeds_of_models[model_name] = {
-                cache_state: compare(folders, options.dtype, options.rounds, cache_state == "cold")
+                cache_state: compare(
+                    folder_of_dtype, parsed_flags.dtype, parsed_flags.rounds, cache_state == "cold"
+                )
                 for cache_state in ("warm", "cold")
             }
-            for cache_state, speeds in speeds_of_models[model_name].items():
+            for cache_state, speeds_of_cache_state in speeds_of_models[model_name].items():
                 print(
-                    f"{model_name}, loaded {cache_state} as {options.dtype}: "
-                    f"bfloat16 {speeds['bfloat16']:.2f} GB/s, float8 {speeds['float8']:.2f} GB/s, "
-                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*speeds["share"]),
+                    f"{model_name}, loaded {cache_state} as {parsed_flags.dtype}: "
+                    f"bfloat16 {speeds_of_cache_state['bfloat16']:.2f} GB/s, "
+                    f"float8 {speeds_of_cache_state['float8']:.2f} GB/s, "
+                    "a ratio of {:.2f} ({:.2f} to {:.2f})".format(*speeds_of_cache_state["share"]),
                     flush=True,
                 )
-    print_result({"dtype": options.dtype, "gb_per_second": speeds_of_models})
+    print_result({"dtype": parsed_flags.dtype, "gb_per_second": speeds_of_models})
 
 
 if __name__ == "__main__":

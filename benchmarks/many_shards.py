@@ -63,19 +63,19 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
     def run(hooks: int, width: int, **fields: Any) -> Run:
         return Run(shard_bytes // hooks, hooks=hooks, width=width, shard=max_shard_bytes, **fields)
 
-    shuffled = {"shuffle": 0}
+    shuffle_options = {"shuffle": 0}
     short_samples = run(1, 896, chat=True, length=SHORT)
-    roles = {**shuffled, "roles": ["system", "user", "assistant"]}
+    role_options = {**shuffle_options, "roles": ["system", "user", "assistant"]}
     return {
-        "one of one, width 896, shuffled": Scenario(run(1, 896), shuffled),
+        "one of one, width 896, shuffled": Scenario(run(1, 896), shuffle_options),
         "one of one, width 896, in order": Scenario(run(1, 896), {}),
-        "one of one, width 3584, shuffled": Scenario(run(1, 3584), shuffled),
+        "one of one, width 3584, shuffled": Scenario(run(1, 3584), shuffle_options),
         "one of one, width 3584, in order": Scenario(run(1, 3584), {}),
-        "one of 14, width 896, shuffled": Scenario(run(14, 896), shuffled),
+        "one of 14, width 896, shuffled": Scenario(run(14, 896), shuffle_options),
         "one of 14, width 896, in order": Scenario(run(14, 896), {}),
-        "short samples, skip_first": Scenario(short_samples, {**shuffled, "skip_first": 1}),
-        "short samples, roles": Scenario(short_samples, roles),
-        "short samples, where": Scenario(short_samples, shuffled, KEPT),
+        "short samples, skip_first": Scenario(short_samples, {**shuffle_options, "skip_first": 1}),
+        "short samples, roles": Scenario(short_samples, role_options),
+        "short samples, where": Scenario(short_samples, shuffle_options, KEPT),
     }
 
 
@@ -94,16 +94,20 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     facts_of_file = commit["files"]
     for shard_number in range(1, shards + 1):
         # Name of a file of the only shard -> name of the link in the new shard.
-        name_of_link = {
-            name: name.replace("_0001", f"_{shard_number:04d}") for name in facts_of_file
+        link_name_of_file = {
+            file_name: file_name.replace("_0001", f"_{shard_number:04d}")
+            for file_name in facts_of_file
         }
-        for name, link_name in name_of_link.items():
-            os.link(source / name, folder / link_name)
+        for file_name, link_name in link_name_of_file.items():
+            os.link(source / file_name, folder / link_name)
         new_commit = {
             **commit,
             "number": shard_number,
-            "file": name_of_link[commit["file"]],
-            "files": {name_of_link[name]: facts_of_file[name] for name in facts_of_file},
+            "file": link_name_of_file[commit["file"]],
+            "files": {
+                link_name_of_file[file_name]: facts_of_file[file_name]
+                for file_name in facts_of_file
+            },
         }
         (folder / commit_name(shard_number)).write_bytes(seal(new_commit))
     metadata = unseal((source / METADATA).read_bytes(), METADATA)
@@ -118,10 +122,10 @@ def passed(folder: Path, scenario: Scenario) -> float:
         scenario: The scenario.
     """
     dataset = ActivationDataset(str(folder))
-    options = dict(scenario.options)
+    batch_options = dict(scenario.options)
     if scenario.keep < 1:
-        options["where"] = mask_of(len(dataset), scenario.keep)
-    batches = dataset.batches(2**16, [], **options)
+        batch_options["where"] = mask_of(len(dataset), scenario.keep)
+    batches = dataset.batches(2**16, [], **batch_options)
     return sum(len(batch) for batch in batches) / dataset.tokens
 
 
@@ -138,15 +142,21 @@ def read(checkout: Path, scenario: Scenario, folder: str, workers: int) -> dict[
     Returns:
         The figures that one_pass.py prints.
     """
-    options = {**scenario.options, "workers": workers}
-    command = [sys.executable, "-P", str(READER), f"gs://{BUCKET}/{folder}", scenario.run.read]
-    command += ["--options", json.dumps(options), "--keep", str(scenario.keep)]
+    batch_options = {**scenario.options, "workers": workers}
+    reader_command = [
+        sys.executable,
+        "-P",
+        str(READER),
+        f"gs://{BUCKET}/{folder}",
+        scenario.run.read,
+    ]
+    reader_command += ["--options", json.dumps(batch_options), "--keep", str(scenario.keep)]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    process = subprocess.run(
-        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    reader_process = subprocess.run(
+        reader_command, env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    figures: dict[str, float] = json.loads(process.stdout)
-    return figures
+    reader_figures: dict[str, float] = json.loads(reader_process.stdout)
+    return reader_figures
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -170,57 +180,78 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a smoke test: 20 shards of 60 MB, 20 MB in a pass"
     )
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.shards, arguments.shard_mb, arguments.mb, arguments.rounds = 20, 60.0, 20.0, 1
+    parsed_flags = parser.parse_args(argv)
+    if parsed_flags.quick:
+        parsed_flags.shards, parsed_flags.shard_mb, parsed_flags.mb, parsed_flags.rounds = (
+            20,
+            60.0,
+            20.0,
+            1,
+        )
     checkout_of_reader = {"this": ROOT}
-    if arguments.against:
-        checkout_of_reader = {"other": arguments.against.resolve(), "this": ROOT}
-    rows = []
-    results: dict[str, Any] = {}
+    if parsed_flags.against:
+        checkout_of_reader = {"other": parsed_flags.against.resolve(), "this": ROOT}
+    table_rows = []
+    figures_of_scenario: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
-        root_folder = arguments.folder or Path(temporary_folder)
-        chosen_scenarios = scenarios(int(arguments.shard_mb * 1e6))
-        for name in [name for name in chosen_scenarios if arguments.only not in name]:
-            del chosen_scenarios[name]
+        root_folder = parsed_flags.folder or Path(temporary_folder)
+        chosen_scenarios = scenarios(int(parsed_flags.shard_mb * 1e6))
+        for scenario_name in [
+            scenario_name
+            for scenario_name in chosen_scenarios
+            if parsed_flags.only not in scenario_name
+        ]:
+            del chosen_scenarios[scenario_name]
         folder_of_scenario = {}
         workers_of_scenario = {}
-        for name, (run, options, _) in chosen_scenarios.items():
-            run.store(root_folder / run.folder)
-            num_workers = max(round(run.bytes * arguments.shards / 1e6 / arguments.mb), 1)
-            is_shuffled = "shuffle" in options
-            workers_of_scenario[name] = num_workers if is_shuffled else 1
-            num_shards = (
-                arguments.shards if is_shuffled else max(arguments.shards // num_workers, 1)
+        for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
+            scenario_run.store(root_folder / scenario_run.folder)
+            num_workers = max(
+                round(scenario_run.bytes * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
             )
-            folder_of_scenario[name] = f"{run.folder}_times_{num_shards}"
-            multiply(root_folder / run.folder, root_folder / folder_of_scenario[name], num_shards)
-        with bucket_server(root_folder, arguments.latency, RATE):
-            for name, scenario in chosen_scenarios.items():
+            is_shuffled = "shuffle" in scenario_options
+            workers_of_scenario[scenario_name] = num_workers if is_shuffled else 1
+            num_shards = (
+                parsed_flags.shards if is_shuffled else max(parsed_flags.shards // num_workers, 1)
+            )
+            folder_of_scenario[scenario_name] = f"{scenario_run.folder}_times_{num_shards}"
+            multiply(
+                root_folder / scenario_run.folder,
+                root_folder / folder_of_scenario[scenario_name],
+                num_shards,
+            )
+        with bucket_server(root_folder, parsed_flags.latency, RATE):
+            for scenario_name, scenario in chosen_scenarios.items():
                 figures_of_reader: dict[str, list[dict[str, float]]] = {
                     reader: [] for reader in checkout_of_reader
                 }
-                for round_number in range(arguments.rounds):
+                for round_number in range(parsed_flags.rounds):
                     for reader in sorted(checkout_of_reader, reverse=round_number % 2 == 1):
-                        figures = read(
+                        reader_figures = read(
                             checkout_of_reader[reader],
                             scenario,
-                            folder_of_scenario[name],
-                            workers_of_scenario[name],
+                            folder_of_scenario[scenario_name],
+                            workers_of_scenario[scenario_name],
                         )
-                        figures_of_reader[reader].append(figures)
+                        figures_of_reader[reader].append(reader_figures)
                 passed_fraction = round(passed(root_folder / scenario.run.folder, scenario), 3)
                 for reader, figures_of_rounds in figures_of_reader.items():
-                    figures = {
-                        key: round(value, 3) for key, value in medians(figures_of_rounds).items()
+                    reader_figures = {
+                        figure_name: round(figure, 3)
+                        for figure_name, figure in medians(figures_of_rounds).items()
                     }
-                    results.setdefault(name, {})[reader] = figures
-                    results[name]["passed"] = passed_fraction
-                    row = {"scenario": name, "reader": reader, "passed": passed_fraction, **figures}
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-    print_table(rows)
-    print_result({"scenarios": results})
+                    figures_of_scenario.setdefault(scenario_name, {})[reader] = reader_figures
+                    figures_of_scenario[scenario_name]["passed"] = passed_fraction
+                    table_row = {
+                        "scenario": scenario_name,
+                        "reader": reader,
+                        "passed": passed_fraction,
+                        **reader_figures,
+                    }
+                    table_rows.append(table_row)
+                    print(json.dumps(table_row), flush=True)
+    print_table(table_rows)
+    print_result({"scenarios": figures_of_scenario})
 
 
 if __name__ == "__main__":

@@ -71,16 +71,18 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         stored_object = self.objects.get(self.object_name)
         if stored_object is None:
             return self._send(404)
-        byte_range = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if byte_range is None:
+        range_match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if range_match is None:
             return self._send(200, stored_object.content, stored_object)
-        size = stored_object.size
-        first_byte, last_byte = int(byte_range[1]), min(int(byte_range[2]), size - 1)
-        content = stored_object.content[first_byte : last_byte + 1]
+        object_size = stored_object.size
+        first_byte, last_byte = int(range_match[1]), min(int(range_match[2]), object_size - 1)
+        range_content = stored_object.content[first_byte : last_byte + 1]
         if not stored_object.content:
             # The content was discarded, so it reads as zeros.
-            content = bytes(max(0, last_byte + 1 - first_byte))
-        self._send(206, content, stored_object, f"bytes {first_byte}-{last_byte}/{size}")
+            range_content = bytes(max(0, last_byte + 1 - first_byte))
+        self._send(
+            206, range_content, stored_object, f"bytes {first_byte}-{last_byte}/{object_size}"
+        )
 
     do_HEAD = do_GET
 
@@ -88,22 +90,25 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         self._send(204 if self.objects.pop(self.object_name, None) else 404)
 
     def do_PUT(self) -> None:
-        size, content = self._read_body()
+        body_size, body_content = self._read_body()
         with self.lock:
             previous_object = self.objects.get(self.object_name)
-            generation = str(previous_object.generation if previous_object else 0)
-            if self.headers.get("x-goog-if-generation-match", generation) != generation:
+            previous_generation = str(previous_object.generation if previous_object else 0)
+            if (
+                self.headers.get("x-goog-if-generation-match", previous_generation)
+                != previous_generation
+            ):
                 return self._send(412)
-            stored_object = StoredObject(size, next(self.generations), content)
+            stored_object = StoredObject(body_size, next(self.generations), body_content)
             self.objects[self.object_name] = stored_object
         self._send(200, b"", stored_object)
 
     def _listing(self) -> bytes:
         """Returns the XML that lists the objects whose names begin with the requested prefix."""
-        prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
+        name_prefix = parse_qs(urlsplit(self.path).query).get("prefix", [""])[0]
         entries_xml = ""
         for object_name, stored_object in sorted(dict(self.objects).items()):
-            if object_name.startswith(prefix):
+            if object_name.startswith(name_prefix):
                 entries_xml += (
                     f"<Contents><Key>{escape(object_name)}</Key><Size>{stored_object.size}</Size>"
                     f'<ETag>"{stored_object.generation}"</ETag>'
@@ -118,16 +123,16 @@ class NullBucketHandler(BaseHTTPRequestHandler):
             A tuple of the size of the body in bytes, and its content. The content is empty if it is
             larger than MAX_KEPT_BYTES.
         """
-        size = int(self.headers.get("Content-Length") or 0)
-        remaining_bytes = size
-        content = b""
-        buffer = memoryview(bytearray(min(READ_BYTES, max(size, 1))))
+        body_size = int(self.headers.get("Content-Length") or 0)
+        remaining_bytes = body_size
+        body_content = b""
+        buffer = memoryview(bytearray(min(READ_BYTES, max(body_size, 1))))
         while remaining_bytes:
             num_read_bytes = self.rfile.readinto(buffer[: min(remaining_bytes, READ_BYTES)])
-            if size <= MAX_KEPT_BYTES:
-                content += buffer[:num_read_bytes]
+            if body_size <= MAX_KEPT_BYTES:
+                body_content += buffer[:num_read_bytes]
             remaining_bytes -= num_read_bytes
-        return size, content
+        return body_size, body_content
 
     def _send(
         self,
@@ -168,15 +173,15 @@ def null_bucket() -> Iterator[int]:
     Yields:
         The port of the server.
     """
-    command = [sys.executable, "-m", "benchmarks.null_bucket"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    server_command = [sys.executable, "-m", "benchmarks.null_bucket"]
+    with subprocess.Popen(server_command, stdout=subprocess.PIPE, text=True) as server_process:
         try:
-            assert server.stdout is not None
-            port = int(server.stdout.readline())
-            os.environ["STORAGE_EMULATOR_HOST"] = f"http://127.0.0.1:{port}"
-            yield port
+            assert server_process.stdout is not None
+            server_port = int(server_process.stdout.readline())
+            os.environ["STORAGE_EMULATOR_HOST"] = f"http://127.0.0.1:{server_port}"
+            yield server_port
         finally:
-            server.kill()
+            server_process.kill()
             os.environ.pop("STORAGE_EMULATOR_HOST", None)
 
 

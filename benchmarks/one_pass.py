@@ -26,10 +26,10 @@ def counts() -> dict[str, int]:
 
     `Counts` is in bucket_server.py.
     """
-    address = os.environ["STORAGE_EMULATOR_HOST"]
-    with urllib.request.urlopen(f"{address}/counts") as answer:
-        totals: dict[str, int] = json.load(answer)
-    return totals
+    server_url = os.environ["STORAGE_EMULATOR_HOST"]
+    with urllib.request.urlopen(f"{server_url}/counts") as counts_answer:
+        server_totals: dict[str, int] = json.load(counts_answer)
+    return server_totals
 
 
 def mask_of(samples: int, keep: float) -> list[bool]:
@@ -39,8 +39,8 @@ def mask_of(samples: int, keep: float) -> list[bool]:
         samples: The number of samples.
         keep: The fraction of the samples to keep, less than 1.
     """
-    distance = round(1 / (1 - keep))
-    return [sample % distance != 0 for sample in range(samples)]
+    left_out_distance = round(1 / (1 - keep))
+    return [sample_number % left_out_distance != 0 for sample_number in range(samples)]
 
 
 def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[str, float]:
@@ -71,39 +71,39 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     """
     start_time, counts_before = time.perf_counter(), counts()
     dataset = ActivationDataset(url, [hook])
-    figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
+    pass_figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
     counts_after = counts()
-    figures["opening_requests"] = counts_after["requests"] - counts_before["requests"]
-    figures["opening_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
+    pass_figures["opening_requests"] = counts_after["requests"] - counts_before["requests"]
+    pass_figures["opening_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
     start_time, counts_before = time.perf_counter(), counts_after
     if keep < 1:
         options["where"] = mask_of(len(dataset), keep)
-    batches = dataset.batches(BATCH, **options)
-    next(batches)
-    figures["first_s"] = time.perf_counter() - start_time
+    first_pass_batches = dataset.batches(BATCH, **options)
+    next(first_pass_batches)
+    pass_figures["first_s"] = time.perf_counter() - start_time
     counts_after = counts()
-    figures["first_requests"] = counts_after["requests"] - counts_before["requests"]
-    figures["first_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
+    pass_figures["first_requests"] = counts_after["requests"] - counts_before["requests"]
+    pass_figures["first_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
     # The first pass is completed without being measured.
-    for _ in batches:
+    for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])
     counts_before = counts()
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
     batch_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH, **options))
     cpu_seconds = time.process_time() - cpu_start_time
-    seconds = time.perf_counter() - start_time
+    pass_seconds = time.perf_counter() - start_time
     counts_after = counts()
     answer_bytes = counts_after["bytes"] - counts_before["bytes"]
     num_requests = counts_after["requests"] - counts_before["requests"]
-    figures["downloaded"] = answer_bytes / batch_bytes
-    figures["requests_per_gb"] = num_requests / batch_bytes * 1e9
-    figures["cpu_s_per_gb"] = cpu_seconds / batch_bytes * 1e9
-    figures["mb_per_s"] = batch_bytes / 1e6 / seconds
+    pass_figures["downloaded"] = answer_bytes / batch_bytes
+    pass_figures["requests_per_gb"] = num_requests / batch_bytes * 1e9
+    pass_figures["cpu_s_per_gb"] = cpu_seconds / batch_bytes * 1e9
+    pass_figures["mb_per_s"] = batch_bytes / 1e6 / pass_seconds
     peak_match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert peak_match is not None
-    figures["peak_mb"] = int(peak_match[1]) * 1024 / 1e6
-    return figures
+    pass_figures["peak_mb"] = int(peak_match[1]) * 1024 / 1e6
+    return pass_figures
 
 
 if __name__ == "__main__":
@@ -112,5 +112,9 @@ if __name__ == "__main__":
     parser.add_argument("hook")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON, of the batches")
     parser.add_argument("--keep", type=float, default=1.0, help="share of samples of `where`")
-    arguments = parser.parse_args()
-    print(json.dumps(measure(arguments.url, arguments.hook, arguments.options, arguments.keep)))
+    parsed_flags = parser.parse_args()
+    print(
+        json.dumps(
+            measure(parsed_flags.url, parsed_flags.hook, parsed_flags.options, parsed_flags.keep)
+        )
+    )

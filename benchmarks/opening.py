@@ -72,15 +72,15 @@ def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
         hosts: Number of hosts.
         host: Number of the host, from 0.
     """
-    identity = identity_of_host(host, hosts)
-    folder = root / RUN / folder_name(identity.worker, in_bucket=True)
-    facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOKS})
+    host_identity = identity_of_host(host, hosts)
+    host_folder = root / RUN / folder_name(host_identity.worker, in_bucket=True)
+    run_facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOKS})
     activation = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
     token_ids = np.arange(TOKENS, dtype=np.int32)
-    with ActivationStorage(folder, HOOKS, OPTIONS, identity, facts=facts) as storage:
-        for sample in range(0 if storage.complete else shards):
+    with ActivationStorage(host_folder, HOOKS, OPTIONS, host_identity, facts=run_facts) as storage:
+        for sample_number in range(0 if storage.complete else shards):
             for layer in HOOKS:
-                storage.add_activation(layer, activation, sample, "", token_ids)
+                storage.add_activation(layer, activation, sample_number, "", token_ids)
 
 
 def open_dataset(url: str, hosts: int) -> None:
@@ -112,13 +112,17 @@ def plan_continued_run(url: str, hosts: int) -> None:
         url: URL of the run.
         hosts: Number of hosts.
     """
-    identity = identity_of_host(0, hosts)
-    with tempfile.TemporaryDirectory() as local:
-        folders = RunFolders(identity.worker, Path(local), url, upload_timeout=60)
-        folders.check_stale_folders(overwrite=False)
-        folders.earlier()
-        storage = ActivationStorage(local, HOOKS, OPTIONS, identity, folders.remote)
-        folders.check_siblings(identity)
+    first_host_identity = identity_of_host(0, hosts)
+    with tempfile.TemporaryDirectory() as local_folder:
+        run_folders = RunFolders(
+            first_host_identity.worker, Path(local_folder), url, upload_timeout=60
+        )
+        run_folders.check_stale_folders(overwrite=False)
+        run_folders.earlier()
+        storage = ActivationStorage(
+            local_folder, HOOKS, OPTIONS, first_host_identity, run_folders.remote
+        )
+        run_folders.check_siblings(first_host_identity)
         assert storage.complete and storage.plan.mark is None
 
 
@@ -137,13 +141,13 @@ def measure(
         seconds, core_seconds: The seconds, and the CPU seconds of this process.
         requests, mb: The number of requests, and the MB of their answers.
     """
-    with bucket_server(root, latency, RATE) as address:
-        counts_before = counts(address)
+    with bucket_server(root, latency, RATE) as server_address:
+        counts_before = counts(server_address)
         seconds_before, core_seconds_before = time.perf_counter(), time.process_time()
         action(f"gs://{BUCKET}/{RUN}", hosts)
         seconds = time.perf_counter() - seconds_before
         core_seconds = time.process_time() - core_seconds_before
-        counts_after = counts(address)
+        counts_after = counts(server_address)
     return {
         "seconds": round(seconds, 2),
         "core_seconds": round(core_seconds, 2),
@@ -170,22 +174,31 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, help="keep the run in this folder (default: a temporary one)"
     )
-    arguments = parser.parse_args(argv)
-    hosts = arguments.hosts
-    new_process = partial(ProcessPoolExecutor, mp_context=get_context("spawn"))
-    with tempfile.TemporaryDirectory() as temporary:
-        root = arguments.folder or Path(temporary)
-        with new_process(2) as pool:
-            shards_of_host = -(-arguments.shards // hosts)  # rounded up
-            list(pool.map(partial(store_host, root, shards_of_host, hosts), range(hosts)))
-        figures: dict[str, list[dict[str, float]]] = {name: [] for name in ACTIONS}
-        for _ in range(arguments.rounds):
-            for name, action in ACTIONS.items():
-                with new_process(1) as pool:
-                    submitted = pool.submit(measure, action, root, hosts, arguments.latency)
-                    figures[name].append(submitted.result())
-                print(name, figures[name][-1], flush=True)
-    print_result({"shards": arguments.shards, "hosts": hosts, **figures})
+    parsed_flags = parser.parse_args(argv)
+    num_hosts = parsed_flags.hosts
+    make_process_pool = partial(ProcessPoolExecutor, mp_context=get_context("spawn"))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        root_folder = parsed_flags.folder or Path(temporary_folder)
+        with make_process_pool(2) as process_pool:
+            num_shards_of_host = -(-parsed_flags.shards // num_hosts)  # rounded up
+            list(
+                process_pool.map(
+                    partial(store_host, root_folder, num_shards_of_host, num_hosts),
+                    range(num_hosts),
+                )
+            )
+        figures_of_action: dict[str, list[dict[str, float]]] = {
+            action_name: [] for action_name in ACTIONS
+        }
+        for _ in range(parsed_flags.rounds):
+            for action_name, action in ACTIONS.items():
+                with make_process_pool(1) as process_pool:
+                    measurement_future = process_pool.submit(
+                        measure, action, root_folder, num_hosts, parsed_flags.latency
+                    )
+                    figures_of_action[action_name].append(measurement_future.result())
+                print(action_name, figures_of_action[action_name][-1], flush=True)
+    print_result({"shards": parsed_flags.shards, "hosts": num_hosts, **figures_of_action})
 
 
 if __name__ == "__main__":

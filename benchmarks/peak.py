@@ -42,18 +42,18 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
     import jax
     import jax.numpy as jnp
 
-    rows, inner_size, columns = product
-    x = jax.random.normal(jax.random.key(0), (rows, inner_size), dtype)
-    y = jax.random.normal(jax.random.key(1), (columns, inner_size), dtype)
+    num_rows, inner_size, num_columns = product
+    x = jax.random.normal(jax.random.key(0), (num_rows, inner_size), dtype)
+    y = jax.random.normal(jax.random.key(1), (num_columns, inner_size), dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
     result_dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
     @jax.jit
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-        product = jnp.einsum(
+        float32_product = jnp.einsum(
             "rk,ck->rc", x, y, precision=precision, preferred_element_type="float32"
         )
-        return product.astype(result_dtype)
+        return float32_product.astype(result_dtype)
 
     return lambda: multiply(x, y).block_until_ready()
 
@@ -66,16 +66,16 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
     import torch
 
     rows, inner_size, columns = product
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(rows, inner_size, dtype=getattr(torch, dtype), device=device)
-    y = torch.randn(columns, inner_size, dtype=getattr(torch, dtype), device=device)
+    device_name = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(rows, inner_size, dtype=getattr(torch, dtype), device=device_name)
+    y = torch.randn(columns, inner_size, dtype=getattr(torch, dtype), device=device_name)
 
     def multiply() -> object:
         with torch.inference_mode():
-            result = torch.nn.functional.linear(x, y)
-            if device == "cuda":
+            product_matrix = torch.nn.functional.linear(x, y)
+            if device_name == "cuda":
                 torch.cuda.synchronize()
-            return result
+            return product_matrix
 
     return multiply
 
@@ -117,16 +117,16 @@ def measure(
     Returns:
         dtype -> sizes of the product, joined by "x" -> FLOP/s.
     """
-    product_function = {"jax": jax_product, "torch": torch_product}[library]
-    speeds: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
+    make_product_function = {"jax": jax_product, "torch": torch_product}[library]
+    speeds_of_dtype: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
     for dtype in dtypes:
         for product in products:
-            operations = 2.0 * math.prod(product)
+            num_operations = 2.0 * math.prod(product)
             flops_per_second = operations_per_second(
-                product_function(product, dtype), operations, seconds
+                make_product_function(product, dtype), num_operations, seconds
             )
-            speeds[dtype]["x".join(map(str, product))] = flops_per_second
-    return speeds
+            speeds_of_dtype[dtype]["x".join(map(str, product))] = flops_per_second
+    return speeds_of_dtype
 
 
 def best(speeds: dict[str, dict[str, float]]) -> dict[str, float]:
@@ -135,7 +135,7 @@ def best(speeds: dict[str, dict[str, float]]) -> dict[str, float]:
     Args:
         speeds: The JSON object that this script prints: dtype -> sizes of the product -> FLOP/s.
     """
-    return {dtype: max(products.values()) for dtype, products in speeds.items()}
+    return {dtype: max(speed_of_product.values()) for dtype, speed_of_product in speeds.items()}
 
 
 def main() -> None:
@@ -144,9 +144,13 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="products for a GPU, which are larger")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seconds", type=float, default=0.5, help="per product (default: 0.5)")
-    options = parser.parse_args()
-    products = GPU_PRODUCTS if options.gpu else CPU_PRODUCTS
-    print(json.dumps(measure(options.library, products, options.dtypes, options.seconds)))
+    parsed_flags = parser.parse_args()
+    product_sizes = GPU_PRODUCTS if parsed_flags.gpu else CPU_PRODUCTS
+    print(
+        json.dumps(
+            measure(parsed_flags.library, product_sizes, parsed_flags.dtypes, parsed_flags.seconds)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -32,11 +32,15 @@ def resident_bytes(field: str, pid: int | str = "self") -> int | None:
         The memory in bytes. None if the process has ended.
     """
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status_lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return None
-    kibibytes = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(kibibytes[0]) * 1024 if kibibytes else None
+    kibibyte_texts = [
+        status_line.split()[1]
+        for status_line in status_lines
+        if status_line.startswith(f"{field}:")
+    ]
+    return int(kibibyte_texts[0]) * 1024 if kibibyte_texts else None
 
 
 class PeakMemory:
@@ -108,35 +112,37 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         SystemExit: If the command fails. The stderr of the command is printed before.
     """
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
+    process_environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
     if platform is not None:
         # The tool also computes on the CPU, so JAX needs the platform "cpu" as well.
-        environment["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
+        process_environment["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
     start_time = time.perf_counter()
     seconds_of_others_before = _seconds_of_other_processes()
     stderr_lines: list[tuple[float, str]] = []
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        peak_memory = PeakMemory(process.pid)
-        assert process.stdout is not None and process.stderr is not None
-        stderr = process.stderr
+        command, env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started_process:
+        peak_memory = PeakMemory(started_process.pid)
+        assert started_process.stdout is not None and started_process.stderr is not None
+        stderr_stream = started_process.stderr
 
         def read_lines() -> None:
-            for line in stderr:
-                stderr_lines.append((time.perf_counter() - start_time, line))
+            for stderr_line in stderr_stream:
+                stderr_lines.append((time.perf_counter() - start_time, stderr_line))
 
-        reader = threading.Thread(target=read_lines)
-        reader.start()
-        stdout = process.stdout.read()
-        reader.join()
-    if process.returncode:
+        reader_thread = threading.Thread(target=read_lines)
+        reader_thread.start()
+        stdout_text = started_process.stdout.read()
+        reader_thread.join()
+    if started_process.returncode:
         sys.stderr.writelines(line for _, line in stderr_lines)
-        raise SystemExit(f"{' '.join(command)}: ended with status {process.returncode}")
+        raise SystemExit(f"{' '.join(command)}: ended with status {started_process.returncode}")
     seconds = time.perf_counter() - start_time
     seconds_of_others = max(0.0, _seconds_of_other_processes() - seconds_of_others_before)
-    disturbed = seconds_of_others / seconds / (os.cpu_count() or 1)
-    return FinishedProcess(stdout, stderr_lines, seconds, peak_memory.bytes, disturbed)
+    disturbed_fraction = seconds_of_others / seconds / (os.cpu_count() or 1)
+    return FinishedProcess(
+        stdout_text, stderr_lines, seconds, peak_memory.bytes, disturbed_fraction
+    )
 
 
 def _seconds_of_other_processes() -> float:
@@ -144,14 +150,14 @@ def _seconds_of_other_processes() -> float:
 
     The time of this process's ended children is left out.
     """
-    first_line = Path("/proc/stat").read_text().split("\n")[0]
+    all_cores_line = Path("/proc/stat").read_text().split("\n")[0]
     # Clock ticks of all cores in eight states: user, nice, system, idle, iowait, irq, softirq,
     # steal.
-    ticks = [int(field) for field in first_line.split()[1:9]]
-    idle_ticks, io_wait_ticks = ticks[3:5]
-    busy_seconds = (sum(ticks) - idle_ticks - io_wait_ticks) / os.sysconf("SC_CLK_TCK")
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return busy_seconds - children.ru_utime - children.ru_stime
+    tick_counts = [int(tick_field) for tick_field in all_cores_line.split()[1:9]]
+    idle_ticks, io_wait_ticks = tick_counts[3:5]
+    busy_seconds = (sum(tick_counts) - idle_ticks - io_wait_ticks) / os.sysconf("SC_CLK_TCK")
+    children_usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return busy_seconds - children_usage.ru_utime - children_usage.ru_stime
 
 
 def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[str, Any]:
@@ -176,22 +182,24 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
     Raises:
         SystemExit: If the extraction fails.
     """
-    command = [sys.executable, TOOL, *flags, "--output_dir", str(output), "--verbose"]
-    process = run(command, platform)
+    extraction_command = [sys.executable, TOOL, *flags, "--output_dir", str(output), "--verbose"]
+    extraction_process = run(extraction_command, platform)
     shard = json.loads((output / "shard_0001.json").read_text())
-    metadata = json.loads((output / "metadata.json").read_text())
-    compile_message = next(line for _, line in process.stderr_lines if "compiled in" in line)
+    run_metadata = json.loads((output / "metadata.json").read_text())
+    compile_message = next(
+        line for _, line in extraction_process.stderr_lines if "compiled in" in line
+    )
     return {
-        "samples": metadata["samples"],
-        "tokens": metadata["tokens"],
-        "bytes": metadata["bytes"],
-        "shards": metadata["shards"],
-        "extraction_seconds": metadata["written"] - shard["began"],
-        "process_seconds": process.seconds,
-        "peak_bytes": process.peak_bytes,
-        "disturbed": process.disturbed,
+        "samples": run_metadata["samples"],
+        "tokens": run_metadata["tokens"],
+        "bytes": run_metadata["bytes"],
+        "shards": run_metadata["shards"],
+        "extraction_seconds": run_metadata["written"] - shard["began"],
+        "process_seconds": extraction_process.seconds,
+        "peak_bytes": extraction_process.peak_bytes,
+        "disturbed": extraction_process.disturbed,
         "compile_seconds": float(compile_message.split("compiled in")[1].split()[0]),
-        "first_batch_seconds": process.seconds_until(" step 1: "),
+        "first_batch_seconds": extraction_process.seconds_until(" step 1: "),
     }
 
 
@@ -201,16 +209,18 @@ def machine() -> dict[str, Any]:
     cpu_info_lines = cpu_info_path.read_text().splitlines() if cpu_info_path.exists() else []
     # Field of /proc/cpuinfo -> value. All cores have the same values, so the last core is used.
     cpu_info: dict[str, str] = {}
-    for line in cpu_info_lines:
-        field, colon, content = line.partition(":")
+    for cpu_info_line in cpu_info_lines:
+        field_name, colon, field_value = cpu_info_line.partition(":")
         if colon:
-            cpu_info[field.strip()] = content.strip()
+            cpu_info[field_name.strip()] = field_value.strip()
     supported_extensions = cpu_info.get("flags", "").split()
-    extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    reported_extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
         "processor": cpu_info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
-        "extensions": [extension for extension in extensions if extension in supported_extensions],
+        "extensions": [
+            extension for extension in reported_extensions if extension in supported_extensions
+        ],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -223,7 +233,10 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     Args:
         rounds: For each round, a dict: name of a figure -> figure. All rounds have the same names.
     """
-    return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
+    return {
+        figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
+        for figure_name in rounds[0]
+    }
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -234,12 +247,15 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     Args:
         rows: For each row, a dict: title of a column -> cell. All rows have the same titles.
     """
-    lines = [list(rows[0])]
-    lines += [[_shown(cell) for cell in row.values()] for row in rows]
-    column_widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, column_widths, strict=True)]
-        print("  ".join(cells).rstrip(), flush=True)
+    table_lines = [list(rows[0])]
+    table_lines += [[_shown(cell) for cell in row.values()] for row in rows]
+    column_widths = [max(map(len, column)) for column in zip(*table_lines, strict=True)]
+    for table_line in table_lines:
+        padded_cells = [
+            cell.ljust(column_width)
+            for cell, column_width in zip(table_line, column_widths, strict=True)
+        ]
+        print("  ".join(padded_cells).rstrip(), flush=True)
 
 
 def _shown(cell: Any) -> str:

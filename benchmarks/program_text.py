@@ -67,8 +67,8 @@ class Instruction(NamedTuple):
         Returns:
             The name of the computation, or "" if the instruction does not have the attribute.
         """
-        match = re.search(rf"\b{attribute}=(%[\w.-]+)", self.line)
-        return match[1] if match else ""
+        attribute_match = re.search(rf"\b{attribute}=(%[\w.-]+)", self.line)
+        return attribute_match[1] if attribute_match else ""
 
     @property
     def branches(self) -> list[str]:
@@ -78,17 +78,17 @@ class Instruction(NamedTuple):
 
         A conditional with a boolean index has its false branch first.
         """
-        match = re.search(r"branch_computations=\{([^}]*)\}", self.line)
-        if match:
-            return re.findall(r"%[\w.-]+", match[1])
+        branches_match = re.search(r"branch_computations=\{([^}]*)\}", self.line)
+        if branches_match:
+            return re.findall(r"%[\w.-]+", branches_match[1])
         computation_names = self.named("false_computation"), self.named("true_computation")
         return [name for name in computation_names if name]
 
     @property
     def source(self) -> str:
         """The last three components of the name that JAX gave to the operation. "" if unnamed."""
-        match = re.search(r'op_name="([^"]*)"', self.line)
-        return "/".join(match[1].split("/")[-3:]) if match else ""
+        op_name_match = re.search(r'op_name="([^"]*)"', self.line)
+        return "/".join(op_name_match[1].split("/")[-3:]) if op_name_match else ""
 
     @property
     def is_collective(self) -> bool:
@@ -182,9 +182,11 @@ class ProgramText:
         computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line_pattern}"
         self.computations: dict[str, list[Instruction]] = {}
         self.instructions: dict[str, Instruction] = {}
-        for name, body in re.findall(computation_pattern, text, re.M | re.S):
-            instructions = _instructions(body)
-            self.computations[name] = instructions
+        for computation_name, computation_body in re.findall(
+            computation_pattern, text, re.M | re.S
+        ):
+            instructions = _instructions(computation_body)
+            self.computations[computation_name] = instructions
             for instruction in instructions:
                 self.instructions[instruction.name] = instruction
 
@@ -199,9 +201,9 @@ class ProgramText:
     def body(self) -> str:
         """The name of the computation that is one iteration of the loop over layers."""
         loop_pattern = r' while\(.*body=(%[\w.-]+).*op_name="[^"]*/layers/[\w.]+\._loop/while"'
-        body_names = re.findall(loop_pattern, self.text)
-        assert len(body_names) == 1, body_names
-        return body_names[0]
+        loop_body_names = re.findall(loop_pattern, self.text)
+        assert len(loop_body_names) == 1, loop_body_names
+        return loop_body_names[0]
 
     def layer(self) -> list[Instruction]:
         """Returns the instructions of one iteration of the loop over layers, in order.
@@ -229,11 +231,11 @@ class ProgramText:
         visited_names: set[str] = set()
         loop_instructions: list[Instruction] = []
         while pending_names:
-            name = pending_names.pop()
-            if name in visited_names:
+            computation_name = pending_names.pop()
+            if computation_name in visited_names:
                 continue
-            visited_names.add(name)
-            instructions = self.computations.get(name, [])
+            visited_names.add(computation_name)
+            instructions = self.computations.get(computation_name, [])
             loop_instructions += instructions
             for instruction in instructions:
                 pending_names += [*instruction.branches, instruction.named("body")]
@@ -270,9 +272,13 @@ class ProgramText:
                 for channel in self._awaited_channels(instruction):
                     move_index_of_channel.pop(channel, None)
             if any(move.kind in ("product", "kernel") for move in new_moves):
-                for index in move_index_of_channel.values():
-                    flops = moves[index].flops + sum(move.flops for move in new_moves)
-                    moves[index] = moves[index]._replace(is_hidden=True, flops=flops)
+                for move_index in move_index_of_channel.values():
+                    overlapping_flops = moves[move_index].flops + sum(
+                        move.flops for move in new_moves
+                    )
+                    moves[move_index] = moves[move_index]._replace(
+                        is_hidden=True, flops=overlapping_flops
+                    )
             moves += new_moves
         return [move for move in moves if move.hbm_bytes or move.sent_bytes]
 
@@ -310,12 +316,16 @@ class ProgramText:
 
     def _iterations(self, loop: Instruction) -> int:
         """Returns the iteration count of a loop that counts from 0 up to a constant."""
-        condition = self.computations[loop.named("condition")]
-        comparison = condition[-1]
+        condition_instructions = self.computations[loop.named("condition")]
+        comparison_instruction = condition_instructions[-1]
         constant_lines = [
-            instruction.line for instruction in condition if instruction.opcode == "constant"
+            instruction.line
+            for instruction in condition_instructions
+            if instruction.opcode == "constant"
         ]
-        assert "direction=LT" in comparison.line and len(constant_lines) == 1, condition
+        assert "direction=LT" in comparison_instruction.line and len(constant_lines) == 1, (
+            condition_instructions
+        )
         limit_match = re.search(r"constant\((\d+)\)", constant_lines[0])
         assert limit_match, constant_lines
         return int(limit_match[1])
@@ -330,18 +340,20 @@ class ProgramText:
         is_start = instruction.opcode.endswith("-start")
         if instruction.is_collective and is_start:
             return [instruction.name]
-        instructions = self._with_called(instruction)
-        if is_start or any("AsyncCollectiveStart" in callee.line for callee in instructions):
-            return [callee.channel for callee in instructions if callee.is_collective]
+        instruction_and_callees = self._with_called(instruction)
+        if is_start or any(
+            "AsyncCollectiveStart" in callee.line for callee in instruction_and_callees
+        ):
+            return [callee.channel for callee in instruction_and_callees if callee.is_collective]
         return []
 
     def _awaited_channels(self, instruction: Instruction) -> list[str]:
         """Returns the channels of the asynchronous collectives for which an instruction waits."""
         if instruction.opcode.endswith("-done"):
             return self._started_channels(self.instructions[instruction.operands[0]])
-        instructions = self._with_called(instruction)
-        if any("AsyncCollectiveDone" in callee.line for callee in instructions):
-            return [callee.channel for callee in instructions if callee.is_collective]
+        instruction_and_callees = self._with_called(instruction)
+        if any("AsyncCollectiveDone" in callee.line for callee in instruction_and_callees):
+            return [callee.channel for callee in instruction_and_callees if callee.is_collective]
         return []
 
     def _move(self, instruction: Instruction, counted_channels: Collection[str]) -> Move:
@@ -354,16 +366,16 @@ class ProgramText:
             counted_channels: The channels (see `Instruction.channel`) of asynchronous collectives
                 that have started before, so their bytes have already been counted.
         """
-        kind = self.kind(instruction)
-        instructions = self._with_called(instruction)
-        collectives = [callee for callee in instructions if callee.is_collective]
+        instruction_kind = self.kind(instruction)
+        instruction_and_callees = self._with_called(instruction)
+        collectives = [callee for callee in instruction_and_callees if callee.is_collective]
         sending_collectives = [
             callee for callee in collectives if callee.channel not in counted_channels
         ]
         counted_names = frozenset(
             callee.name for callee in collectives if callee not in sending_collectives
         )
-        kernel_bytes = self._bytes_of_kernel(instruction) if kind == "kernel" else None
+        kernel_bytes = self._bytes_of_kernel(instruction) if instruction_kind == "kernel" else None
         if instruction.opcode.endswith("-done"):
             hbm_bytes = self._bytes_of_copy(instruction)
         elif instruction.opcode.endswith("-start") and not sending_collectives:
@@ -380,14 +392,14 @@ class ProgramText:
         )
         sending_axes = {axis for callee in sending_collectives for axis in self._axes(callee)}
         return Move(
-            kind,
+            instruction_kind,
             instruction.name,
             instruction.source,
             hbm_bytes,
             sent_bytes,
-            is_hidden=sent_bytes > 0 and kind == "product",
+            is_hidden=sent_bytes > 0 and instruction_kind == "product",
             axes=tuple(axis for axis in self.mesh if axis in sending_axes),
-            flops=sum(self._flops(callee) for callee in instructions),
+            flops=sum(self._flops(callee) for callee in instruction_and_callees),
         )
 
     def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
@@ -399,15 +411,15 @@ class ProgramText:
         Returns:
             The bytes. None if `KernelPasses` returns None for this kernel.
         """
-        operands = [self.instructions[name].result for name in kernel.operands]
-        array_matches = [ARRAY.search(result) for result in (*operands, kernel.result)]
-        arrays = [match for match in array_matches if match]
+        operand_texts = [self.instructions[name].result for name in kernel.operands]
+        array_matches = [ARRAY.search(array_text) for array_text in (*operand_texts, kernel.result)]
+        kernel_arrays = [match for match in array_matches if match]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        pass_counts = self._kernel_passes(kernel_name, [_shape(array) for array in arrays])
+        pass_counts = self._kernel_passes(kernel_name, [_shape(array) for array in kernel_arrays])
         if pass_counts is None:
             return None
         kernel_bytes = 0.0
-        for array, pass_count in zip(arrays, pass_counts, strict=True):
+        for array, pass_count in zip(kernel_arrays, pass_counts, strict=True):
             kernel_bytes += _padded_hbm_bytes(array) * pass_count
         return round(kernel_bytes)
 
@@ -419,8 +431,8 @@ class ProgramText:
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
-        arrays = product.result, *(self.instructions[name].result for name in product.operands)
-        return 2 * math.prod(_element_count(array) for array in arrays) ** 0.5
+        array_texts = product.result, *(self.instructions[name].result for name in product.operands)
+        return 2 * math.prod(_element_count(array) for array in array_texts) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which the devices of a collective's group differ."""
@@ -430,16 +442,16 @@ class ProgramText:
         coordinates = np.unravel_index(groups(collective.line), [*self.mesh.values()])
         return [
             axis
-            for axis, coordinate in zip(self.mesh, coordinates, strict=True)
-            if (coordinate != coordinate[:, :1]).any()
+            for axis, axis_coordinates in zip(self.mesh, coordinates, strict=True)
+            if (axis_coordinates != axis_coordinates[:, :1]).any()
         ]
 
     def _with_called(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instruction and all instructions that it calls directly or indirectly."""
-        instructions = [instruction]
+        instruction_and_callees = [instruction]
         for callee in self.computations.get(instruction.calls, []):
-            instructions += self._with_called(callee)
-        return instructions
+            instruction_and_callees += self._with_called(callee)
+        return instruction_and_callees
 
     def kind(self, instruction: Instruction) -> str:
         """Returns the kind of an instruction, which depends on the instructions that it calls.
@@ -450,11 +462,11 @@ class ProgramText:
             for a call of a Pallas kernel, and "copy" for a copy, a transposition or an asynchronous
             slice. "rest" for all other instructions.
         """
-        instructions = self._with_called(instruction)
-        opcodes = {callee.opcode for callee in instructions}
+        instruction_and_callees = self._with_called(instruction)
+        opcodes = {callee.opcode for callee in instruction_and_callees}
         if opcodes & {"convolution", "dot"}:
             return "product"
-        if any(callee.is_collective for callee in instructions):
+        if any(callee.is_collective for callee in instruction_and_callees):
             return "collective"
         if "tpu_custom_call" in instruction.line:
             return "kernel"
@@ -470,12 +482,12 @@ class ProgramText:
             counted_names: The names of collectives whose bytes were counted at their start.
         """
         read_bytes = 0
-        for position, operand_name in enumerate(instruction.operands):
-            array = ARRAY.match(self.instructions[operand_name].result)
-            if array and operand_name not in instruction.operands[:position]:
-                operand_bytes = _padded_hbm_bytes(array)
+        for operand_position, operand_name in enumerate(instruction.operands):
+            array_match = ARRAY.match(self.instructions[operand_name].result)
+            if array_match and operand_name not in instruction.operands[:operand_position]:
+                operand_bytes = _padded_hbm_bytes(array_match)
                 read_bytes += self._operand_bytes_read(
-                    instruction, position, operand_bytes, [], counted_names
+                    instruction, operand_position, operand_bytes, [], counted_names
                 )
         return read_bytes
 
@@ -531,20 +543,20 @@ class ProgramText:
         A result that aliases an operand is not written. An update in place writes only the slice
         that it updates.
         """
-        aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
+        aliasing_match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
         # The positions of aliased results in the instruction's tuple of results, as text. "" is the
         # position of a result that is no tuple.
-        aliased_positions = re.findall(r"\{(\d*)\}: ", aliasing[1]) if aliasing else []
+        aliased_positions = re.findall(r"\{(\d*)\}: ", aliasing_match[1]) if aliasing_match else []
         if "" in aliased_positions:
             return 0
-        results = [*ARRAY.finditer(instruction.result)]
+        result_arrays = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
             # The first results of these instructions are their operands, which are not written.
-            results = results[len(instruction.operands) :]
+            result_arrays = result_arrays[len(instruction.operands) :]
         written_bytes = 0
-        for position, result in enumerate(results):
-            if str(position) not in aliased_positions:
-                written_bytes += _padded_hbm_bytes(result)
+        for result_position, result_array in enumerate(result_arrays):
+            if str(result_position) not in aliased_positions:
+                written_bytes += _padded_hbm_bytes(result_array)
         for callee in self._with_called(instruction):
             if callee.opcode == "dynamic-update-slice":
                 update_instruction = self.instructions[callee.operands[1]]
@@ -581,12 +593,12 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     """
     opcode = collective.opcode
     group_size = groups(collective.line).shape[1]
-    arrays = [*ARRAY.finditer(collective.result)]
+    result_arrays = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
         # The results of the instruction are its operands, the received arrays, and sometimes
         # synchronisation flags.
-        arrays = arrays[len(collective.operands) :][: len(collective.operands)]
-    result_bytes = sum(_bytes_of_elements(array) for array in arrays)
+        result_arrays = result_arrays[len(collective.operands) :][: len(collective.operands)]
+    result_bytes = sum(_bytes_of_elements(array) for array in result_arrays)
     if opcode.startswith("collective-permute"):
         return result_bytes
     sent_factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1
@@ -601,19 +613,23 @@ def _instructions(body: str) -> list[Instruction]:
     Each instruction begins with an indented line. It may have further lines without indentation,
     because attributes of kernels contain line breaks.
     """
-    instructions = []
-    for line in re.split(r"\n(?=  )", body):
+    parsed_instructions = []
+    for instruction_text in re.split(r"\n(?=  )", body):
         instruction_match = re.match(
-            r"  (?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", line
+            r"  (?:ROOT )?(%[\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)(?:,|$)", instruction_text
         )
         if instruction_match:
-            operands = re.findall(r"%[\w.-]+", instruction_match[4])
-            instructions.append(
+            operand_names = re.findall(r"%[\w.-]+", instruction_match[4])
+            parsed_instructions.append(
                 Instruction(
-                    instruction_match[1], instruction_match[2], instruction_match[3], operands, line
+                    instruction_match[1],
+                    instruction_match[2],
+                    instruction_match[3],
+                    operand_names,
+                    instruction_text,
                 )
             )
-    return instructions
+    return parsed_instructions
 
 
 def _padded_hbm_bytes(array: re.Match[str]) -> int:
@@ -625,17 +641,17 @@ def _padded_hbm_bytes(array: re.Match[str]) -> int:
     Returns:
         The number of bytes. 0 for an array in another memory.
     """
-    _, _, order, tiling = array.groups(default="")
+    _, _, axis_order, tiling = array.groups(default="")
     if OTHER_MEMORY in tiling:
         return 0
-    shape = _shape(array)
-    tile = re.match(r"T\(([\d,]+)\)", tiling)
-    if tile and order:
-        minor_first_axes = [int(axis) for axis in order.split(",")]
-        tile_sizes = [int(size) for size in tile[1].split(",")]
+    padded_shape = _shape(array)
+    tile_match = re.match(r"T\(([\d,]+)\)", tiling)
+    if tile_match and axis_order:
+        minor_first_axes = [int(axis) for axis in axis_order.split(",")]
+        tile_sizes = [int(size) for size in tile_match[1].split(",")]
         for axis, tile_size in zip(minor_first_axes, reversed(tile_sizes), strict=False):
-            shape[axis] = -(-shape[axis] // tile_size) * tile_size
-    return math.prod(shape) * _bits(array) // 8
+            padded_shape[axis] = -(-padded_shape[axis] // tile_size) * tile_size
+    return math.prod(padded_shape) * _bits(array) // 8
 
 
 def _bytes_of_elements(array: re.Match[str]) -> int:
@@ -653,12 +669,12 @@ def _bits(array: re.Match[str]) -> int:
     Args:
         array: A match of ARRAY.
     """
-    dtype = array[1]
-    return 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype))
+    dtype_name = array[1]
+    return 8 if dtype_name == "pred" else int(re.sub(r"\D", "", dtype_name))
 
 
 def _shape(array: re.Match[str]) -> list[int]:
-    return [int(size) for size in array[2].split(",") if size]
+    return [int(size_text) for size_text in array[2].split(",") if size_text]
 
 
 def _element_count(result: str) -> int:
@@ -669,8 +685,8 @@ def _element_count(result: str) -> int:
     Args:
         result: The text of an instruction's result (see `Instruction`).
     """
-    array = ARRAY.search(result)
-    return math.prod(_shape(array)) if array else 0
+    first_array = ARRAY.search(result)
+    return math.prod(_shape(first_array)) if first_array else 0
 
 
 def _unpadded_bytes(result: str) -> int:
@@ -681,8 +697,8 @@ def _unpadded_bytes(result: str) -> int:
     Args:
         result: The text of an instruction's result (see `Instruction`).
     """
-    array = ARRAY.search(result)
-    return _bytes_of_elements(array) if array else 0
+    first_array = ARRAY.search(result)
+    return _bytes_of_elements(first_array) if first_array else 0
 
 
 def groups(line: str) -> np.ndarray:
@@ -699,7 +715,7 @@ def groups(line: str) -> np.ndarray:
     """
 
     def numbers(text: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", text)]
+        return [int(number_text) for number_text in re.findall(r"\d+", text)]
 
     def device_range(shape: list[int], order: str | None) -> np.ndarray:
         """Returns the numbers 0, 1, 2, ... as an array with permuted axes.
@@ -711,21 +727,27 @@ def groups(line: str) -> np.ndarray:
         device_ids = np.arange(math.prod(shape)).reshape(shape)
         return device_ids.transpose(numbers(order)) if order else device_ids
 
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
-        return np.array([numbers(group) for group in match[1].split("},{")])
+    if groups_match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
+        return np.array([numbers(group_text) for group_text in groups_match[1].split("},{")])
     range_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if match := re.search(rf"replica_groups=\[([\d,]+)\]<={range_pattern}", line):
-        return device_range(numbers(match[2]), match[3]).reshape(numbers(match[1]))
+    if groups_match := re.search(rf"replica_groups=\[([\d,]+)\]<={range_pattern}", line):
+        return device_range(numbers(groups_match[2]), groups_match[3]).reshape(
+            numbers(groups_match[1])
+        )
     device_ids_pattern = rf"(?:, device_ids=\({range_pattern}\))?"
-    match = re.search(rf"replica_groups=mesh\[(.*?)\]{device_ids_pattern} \{{([^:]*?)\}}", line)
-    assert match, line
-    mesh_axes = re.findall(r"'(\w+)'", match[1])
-    mesh_shape = numbers(re.sub(r"'\w+'", "", match[1]))
-    range_shape = numbers(match[2]) if match[2] else mesh_shape
-    device_mesh = device_range(range_shape, match[3]).reshape(mesh_shape)
+    groups_match = re.search(
+        rf"replica_groups=mesh\[(.*?)\]{device_ids_pattern} \{{([^:]*?)\}}", line
+    )
+    assert groups_match, line
+    mesh_axis_names = re.findall(r"'(\w+)'", groups_match[1])
+    mesh_shape = numbers(re.sub(r"'\w+'", "", groups_match[1]))
+    range_shape = numbers(groups_match[2]) if groups_match[2] else mesh_shape
+    device_mesh = device_range(range_shape, groups_match[3]).reshape(mesh_shape)
     # The devices of a group differ along the axes of the group. These axes become the last axes, so
     # that they can be joined to one.
-    group_axes = [mesh_axes.index(axis) for axis in re.findall(r"'(\w+)'", match[4])]
-    group_size = math.prod(mesh_shape[axis] for axis in group_axes)
-    device_mesh = np.moveaxis(device_mesh, group_axes, range(-len(group_axes), 0))
+    group_axis_indices = [
+        mesh_axis_names.index(axis) for axis in re.findall(r"'(\w+)'", groups_match[4])
+    ]
+    group_size = math.prod(mesh_shape[axis] for axis in group_axis_indices)
+    device_mesh = np.moveaxis(device_mesh, group_axis_indices, range(-len(group_axis_indices), 0))
     return device_mesh.reshape(-1, group_size)

@@ -108,8 +108,8 @@ class Run(NamedTuple):
         """The name of the run's folder, which contains all fields of the run."""
         chat_suffix = "_chat" if self.chat else ""
         length_suffix = "" if self.length == LENGTH else f"_of_{self.length}"
-        sizes = f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}"
-        return sizes + chat_suffix + length_suffix
+        sizes_text = f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}"
+        return sizes_text + chat_suffix + length_suffix
 
     def store(self, folder: Path) -> None:
         """Stores the run in a folder, unless the folder already contains the run.
@@ -125,14 +125,14 @@ class Run(NamedTuple):
             ),
             storage=StorageOptions(shard_format="safetensors"),
         )
-        options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
-        facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
+        storage_options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
+        run_facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
         rng = np.random.default_rng(0)
         normal_values = rng.standard_normal((4 * LENGTH, self.width), np.float32)
         value_pool = normal_values.astype(ml_dtypes.bfloat16)
-        hooks = dict.fromkeys(self.names)
+        hook_names = dict.fromkeys(self.names)
         with ActivationStorage(
-            folder, {name: name for name in hooks}, options, identity, facts=facts
+            folder, {name: name for name in hook_names}, storage_options, identity, facts=run_facts
         ) as storage:
             sample_bytes = self.length * self.width * 2
             for sample_number in range(0 if storage.complete else self.bytes // sample_bytes):
@@ -151,19 +151,19 @@ class Run(NamedTuple):
             storage: The storage of the run.
             sample_number: The number of the sample.
             rng: The generator of random numbers.
-            value_pool: The pool, (more than `length`, width).
+            value_pool: The pool of values, (more tokens than a sample has, width).
         """
-        length = self.length
-        token_ids = rng.integers(0, 150_000, length, np.int32)
-        labels = labels_of(rng, length) if self.chat else {}
-        facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})
-        sample = Sample(facts, token_ids, Mark(sample_number), labels)
-        slice_starts = rng.integers(len(value_pool) - length, size=self.hooks)
+        sample_length = self.length
+        token_ids = rng.integers(0, 150_000, sample_length, np.int32)
+        labels_of_tokens = labels_of(rng, sample_length) if self.chat else {}
+        sample_facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})
+        sample = Sample(sample_facts, token_ids, Mark(sample_number), labels_of_tokens)
+        slice_starts = rng.integers(len(value_pool) - sample_length, size=self.hooks)
         activations: dict[int | str, np.ndarray] = {
-            name: value_pool[None, start : start + length]
-            for name, start in zip(self.names, slice_starts, strict=True)
+            hook_name: value_pool[None, slice_start : slice_start + sample_length]
+            for hook_name, slice_start in zip(self.names, slice_starts, strict=True)
         }
-        (batch,) = pack([sample], 1, length)
+        (batch,) = pack([sample], 1, sample_length)
         storage.add_batch(batch, activations)
 
 
@@ -179,16 +179,19 @@ def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         "role" -> index in ROLES of each token's role, int32 (length,), and "turn" -> number of each
         token's turn, int32 (length,).
     """
-    roles, turns = list[int](), list[int]()
-    for turn, (role, median_tokens) in enumerate(TURNS):
+    role_of_token, turn_of_token = list[int](), list[int]()
+    for turn_number, (role, median_tokens) in enumerate(TURNS):
         num_tokens = int(rng.lognormal(np.log(median_tokens), 0.8) + 1)
         # Three tokens of the template stand before the message, and two stand after it.
-        roles += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
-        turns += [turn] * (num_tokens + 5)
-    num_missing = max(0, length - len(roles))
-    roles += roles[-6:-5] * num_missing
-    turns += turns[-1:] * num_missing
-    return {"role": np.array(roles[:length], np.int32), "turn": np.array(turns[:length], np.int32)}
+        role_of_token += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
+        turn_of_token += [turn_number] * (num_tokens + 5)
+    num_missing = max(0, length - len(role_of_token))
+    role_of_token += role_of_token[-6:-5] * num_missing
+    turn_of_token += turn_of_token[-1:] * num_missing
+    return {
+        "role": np.array(role_of_token[:length], np.int32),
+        "turn": np.array(turn_of_token[:length], np.int32),
+    }
 
 
 def ranges_of_hook(folder: Path, hook: str, max_bytes: int) -> list[tuple[str, int, int]]:
@@ -203,15 +206,18 @@ def ranges_of_hook(folder: Path, hook: str, max_bytes: int) -> list[tuple[str, i
         A tuple for each range: the path of the file in the bucket, the offset of the first byte,
         and the offset after the last byte.
     """
-    ranges = []
-    for path in sorted(folder.glob("*.safetensors")):
-        tensor = LocalFile(path).tensors[hook]
-        size = tensor.end - tensor.offset
-        num_ranges = -(-size // max_bytes)
-        offsets = [tensor.offset + size * number // num_ranges for number in range(num_ranges + 1)]
-        path_in_bucket = f"{folder.name}/{path.name}"
-        ranges += [(path_in_bucket, start, stop) for start, stop in pairwise(offsets)]
-    return ranges
+    file_ranges = []
+    for shard_path in sorted(folder.glob("*.safetensors")):
+        hook_tensor = LocalFile(shard_path).tensors[hook]
+        tensor_bytes = hook_tensor.end - hook_tensor.offset
+        num_ranges = -(-tensor_bytes // max_bytes)
+        range_offsets = [
+            hook_tensor.offset + tensor_bytes * range_number // num_ranges
+            for range_number in range(num_ranges + 1)
+        ]
+        path_in_bucket = f"{folder.name}/{shard_path.name}"
+        file_ranges += [(path_in_bucket, start, stop) for start, stop in pairwise(range_offsets)]
+    return file_ranges
 
 
 def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
@@ -229,7 +235,7 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
     def no_credentials() -> Any:
         return {"token": "", "expires_at": None}
 
-    store = GCSStore(
+    bucket_store = GCSStore(
         BUCKET,
         base_url=f"http://{address}",
         credential_provider=no_credentials,
@@ -237,15 +243,17 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
     )
 
     def read_range(file_range: tuple[str, int, int]) -> int:
-        path, start, stop = file_range
-        content = obstore.get_range(store, path, start=start, end=stop)
-        byte_values = np.frombuffer(memoryview(content), np.uint8)
+        path_in_bucket, start_offset, stop_offset = file_range
+        range_content = obstore.get_range(
+            bucket_store, path_in_bucket, start=start_offset, end=stop_offset
+        )
+        byte_values = np.frombuffer(memoryview(range_content), np.uint8)
         # The maximum accesses every byte.
         byte_values.max()
         return byte_values.nbytes
 
-    with ThreadPoolExecutor(readers) as pool:
-        return sum(pool.map(read_range, ranges))
+    with ThreadPoolExecutor(readers) as thread_pool:
+        return sum(thread_pool.map(read_range, ranges))
 
 
 def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
@@ -258,24 +266,24 @@ def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: i
     """
     # All threads share this iterator, which is safe because `next` is atomic.
     remaining_ranges = iter(ranges)
-    largest_range = max(stop - start for _, start, stop in ranges)
+    largest_range_bytes = max(stop - start for _, start, stop in ranges)
 
     def read_remaining_ranges(_: int) -> int:
-        buffer = memoryview(bytearray(largest_range))
+        reused_buffer = memoryview(bytearray(largest_range_bytes))
         total_bytes = 0
         with closing(http.client.HTTPConnection(address)) as connection:
             for path, start, stop in remaining_ranges:
-                headers = {"Range": f"bytes={start}-{stop - 1}"}
-                connection.request("GET", f"/{BUCKET}/{path}", headers=headers)
-                answer = connection.getresponse()
+                request_headers = {"Range": f"bytes={start}-{stop - 1}"}
+                connection.request("GET", f"/{BUCKET}/{path}", headers=request_headers)
+                range_answer = connection.getresponse()
                 range_bytes = stop - start
                 received_bytes = 0
                 while received_bytes < range_bytes:
-                    new_bytes = answer.readinto(buffer[received_bytes:range_bytes])
+                    new_bytes = range_answer.readinto(reused_buffer[received_bytes:range_bytes])
                     if not new_bytes:
                         break
                     received_bytes += new_bytes
-                answer.read()
+                range_answer.read()
                 if received_bytes < range_bytes:
                     raise SystemExit(
                         f"{path}: received {received_bytes:,} of {range_bytes:,} bytes"
@@ -335,14 +343,14 @@ def train(dataset: ActivationDataset, hook: str, features: int) -> int:
     Returns:
         The number of bytes that the activations take in the files, which store bfloat16.
     """
-    width = dataset.hooks[hook]
+    activation_width = dataset.hooks[hook]
     num_tokens = 0
-    step = step_of(hook, width, features)
+    train_on_batch = step_of(hook, activation_width, features)
     batches = dataset.batches(BATCH, hooks=[hook], shuffle=0, skip_first=1, dtype="float32")
     for batch in batches.torch():
-        step(batch)
+        train_on_batch(batch)
         num_tokens += len(batch[hook])
-    return num_tokens * width * 2
+    return num_tokens * activation_width * 2
 
 
 def step_alone(width: int, features: int, steps: int = 20) -> float:
@@ -356,12 +364,12 @@ def step_alone(width: int, features: int, steps: int = 20) -> float:
     Returns:
         The MB of activations per second, as if they were bfloat16.
     """
-    batch = {"x": torch.randn(BATCH, width)}
-    step = step_of("x", width, features)
-    step(batch)
+    batch_in_memory = {"x": torch.randn(BATCH, width)}
+    train_on_batch = step_of("x", width, features)
+    train_on_batch(batch_in_memory)
     start_time = time.perf_counter()
     for _ in range(steps):
-        step(batch)
+        train_on_batch(batch_in_memory)
     return steps * BATCH * width * 2 / 1e6 / (time.perf_counter() - start_time)
 
 
@@ -402,8 +410,8 @@ def scenarios(
         return Scenario([run], prepare)
 
     def pairs() -> Callable[[], int]:
-        dataset = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (plain, larger_shards)))
-        batches = dataset.batches(BATCH, shuffle=0)
+        paired_runs = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (plain, larger_shards)))
+        batches = paired_runs.batches(BATCH, shuffle=0)
         return lambda: bytes_of(
             batches, lambda batch: [batch.first[plain.read], batch.second[plain.read]]
         )
@@ -447,16 +455,16 @@ def measure(
     """
 
     def rate_in_other_process(read: Callable[..., int], readers: int, max_bytes: int) -> Rate:
-        ranges = []
+        file_ranges = []
         for run in scenario.runs:
-            ranges += ranges_of_hook(root / run.folder, run.read, max_bytes)
+            file_ranges += ranges_of_hook(root / run.folder, run.read, max_bytes)
         # The first of the two passes does not count.
-        other_process.submit(rate_of, read, address, ranges, readers).result()
-        return other_process.submit(rate_of, read, address, ranges, readers).result()
+        other_process.submit(rate_of, read, address, file_ranges, readers).result()
+        return other_process.submit(rate_of, read, address, file_ranges, readers).result()
 
-    bare_rate = rate_in_other_process(read_by_obstore, *BARE)
-    of_16_rate = rate_in_other_process(read_by_obstore, *OF_16)
-    sockets_rate = rate_in_other_process(read_by_sockets, *BARE)
+    rate_of_bare_reader = rate_in_other_process(read_by_obstore, *BARE)
+    rate_of_16_readers = rate_in_other_process(read_by_obstore, *OF_16)
+    rate_of_socket_readers = rate_in_other_process(read_by_sockets, *BARE)
     # The first of the two passes does not count.
     read_first_pass = scenario.prepare()
     read_first_pass()
@@ -467,16 +475,16 @@ def measure(
     num_requests = counts_after.requests - counts_before.requests
     downloaded_bytes = counts_after.bytes - counts_before.bytes
     return {
-        "bare": bare_rate.speed,
-        "of_16": of_16_rate.speed,
-        "sockets": sockets_rate.speed,
+        "bare": rate_of_bare_reader.speed,
+        "of_16": rate_of_16_readers.speed,
+        "sockets": rate_of_socket_readers.speed,
         "read": scenario_rate.speed,
-        "share": scenario_rate.speed / bare_rate.speed,
-        "share_of_16": scenario_rate.speed / of_16_rate.speed,
-        "share_of_sockets": scenario_rate.speed / sockets_rate.speed,
-        "core_seconds_per_gb_bare": bare_rate.core_seconds,
-        "core_seconds_per_gb_of_16": of_16_rate.core_seconds,
-        "core_seconds_per_gb_sockets": sockets_rate.core_seconds,
+        "share": scenario_rate.speed / rate_of_bare_reader.speed,
+        "share_of_16": scenario_rate.speed / rate_of_16_readers.speed,
+        "share_of_sockets": scenario_rate.speed / rate_of_socket_readers.speed,
+        "core_seconds_per_gb_bare": rate_of_bare_reader.core_seconds,
+        "core_seconds_per_gb_of_16": rate_of_16_readers.core_seconds,
+        "core_seconds_per_gb_sockets": rate_of_socket_readers.core_seconds,
         "core_seconds_per_gb": scenario_rate.core_seconds,
         "requests_per_gb": num_requests / scenario_rate.bytes * 1e9,
         "downloaded": downloaded_bytes / scenario_rate.bytes,
@@ -506,9 +514,9 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
     """
     cpu_start_time, start_time = time.process_time(), time.perf_counter()
     num_bytes = read(*arguments)
-    seconds = time.perf_counter() - start_time
+    reading_seconds = time.perf_counter() - start_time
     cpu_seconds = time.process_time() - cpu_start_time
-    return Rate(num_bytes / 1e6 / seconds, cpu_seconds / num_bytes * 1e9, num_bytes)
+    return Rate(num_bytes / 1e6 / reading_seconds, cpu_seconds / num_bytes * 1e9, num_bytes)
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
@@ -521,10 +529,14 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
         Name of a figure -> list of its median, its smallest and its largest value.
     """
     summary_of_figure = {}
-    for name in rounds[0]:
-        figures = [figures_of_round[name] for figures_of_round in rounds]
-        median_and_range = statistics.median(figures), min(figures), max(figures)
-        summary_of_figure[name] = [round(figure, 3) for figure in median_and_range]
+    for figure_name in rounds[0]:
+        values_of_rounds = [figures_of_round[figure_name] for figures_of_round in rounds]
+        median_and_range = (
+            statistics.median(values_of_rounds),
+            min(values_of_rounds),
+            max(values_of_rounds),
+        )
+        summary_of_figure[figure_name] = [round(figure, 3) for figure in median_and_range]
     return summary_of_figure
 
 
@@ -552,42 +564,51 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, help="keep the runs in this folder (default: a temporary one)"
     )
-    arguments = parser.parse_args(argv)
+    parsed_flags = parser.parse_args(argv)
     torch.set_num_threads(1)
-    size = int(arguments.mb * 1e6)
-    plain, chat = Run(size), Run(size, chat=True)
-    fourteen = Run(int(arguments.mb_of_fourteen * 1e6), hooks=14, width=896)
-    larger_shards = Run(size, shard=200_000_000)
-    summaries: dict[float, dict[str, Any]] = defaultdict(dict)
-    with tempfile.TemporaryDirectory() as temporary:
-        root = arguments.folder or Path(temporary)
-        chosen = scenarios(plain, fourteen, chat, larger_shards, arguments.features)
-        for name in [name for name in chosen if arguments.only not in name]:
-            del chosen[name]
-        for run in {run for scenario in chosen.values() for run in scenario.runs}:
-            run.store(root / run.folder)
+    run_bytes = int(parsed_flags.mb * 1e6)
+    plain_run, chat_run = Run(run_bytes), Run(run_bytes, chat=True)
+    run_of_fourteen_hooks = Run(int(parsed_flags.mb_of_fourteen * 1e6), hooks=14, width=896)
+    run_of_larger_shards = Run(run_bytes, shard=200_000_000)
+    summaries_of_latency: dict[float, dict[str, Any]] = defaultdict(dict)
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        root_folder = parsed_flags.folder or Path(temporary_folder)
+        chosen_scenarios = scenarios(
+            plain_run, run_of_fourteen_hooks, chat_run, run_of_larger_shards, parsed_flags.features
+        )
+        for scenario_name in [
+            scenario_name
+            for scenario_name in chosen_scenarios
+            if parsed_flags.only not in scenario_name
+        ]:
+            del chosen_scenarios[scenario_name]
+        for run in {run for scenario in chosen_scenarios.values() for run in scenario.runs}:
+            run.store(root_folder / run.folder)
         print(
             "   ms  bare MB/s  of 16  MB/s  share (least to largest)  of 16  of sockets  s/GB  "
             "bare s/GB  requests/GB  downloaded"
         )
-        for latency in arguments.latency:
+        for latency in parsed_flags.latency:
             with (
-                bucket_server(root, latency, arguments.rate) as address,
+                bucket_server(root_folder, latency, parsed_flags.rate) as server_address,
                 ProcessPoolExecutor(1, get_context("spawn")) as other_process,
             ):
-                for name, scenario in chosen.items():
-                    if name == "training" and latency != TRAINED_AT:
+                for scenario_name, scenario in chosen_scenarios.items():
+                    if scenario_name == "training" and latency != TRAINED_AT:
                         continue
                     figures_of_rounds = [
-                        measure(address, scenario, root, other_process)
-                        for _ in range(1 + arguments.rounds)
+                        measure(server_address, scenario, root_folder, other_process)
+                        for _ in range(1 + parsed_flags.rounds)
                     ]
                     # The first round is left out (see the docstring of this module).
-                    summaries[latency][name] = summary(figures_of_rounds[1:])
-                    print(line(latency, name, summaries[latency][name]), flush=True)
-    training_speed = round(step_alone(plain.width, arguments.features), 1)
+                    summaries_of_latency[latency][scenario_name] = summary(figures_of_rounds[1:])
+                    print(
+                        line(latency, scenario_name, summaries_of_latency[latency][scenario_name]),
+                        flush=True,
+                    )
+    training_speed = round(step_alone(plain_run.width, parsed_flags.features), 1)
     print(f"training alone, on data in memory: {training_speed:.0f} MB/s")
-    print_result({"latency": summaries, "training_alone": training_speed})
+    print_result({"latency": summaries_of_latency, "training_alone": training_speed})
 
 
 def line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
@@ -598,14 +619,20 @@ def line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
         name: The name of the scenario.
         figures: The figures of the scenario, as `summary` returns them.
     """
-    share = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
+    share_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
     # The first element of a summary is the median.
-    medians = {figure_name: figure_summary[0] for figure_name, figure_summary in figures.items()}
+    median_of_figure = {
+        figure_name: figure_summary[0] for figure_name, figure_summary in figures.items()
+    }
     return (
-        f"{latency:>5g} {medians['bare']:>10.0f} {medians['of_16']:>6.0f} {medians['read']:>5.0f}  "
-        f"{share:<24} {medians['share_of_16']:>6.2f} {medians['share_of_sockets']:>11.2f} "
-        f"{medians['core_seconds_per_gb']:>5.2f} {medians['core_seconds_per_gb_bare']:>10.2f} "
-        f"{medians['requests_per_gb']:>12.0f} {medians['downloaded']:>11.2f}  {name}"
+        f"{latency:>5g} {median_of_figure['bare']:>10.0f} {median_of_figure['of_16']:>6.0f} "
+        f"{median_of_figure['read']:>5.0f}  "
+        f"{share_text:<24} {median_of_figure['share_of_16']:>6.2f} "
+        f"{median_of_figure['share_of_sockets']:>11.2f} "
+        f"{median_of_figure['core_seconds_per_gb']:>5.2f} "
+        f"{median_of_figure['core_seconds_per_gb_bare']:>10.2f} "
+        f"{median_of_figure['requests_per_gb']:>12.0f} "
+        f"{median_of_figure['downloaded']:>11.2f}  {name}"
     )
 
 

@@ -113,12 +113,13 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
     hidden_seconds = exposed_seconds = 0.0
     for sent in step.sent:
         # `link_speed` includes the query axis of JAX's mesh in the model axis.
-        axes = {"model" if axis == "query" else axis for axis in sent.axes}
-        speed = min(
-            (link_speed(layout, axis, chip, linked) for axis in axes), default=chip.link_bandwidth
+        mesh_axes = {"model" if axis == "query" else axis for axis in sent.axes}
+        sending_speed = min(
+            (link_speed(layout, axis, chip, linked) for axis in mesh_axes),
+            default=chip.link_bandwidth,
         )
-        hidden_seconds += sent.hidden_bytes / speed
-        exposed_seconds += (sent.bytes - sent.hidden_bytes) / speed
+        hidden_seconds += sent.hidden_bytes / sending_speed
+        exposed_seconds += (sent.bytes - sent.hidden_bytes) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
         kernel=step.kernel_flops / chip.flops_per_second,
@@ -142,7 +143,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     chip_name = _chip_name(program)
     if chip_name in UNPARSABLE_CHIPS:
         raise InputError(f"the compiled text of programs for {chip_name} cannot be parsed")
-    rows_of_step = program.shape[0] * program.rows.hosts
+    num_rows_of_step = program.shape[0] * program.rows.hosts
     row_length = program.shape[1]
     assert layout.mesh is not None
     # `times_of` divides all operations by the peak rate of the model's dtype.
@@ -153,22 +154,26 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         num_passes = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
         encoding_flops += encoder.flops * num_passes
     step_flops = (
-        model.flops([row_length] * rows_of_step) + encoding_flops * row_length * rows_of_step
+        model.flops([row_length] * num_rows_of_step)
+        + encoding_flops * row_length * num_rows_of_step
     )
     program_text = text_of(program, compiled)
     moves = program_text.moves(program_text.entry)
     # The keys of both dicts are the mesh axes along which a device sends.
-    sent_bytes: dict[tuple[str, ...], float] = defaultdict(float)
-    hidden_bytes: dict[tuple[str, ...], float] = defaultdict(float)
+    sent_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
+    hidden_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for move in moves:
         if move.sent_bytes:
-            sent_bytes[move.axes] += move.sent_bytes
-            hidden_bytes[move.axes] += move.sent_bytes * move.is_hidden
+            sent_bytes_of_axes[move.axes] += move.sent_bytes
+            hidden_bytes_of_axes[move.axes] += move.sent_bytes * move.is_hidden
     return StepPlan(
         flops=step_flops / layout.mesh.size,
         kernel_flops=_flops_of_delta_rule(program),
         hbm_bytes=sum(move.hbm_bytes for move in moves),
-        sent=tuple(Sent(axes, sent_bytes[axes], hidden_bytes[axes]) for axes in sent_bytes),
+        sent=tuple(
+            Sent(axes, sent_bytes_of_axes[axes], hidden_bytes_of_axes[axes])
+            for axes in sent_bytes_of_axes
+        ),
     )
 
 
@@ -179,7 +184,7 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         program: The program that was compiled.
         compiled: The compiled program, as JAX returns it.
     """
-    config, mesh = program.model.config, program.layout.mesh
+    model_config, mesh = program.model.config, program.layout.mesh
     assert mesh is not None
     # Type of layers -> number of layers. All layers of a type share one array of each weight, whose
     # first axis is the layer.
@@ -189,12 +194,12 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     layer_counts = [
         num_layers_of_type[layer_type]
         for layer_type in sorted(num_layers_of_type)
-        if layer_type in config.layer_types
+        if layer_type in model_config.layer_types
     ]
-    layer_shares = [count / sum(layer_counts) for count in layer_counts]
+    layer_shares = [layer_count / sum(layer_counts) for layer_count in layer_counts]
     routed_share = 1 / program.layout.size("expert")
-    kernel_passes = partial(passes_of_expert_kernel, routed_share=routed_share)
-    return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, kernel_passes)
+    passes_of_kernel = partial(passes_of_expert_kernel, routed_share=routed_share)
+    return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, passes_of_kernel)
 
 
 def passes_of_expert_kernel(
@@ -217,23 +222,23 @@ def passes_of_expert_kernel(
     """
     if name == ADDED:
         _, fetches_shape, rows_shape, _ = shapes
-        rows_fetched = routed_share * fetches_shape[0] * fetches_shape[-1]
-        return [1, 1, rows_fetched / rows_shape[0], 1]
+        num_rows_fetched = routed_share * fetches_shape[0] * fetches_shape[-1]
+        return [1, 1, num_rows_fetched / rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
     *first_shapes, (num_layers, num_experts, num_inputs, num_outputs), result_shape = shapes
-    full_tiles = routed_share * (result_shape[0] - num_experts * ROWS) / ROWS
+    num_full_tiles = routed_share * (result_shape[0] - num_experts * ROWS) / ROWS
     # The last tile of each expert is half full on average.
-    computed_share = (full_tiles + num_experts / 2) * ROWS / result_shape[0]
+    computed_share = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:
-        column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
-        reads_of_rows = column_blocks * computed_share
-        return [1] * (len(first_shapes) - 1) + [reads_of_rows, 1 / num_layers, computed_share]
-    column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
+        num_column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
+        num_reads_of_rows = num_column_blocks * computed_share
+        return [1] * (len(first_shapes) - 1) + [num_reads_of_rows, 1 / num_layers, computed_share]
+    num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
     *other_shapes, token_shape, _gate_weights = first_shapes
-    reads_of_tokens = column_blocks * full_tiles * ROWS / token_shape[0]
+    num_reads_of_tokens = num_column_blocks * num_full_tiles * ROWS / token_shape[0]
     return [1] * len(other_shapes) + [
-        reads_of_tokens,
+        num_reads_of_tokens,
         1 / num_layers,
         1 / num_layers,
         computed_share,
@@ -252,21 +257,21 @@ def _flops_of_delta_rule(program: Program) -> float:
     delta_net = model.config.delta
     if delta_net is None:
         return 0.0
-    rows_on_device = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
-    length = program.shape[1]
-    heads_on_device = delta_net.key_heads // layout.size("model", "query")
-    key_shape = rows_on_device, length, heads_on_device, delta_net.key_size
-    gate_shape = rows_on_device, length, heads_on_device, delta_net.values_per_key
-    arguments = [
+    num_rows_on_device = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
+    row_length = program.shape[1]
+    num_heads_on_device = delta_net.key_heads // layout.size("model", "query")
+    key_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net.key_size
+    gate_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net.values_per_key
+    argument_shapes = [
         jax.ShapeDtypeStruct(key_shape, model.dtype),
         jax.ShapeDtypeStruct(key_shape, model.dtype),
         jax.ShapeDtypeStruct((*gate_shape, delta_net.value_size), model.dtype),
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
-        jax.ShapeDtypeStruct((rows_on_device, length), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows_on_device, row_length), jnp.int32),
     ]
     tile_size = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
-    flops_of_layer = padded_flops(pallas_delta_rule, arguments, tile_size)
+    flops_of_layer = padded_flops(pallas_delta_rule, argument_shapes, tile_size)
     num_delta_layers = sum(layer < model.num_layers for layer in delta_net.layers)
     return num_delta_layers * flops_of_layer / layout.size("pipeline")
 
@@ -290,12 +295,12 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
             on others.
     """
     total_flops = 0.0
-    for call in equations(jax.make_jaxpr(function)(*arguments)):
-        if call.primitive.name == "pallas_call":
-            grid_steps = math.prod(call.params["grid_mapping"].grid)
-            for equation in equations(call.params["jaxpr"]):
+    for outer_equation in equations(jax.make_jaxpr(function)(*arguments)):
+        if outer_equation.primitive.name == "pallas_call":
+            num_grid_steps = math.prod(outer_equation.params["grid_mapping"].grid)
+            for equation in equations(outer_equation.params["jaxpr"]):
                 if equation.primitive.name == "dot_general":
-                    total_flops += grid_steps * _padded_flops_of_product(equation, tile)
+                    total_flops += num_grid_steps * _padded_flops_of_product(equation, tile)
     return total_flops
 
 
@@ -309,10 +314,13 @@ def _padded_flops_of_product(product: Any, tile: int) -> int:
     (contracted_axes, _), _ = product.params["dimension_numbers"]
     left_operand, right_operand = (operand.aval for operand in product.invars)
     contracted_size = math.prod(left_operand.shape[axis] for axis in contracted_axes)
-    rows, columns = left_operand.size // contracted_size, right_operand.size // contracted_size
-    num_tiles = -(-contracted_size // tile) * -(-columns // tile)
+    num_rows, num_columns = (
+        left_operand.size // contracted_size,
+        right_operand.size // contracted_size,
+    )
+    num_tiles = -(-contracted_size // tile) * -(-num_columns // tile)
     num_passes = 6 if left_operand.dtype == jnp.float32 else 1
-    return rows * num_tiles * num_passes * 2 * tile**2
+    return num_rows * num_tiles * num_passes * 2 * tile**2
 
 
 def equations(program: Any) -> Iterator[Any]:

@@ -116,17 +116,17 @@ def compile_for(
             fifth of the time.
         chips_per_host: The number of chips of each host.
     """
-    config = parse_args(["--dtype", "bfloat16", *flags.split()])
-    request = step_request(config, planned=chips(topology, chips_per_host))
-    model, rows = build_model(request, shape)
+    extraction_options = parse_args(["--dtype", "bfloat16", *flags.split()])
+    request = step_request(extraction_options, planned=chips(topology, chips_per_host))
+    model, row_shardings = build_model(request, shape)
     hooks_and_encoders = choose_hooks(request, shape)
-    program = Program(model, weight_table(model), rows, request.shape, *hooks_and_encoders)
-    compiled = compile_unloaded(program, exec_time_optimization_effort=effort)
+    program = Program(model, weight_table(model), row_shardings, request.shape, *hooks_and_encoders)
+    compiled_program = compile_unloaded(program, exec_time_optimization_effort=effort)
     return Compiled(
         program,
-        step=read_step(program, compiled),
-        plan=text_of(program, compiled),
-        memory=compiled.memory_analysis(),
+        step=read_step(program, compiled_program),
+        plan=text_of(program, compiled_program),
+        memory=compiled_program.memory_analysis(),
     )
 
 
@@ -186,31 +186,37 @@ def main() -> None:
         "--effort", type=float, default=0.0, help="the compiler's effort; -1 is quick (default: 0)"
     )
     parser.add_argument("--flags", default="", help="flags of the tool, such as those of the mesh")
-    options = parser.parse_args()
-    compiled = compile_for(model_of(options.model), options.flags, options.topology, options.effort)
-    mesh_in_words = in_words(compiled.model.layout.shape)
+    parsed_flags = parser.parse_args()
+    compiled_step = compile_for(
+        model_of(parsed_flags.model), parsed_flags.flags, parsed_flags.topology, parsed_flags.effort
+    )
+    mesh_in_words = in_words(compiled_step.model.layout.shape)
     print(f"mesh {mesh_in_words}; a layer on one chip: MB of HBM, MB sent, kind, operation")
-    moves = compiled.plan.moves(compiled.plan.body)
-    for move in sorted(moves, key=lambda move: -move.hbm_bytes):
+    layer_moves = compiled_step.plan.moves(compiled_step.plan.body)
+    for move in sorted(layer_moves, key=lambda move: -move.hbm_bytes):
         if move.hbm_bytes + move.sent_bytes > MIN_PRINTED_BYTES:
             print_move(move)
-    moved_bytes = sum(move.hbm_bytes for move in moves)
-    bytes_moved_once = moved_once(compiled)
+    moved_bytes = sum(move.hbm_bytes for move in layer_moves)
+    bytes_moved_once = moved_once(compiled_step)
     print(
         f"{moved_bytes / 1e6:8.1f} in all: {moved_bytes / bytes_moved_once:.2f} times the "
         f"{bytes_moved_once / 1e6:.1f} of weights and tokens that move once"
     )
-    step_times = times(compiled)
-    figures = {f"{name}_ms": 1e3 * seconds for name, seconds in step_times._asdict().items()}
-    figures["busy"] = step_times.products / step_times.device
-    figures["tokens_per_second"] = compiled.rows * compiled.length / step_times.device
-    memory_analysis = compiled.memory
+    step_times = times(compiled_step)
+    step_figures = {
+        f"{time_name}_ms": 1e3 * seconds for time_name, seconds in step_times._asdict().items()
+    }
+    step_figures["busy"] = step_times.products / step_times.device
+    step_figures["tokens_per_second"] = (
+        compiled_step.rows * compiled_step.length / step_times.device
+    )
+    memory_analysis = compiled_step.memory
     # Activations are counted twice, because the activations of a step are copied to the host while
     # the next step is computed.
     memory_bytes = memory_analysis.argument_size_in_bytes + memory_analysis.temp_size_in_bytes
     memory_bytes += 2 * memory_analysis.output_size_in_bytes
-    figures["memory_gb"] = memory_bytes / 1e9
-    print_result(figures)
+    step_figures["memory_gb"] = memory_bytes / 1e9
+    print_result(step_figures)
 
 
 def print_move(move: Move) -> None:

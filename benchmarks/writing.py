@@ -63,11 +63,13 @@ def activations(dtype: Any) -> np.ndarray:
         dtype: The NumPy dtype of the activations.
     """
     rng = np.random.default_rng(0)
-    scales = rng.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
-    scales[rng.choice(HIDDEN, 4, replace=False)] *= 100
-    values = rng.standard_normal((HOOKS, ROWS, LENGTH, HIDDEN), np.float32) * scales
-    values[:, :, 0] *= 100
-    return values.astype(dtype)
+    hidden_scales = rng.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
+    hidden_scales[rng.choice(HIDDEN, 4, replace=False)] *= 100
+    activation_values = (
+        rng.standard_normal((HOOKS, ROWS, LENGTH, HIDDEN), np.float32) * hidden_scales
+    )
+    activation_values[:, :, 0] *= 100
+    return activation_values.astype(dtype)
 
 
 def full_batches(count: int) -> list[Batch]:
@@ -76,8 +78,8 @@ def full_batches(count: int) -> list[Batch]:
     Args:
         count: The number of batches.
     """
-    documents = [np.arange(LENGTH, dtype=np.int32)] * (count * ROWS)
-    return list(pack(samples_of(documents), ROWS, LENGTH))
+    token_ids_of_documents = [np.arange(LENGTH, dtype=np.int32)] * (count * ROWS)
+    return list(pack(samples_of(token_ids_of_documents), ROWS, LENGTH))
 
 
 def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
@@ -94,10 +96,10 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
     """
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
     store_function()
-    seconds = time.perf_counter() - start_time
+    storing_seconds = time.perf_counter() - start_time
     cpu_seconds = time.process_time() - cpu_start_time
     return {
-        "mb_per_second": num_bytes / 1e6 / seconds,
+        "mb_per_second": num_bytes / 1e6 / storing_seconds,
         "core_seconds_per_gb": cpu_seconds / num_bytes * 1e9,
     }
 
@@ -115,8 +117,10 @@ def store(
         batches: The batches.
     """
     values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
-    options = StorageOptions(SHARD_GB, shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB)
-    with ActivationStorage(folder, HOOK_NAMES, options, remote=remote) as storage:
+    storage_options = StorageOptions(
+        SHARD_GB, shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
+    )
+    with ActivationStorage(folder, HOOK_NAMES, storage_options, remote=remote) as storage:
         for batch in batches:
             storage.add_batch(batch, values_of_hook)
 
@@ -137,23 +141,32 @@ def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Calla
     Returns:
         The name of a way -> a function that stores the shard once and returns its speed.
     """
-    tensors = {HOOK_NAMES[layer]: array.reshape(-1, HIDDEN) for layer, array in enumerate(values)}
-    torch_tensors = {name: as_torch(tensor) for name, tensor in tensors.items()}
+    tensor_of_hook = {
+        HOOK_NAMES[layer]: array.reshape(-1, HIDDEN) for layer, array in enumerate(values)
+    }
+    torch_tensor_of_hook = {
+        hook_name: as_torch(tensor) for hook_name, tensor in tensor_of_hook.items()
+    }
     # gzip is slow, so only a quarter of one row is pickled and gzipped.
     pickled_values = values[:, :1, : LENGTH // 4]
     bucket_folder, file_path = Folder("gs://bucket/others"), folder / "other"
 
     def pickle_and_gzip() -> None:
-        _, rows, length, _ = pickled_values.shape
-        token_ids = np.arange(length, dtype=np.int32)
-        samples = [ShardSample(SampleFacts(number), token_ids, token_ids) for number in range(rows)]
-        hooks = {
-            key: DenseValues(key, name, HIDDEN, pickled_values.dtype.name)
-            for key, name in HOOK_NAMES.items()
+        _, num_rows, row_length, _ = pickled_values.shape
+        token_ids = np.arange(row_length, dtype=np.int32)
+        shard_samples = [
+            ShardSample(SampleFacts(sample_number), token_ids, token_ids)
+            for sample_number in range(num_rows)
+        ]
+        hook_of_key = {
+            key: DenseValues(key, hook_name, HIDDEN, pickled_values.dtype.name)
+            for key, hook_name in HOOK_NAMES.items()
         }
-        shard = Shard(samples, hooks, {key: list(pickled_values[key]) for key in HOOK_NAMES})
-        with gzip.open(file_path, "wb") as file:
-            pickle.dump(records_of(shard), file)
+        shard = Shard(
+            shard_samples, hook_of_key, {key: list(pickled_values[key]) for key in HOOK_NAMES}
+        )
+        with gzip.open(file_path, "wb") as gzip_file:
+            pickle.dump(records_of(shard), gzip_file)
 
     def way(save: Callable[[], object], num_bytes: int) -> Callable[[], Figures]:
         """Returns a function that saves and uploads a file, and returns the speed of doing both.
@@ -172,9 +185,9 @@ def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Calla
 
     return {
         "safetensors.save_file": way(
-            partial(safetensors.numpy.save_file, tensors, file_path), values.nbytes
+            partial(safetensors.numpy.save_file, tensor_of_hook, file_path), values.nbytes
         ),
-        "torch.save": way(partial(torch.save, torch_tensors, file_path), values.nbytes),
+        "torch.save": way(partial(torch.save, torch_tensor_of_hook, file_path), values.nbytes),
         "pickle and gzip": way(pickle_and_gzip, pickled_values.nbytes),
     }
 
@@ -193,30 +206,31 @@ def measure(folder: Path, dtype: str, shard_format: str, rounds: int, count: int
     Returns:
         The rows of the table, one for each way: the dtype, the way, and the medians of its figures.
     """
-    values, batches = activations(DTYPES[dtype]), full_batches(count)
-    num_bytes = values.nbytes * count
+    batch_values, batches = activations(DTYPES[dtype]), full_batches(count)
+    num_stored_bytes = batch_values.nbytes * count
     bucket_folder_of_place = {"server": Folder("gs://bucket/run"), "files": None}
 
     def measure_this_tool(remote: Folder | None) -> Figures:
-        figures = figures_of(
-            lambda: store(folder / "out", remote, shard_format, values, batches), num_bytes
+        tool_figures = figures_of(
+            lambda: store(folder / "out", remote, shard_format, batch_values, batches),
+            num_stored_bytes,
         )
         shutil.rmtree(folder / "out")
-        return figures
+        return tool_figures
 
     function_of_way: dict[str, Callable[[], Figures]] = {
         f"ours, {shard_format}, to {place}": partial(measure_this_tool, remote)
         for place, remote in bucket_folder_of_place.items()
     }
     if shard_format == FORMATS[0]:
-        function_of_way |= ways_of_other_libraries(folder, values)
-    figures_of_rounds: dict[str, list[Figures]] = {way_name: [] for way_name in function_of_way}
+        function_of_way |= ways_of_other_libraries(folder, batch_values)
+    figures_of_way: dict[str, list[Figures]] = {way_name: [] for way_name in function_of_way}
     for _ in range(rounds):
         for way_name, measure_way in function_of_way.items():
-            figures_of_rounds[way_name].append(measure_way())
+            figures_of_way[way_name].append(measure_way())
     return [
-        {"dtype": dtype, "way": way_name} | medians(figures)
-        for way_name, figures in figures_of_rounds.items()
+        {"dtype": dtype, "way": way_name} | medians(rounds_of_way)
+        for way_name, rounds_of_way in figures_of_way.items()
     ]
 
 
@@ -241,16 +255,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="in which a temporary folder is made (default: /dev/shm)",
     )
     parser.add_argument("--quick", action="store_true", help="one round of 3 batches")
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.rounds, options.batches = 1, 3
-    rows = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder, null_bucket():
-        for dtype in options.dtypes:
-            for shard_format in options.formats:
-                rows += measure(Path(folder), dtype, shard_format, options.rounds, options.batches)
-    print_table(rows)
-    print_result({"rows": rows})
+    parsed_flags = parser.parse_args(argv)
+    if parsed_flags.quick:
+        parsed_flags.rounds, parsed_flags.batches = 1, 3
+    table_rows = []
+    with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder, null_bucket():
+        for dtype in parsed_flags.dtypes:
+            for shard_format in parsed_flags.formats:
+                table_rows += measure(
+                    Path(temporary_folder),
+                    dtype,
+                    shard_format,
+                    parsed_flags.rounds,
+                    parsed_flags.batches,
+                )
+    print_table(table_rows)
+    print_result({"rows": table_rows})
 
 
 if __name__ == "__main__":
