@@ -46,51 +46,65 @@ from activation_extraction.store.statistics import HookStatistics
 class ActivationDataset(Samples):
     """The samples of a stored run, as a sequence of SampleActivations, with the run's metadata.
 
+    `dataset[0]` reads the first sample, `dataset[0]["blocks.4.hook_resid_post"]` contains its
+    activations at a hook, `len(dataset)` is the number of samples, and `dataset.batches(1024)`
+    iterates over the tokens of all samples in batches.
+
     Samples have the order of the run's machines, hosts and shards. Within a shard, their numbers
     (`sample_idx`) ascend, but the numbers of several shards may interleave. If a run is still going
-    on, the dataset contains the samples that were stored when it was opened. Mappings by hook list
-    the canonical names of the hooks, and find a hook by its other names, too.
+    on, the dataset contains the samples that were stored when the run was opened. Attributes that
+    map hooks to values, such as `hooks`, `dtypes` and `statistics`, list the canonical names of the
+    hooks, and also accept any other name of a hook as a key.
 
-    Opening a run compares the checksums of all JSON files, and checks that every shard has its full
-    size. Reading compares all bytes of a shard that it reads with a crc32c, and the tables of
-    samples and statistics with their sha256.
+    Opening a run verifies the checksums of all JSON files, and checks that every shard has its full
+    size. Reading a shard verifies the crc32c of the bytes that are read. Reading a table of samples
+    or of statistics verifies its sha256.
 
     Args:
-        url: The output of the run: a local folder, a bucket (gs://, s3:// or az://), a repository
-            on the Hugging Face hub (hf://datasets/ORG/NAME or hf://datasets/ORG/NAME@REVISION), or
-            any other URL that fsspec knows.
-        hooks: Names of the hooks to read, or globs, as --hook_names takes them. None for all hooks.
+        url: Output folder of the run: a local path, a URL of a folder in a bucket (gs://, s3:// or
+            az://), a repository on the Hugging Face hub (hf://datasets/ORG/NAME or
+            hf://datasets/ORG/NAME@REVISION), or any other URL that fsspec supports.
+        hooks: Names of the hooks to read, or globs that match names, such as
+            ["blocks.*.hook_resid_post"]. None for all hooks that the run stores.
 
     Attributes:
-        url: URL of the run, without secrets. On the hub, it names the commit from which all files
-            are read.
-        metadata: Content of the first host's metadata.json.
-        identity: Settings of the run that metadata.json records.
-        data_files: A tuple for every file of the data set, by the name of the file: its size in
-            bytes, and its fingerprint.
+        url: URL of the run, without secrets. The URL of a repository on the hub names the commit
+            of the repository from which all files are read.
+        metadata: Content of metadata.json in the folder of the first host, a dict.
+        identity: Settings and inputs that decide the content of the shards, as metadata.json
+            records them (`store.identity.Identity`).
+        data_files: Files of the data set: a dict from the name of a file to a tuple of its size in
+            bytes and its fingerprint. Empty if metadata.json records no files.
         complete: Whether the folders of all machines and hosts of the run exist, and every host has
             stored all of its samples.
-        shards: Shards of the run that contain samples, which are opened when they are read.
+        shards: The shards of the run that contain samples (`dataset.open_shards.OpenShards`). A
+            shard is opened when it is first read.
 
     Raises:
-        ValueError: There is no such run or hook, or the output mixes folders of different runs.
-        OSError: A file is damaged, missing or cut short. All methods that read shards or tables
-            raise OSError, too, if a file turns out to be damaged or shorter than its JSON says, or
-            if it was replaced because the run was overwritten or repaired in the meantime.
+        ValueError: If there is no run at `url`, if the run has no such hook, or if the folder mixes
+            folders of different runs.
+        OSError: If a file is damaged, missing or cut short. All methods that read shards or tables
+            raise OSError, too, if a file turns out to be damaged or shorter than the JSON file of
+            its shard says, or if it was replaced because the run was overwritten or repaired in the
+            meantime.
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
-        root, folders = read_run(str(url))
-        self.url = root.url
+        run_folder, folders = read_run(str(url))
+        self.url = run_folder.url
         all_metadata = [
             run_log.metadata for run_log in folders.values() if run_log.metadata is not None
         ]
         self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
-        files = [
-            file for metadata in reversed(all_metadata) for file in metadata.get("data_files", ())
+        data_file_records = [
+            record
+            for metadata in reversed(all_metadata)
+            for record in metadata.get("data_files", ())
         ]
-        self.data_files = {file["name"]: (file["bytes"], file["fingerprint"]) for file in files}
+        self.data_files = {
+            record["name"]: (record["bytes"], record["fingerprint"]) for record in data_file_records
+        }
         self._going_on = {
             name
             for name, run_log in folders.items()
@@ -102,22 +116,32 @@ class ActivationDataset(Samples):
             if run_log.identity
         }
         self.complete: bool = set(folders) == set(expected_names(folders)) and not self._going_on
-        described = self.metadata.get("hooks", ())
-        aliases = recorded_aliases(described)
-        recorded = ByHook({hook["name"]: hook for hook in described}, aliases)
-        names = recorded.chosen(self.url, hooks)
-        if not names:
-            raise ValueError(f"{self.url}: no hook is asked for; it has {', '.join(recorded)}")
-        commits = [(name, commit) for name in folders for commit in folders[name].in_order]
-        in_shards = {hook["name"]: hook for _, commit in commits for hook in commit.hooks}
-        hook_values = {
-            name: self.identity.recorded_hook(in_shards.get(name, {}) | recorded[name])
-            for name in names
+        hook_descriptions = self.metadata.get("hooks", ())
+        aliases = recorded_aliases(hook_descriptions)
+        descriptions_by_hook = ByHook({hook["name"]: hook for hook in hook_descriptions}, aliases)
+        chosen_hooks = descriptions_by_hook.chosen(self.url, hooks)
+        if not chosen_hooks:
+            raise ValueError(
+                f"{self.url}: no hook is asked for; it has {', '.join(descriptions_by_hook)}"
+            )
+        folders_and_commits = [
+            (name, commit) for name in folders for commit in folders[name].in_order
+        ]
+        shard_hook_descriptions = {
+            hook["name"]: hook for _, commit in folders_and_commits for hook in commit.hooks
         }
-        # --repair may leave shards without samples.
-        with_samples = [(name, commit) for name, commit in commits if commit.count]
+        hook_values = {
+            name: self.identity.recorded_hook(
+                shard_hook_descriptions.get(name, {}) | descriptions_by_hook[name]
+            )
+            for name in chosen_hooks
+        }
+        # --repair may leave shards that contain no samples.
+        shards_with_samples = [
+            (name, commit) for name, commit in folders_and_commits if commit.count
+        ]
         self.shards = OpenShards(
-            root.full_url, root.local, with_samples, ByHook(hook_values, aliases)
+            run_folder.full_url, run_folder.local, shards_with_samples, ByHook(hook_values, aliases)
         )
 
     def __len__(self) -> int:
@@ -137,67 +161,73 @@ class ActivationDataset(Samples):
 
     @property
     def hooks(self) -> ByHook[int]:
-        """The width of every hook that is read, by name; for codes, the number of features."""
+        """The width of every hook that is read, by the name of the hook.
+
+        The width is the number of values of a token. For a hook with codes, it is the number of
+        features of the autoencoder.
+        """
         return self.shards.hooks.map(lambda hook: hook.width)
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of activations: the stored dtype, or float32 if they are stored in float8.
+        """The dtype of the activations: the stored dtype, or float32 if they are stored in float8.
 
-        If no hook that is read has activations, it is the dtype of the first hook.
+        If no hook that is read holds activations, this is the dtype of the first hook.
         """
         hooks = list(self.shards.hooks.values())
-        with_activations = [hook for hook in hooks if hook.are_activations]
-        return (with_activations or hooks)[0].dtype
+        activation_hooks = [hook for hook in hooks if hook.are_activations]
+        return (activation_hooks or hooks)[0].dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
-        """The dtype of every hook that is read, by name.
+        """The dtype of every hook that is read, by the name of the hook.
 
         Activations have the stored dtype, or float32 if they are stored in float8. Losses,
-        log-probabilities and codes are float32; numbers of experts and of tokens are int32.
+        log-probabilities and codes have the dtype float32. Numbers of experts and ids of tokens,
+        which some hooks store instead of activations, have the dtype int32.
         """
         return self.shards.hooks.map(lambda hook: hook.dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics of every hook that is read, over all stored tokens, by name.
+        """Statistics of every hook that is read, over all stored tokens, by the name of the hook.
 
-        They come from the JSON files. Only the statistics of every dimension are read from the
-        small files beside the shards, when they are first used. Numbers of experts and of tokens
-        have no statistics: their number of tokens is 0. Statistics of losses leave out the tokens
-        without a loss.
+        Statistics over all dimensions come from the JSON files, which were read when the run was
+        opened. Statistics of each dimension are read from the small files beside the shards when
+        they are first used. Hooks that store numbers of experts or ids of tokens have no
+        statistics: their number of tokens is 0. Statistics of losses leave out the tokens without a
+        loss.
         """
         return self.shards.statistics
 
     @property
     def samples(self) -> pyarrow.Table:
-        """The table of all samples, with a row for each of them, in their order.
+        """The table of all samples, with a row for each sample, in the order of the dataset.
 
-        Its columns are `sample_idx`, `doc_id`, `row`, `cut` and `text_preview`, as in
-        SampleActivations; `tokens`, the number of stored tokens; and every column of the data set
-        that the run kept, under its name in the data set. If the values of a column have several
-        types, they are converted to texts. No activations are read. `samples.to_pandas()` converts
-        the table to a data frame.
+        The columns of the table are `sample_idx`, `doc_id`, `row`, `cut` and `text_preview`, as in
+        SampleActivations; `tokens`, the number of stored tokens of a sample; and every column of
+        the data set that the run kept, under its name in the data set. If the values of a column
+        have several types, they are converted to texts. No activations are read.
+        `samples.to_pandas()` converts the table to a data frame.
 
         Raises:
-            OSError: The table of a shard is damaged, or was replaced.
+            OSError: If the table of a shard is damaged, or was replaced.
         """
         return self.shards.samples
 
     @property
     def tokenizer_path(self) -> str:
-        """The model or adapter whose tokenizer made the token ids.
+        """The path of the model or adapter whose tokenizer made the token ids.
 
-        It is the absolute path of a folder, a URL or a name on the hub. If the data set contained
-        token ids instead of text, it is the model.
+        The path is the absolute path of a folder, a URL, or a name on the hub. If the data set
+        contained token ids instead of text, it is the path of the model.
 
         Raises:
-            ValueError: metadata.json does not name the model.
+            ValueError: If metadata.json does not name the model.
         """
         try:
-            model = self.metadata["configuration"]["model_path"]
-            return str(self.metadata.get("tokenizer_path", model))
+            model_path = self.metadata["configuration"]["model_path"]
+            return str(self.metadata.get("tokenizer_path", model_path))
         except KeyError:
             raise ValueError(f"{self.url}: its metadata does not name the model") from None
 
@@ -210,49 +240,54 @@ class ActivationDataset(Samples):
         result is the stored beginning of the document.
 
         Args:
-            index: Index of the sample; a negative one counts from the end.
+            index: Index of the sample in the dataset; a negative index counts from the end.
 
         Returns:
-            The document. `cut` comes from the last piece, and all other facts come from the first
-            piece. `position` counts from the start of the document.
+            The document, as a sample with all of its tokens. The attribute `cut` comes from the
+            last piece; `sample_idx`, `row`, `doc_id`, `text_preview` and `columns` come from the
+            first piece. `position` counts from the start of the document.
 
         Raises:
-            IndexError: There is no such sample.
-            ValueError: Pieces are missing, or are perhaps not stored yet because the run goes on.
-            OSError: A shard or a table is damaged.
+            IndexError: If there is no such sample.
+            ValueError: If pieces of the document are missing, or are perhaps not stored yet because
+                the run is still going on.
+            OSError: If a shard or a table is damaged.
         """
-        number = self.number(index)
-        facts = self.shards.facts(number)
-        folder, _ = self.shards.shards[self.shards.shard_of(number)]
-        location = piece_of(facts.row)
-        if location is None:
+        sample_number = self.number(index)
+        sample_facts = self.shards.facts(sample_number)
+        folder, _ = self.shards.shards[self.shards.shard_of(sample_number)]
+        piece_location = piece_of(sample_facts.row)
+        if piece_location is None:
             return self[index]
-        piece, _, document = location
-        # The pieces of a document have consecutive numbers, but may lie in any shards of the host.
+        piece, _, document = piece_location
+        # Consecutive pieces of a document differ by `stride` in `sample_idx`, and may be in any
+        # shards of the host.
         stride = self._strides[folder]
-        starts = list[int]()
-        numbers = list[int]()
-        first = facts.sample_idx - piece * stride
-        while (place := self.shards.find(folder, first + len(numbers) * stride)) is not None:
-            location = piece_of(self.shards.facts(place).row)
-            if location is None:
+        piece_starts = list[int]()
+        piece_numbers = list[int]()
+        first_sample_idx = sample_facts.sample_idx - piece * stride
+        while (
+            next_number := self.shards.find(folder, first_sample_idx + len(piece_numbers) * stride)
+        ) is not None:
+            piece_location = piece_of(self.shards.facts(next_number).row)
+            if piece_location is None:
                 break
-            next_piece, start, document_of_piece = location
-            if next_piece != len(numbers) or document_of_piece != document:
+            next_piece, start, document_of_piece = piece_location
+            if next_piece != len(piece_numbers) or document_of_piece != document:
                 break
-            starts.append(start)
-            numbers.append(place)
-        if piece >= len(numbers):
+            piece_starts.append(start)
+            piece_numbers.append(next_number)
+        if piece >= len(piece_numbers):
             raise ValueError(
-                f"sample {index}: is piece {piece} of its document, of which piece {len(numbers)} "
-                "is missing"
+                f"sample {index}: is piece {piece} of its document, of which piece "
+                f"{len(piece_numbers)} is missing"
             )
-        if place is None and folder in self._going_on:
+        if next_number is None and folder in self._going_on:
             raise ValueError(
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return self._joined(numbers, starts)
+        return self._joined(piece_numbers, piece_starts)
 
     def _sample(self, number: int) -> SampleActivations:
         return self._joined([number], [0])
@@ -261,20 +296,22 @@ class ActivationDataset(Samples):
         """Returns the pieces of a document as one sample.
 
         Args:
-            numbers: Numbers of the samples that are the pieces, in order.
-            starts: Position in the document at which each piece begins.
+            numbers: Indices in the dataset of the samples that are the pieces, in order.
+            starts: For each piece, the position in the document at which it begins.
         """
-        facts = self.shards.facts(numbers[0])
-        last = self.shards.facts(numbers[-1])
+        first_facts = self.shards.facts(numbers[0])
+        last_facts = self.shards.facts(numbers[-1])
         source = self._all_tokens
         chunks = [chunk for number in numbers for (chunk,) in source.by_shard(np.array([number]))]
         tokens = source.whole_tokens(chunks)
-        begins = np.repeat(np.array(starts, np.int32), [len(chunk) for chunk in chunks])
+        piece_start_of_token = np.repeat(
+            np.array(starts, np.int32), [len(chunk) for chunk in chunks]
+        )
         return SampleActivations(
-            **vars(replace(facts, cut=last.cut)),
+            **vars(replace(first_facts, cut=last_facts.cut)),
             activations=tokens.activations,
             token_ids=tokens.token_ids,
-            position=begins + tokens.position,
+            position=piece_start_of_token + tokens.position,
             **tokens.labels,
         )
 
@@ -285,84 +322,107 @@ class ActivationDataset(Samples):
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns an iterator over batches of the tokens of all samples, for one pass.
 
-        The order of shuffled tokens depends on the seed and on how the run was divided into shards.
-        `paired` reads two runs side by side.
+        `dataset.batches(4096, shuffle=0, dtype="float32")` yields batches of 4096 tokens in random
+        order, for example. The order of shuffled tokens depends on the seed and on how the run was
+        divided into shards. `paired` reads two runs side by side.
 
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
             hooks: Names of the hooks to read, or globs. None for all hooks of the dataset.
-            **options: Any other field of BatchOptions, whose docstring describes the fields.
+            **options: Any other fields of BatchOptions, whose docstring describes the fields:
+                `shuffle`, `buffer`, `skip_first`, `max_norm`, `dtype`, `worker`, `workers`,
+                `where`, `roles` and `columns`.
+
+        Returns:
+            An iterator that yields a TokenBatch at each step. It can save and restore its state,
+            and `torch` and `jax` convert its batches.
 
         Raises:
-            ValueError: An argument is invalid for the run, or `where` or `roles` selects nothing.
+            ValueError: If an argument is invalid for the run, or if `where` or `roles` selects
+                nothing.
         """
         source = self.source(BatchOptions(size, hooks, **options))
         return Batches((source,), itemgetter(0), source.reader)
 
     def source(self, options: BatchOptions) -> TokenSource:
-        """Returns the source of the tokens of batches.
+        """Returns the source that reads and filters the tokens for batches.
 
         Args:
-            options: Options of the batches, as a user gives them.
+            options: Options of the batches, as a user passes them to `batches`.
+
+        Returns:
+            A source with complete options: names of hooks instead of globs, a limit by hook, and a
+            size of the buffer.
 
         Raises:
-            ValueError: An option makes no sense for this run.
+            ValueError: If an option is invalid for this run.
         """
-        names = self.hooks.chosen(self.url, options.hooks)
-        mask = None
+        chosen_hooks = self.hooks.chosen(self.url, options.hooks)
+        sample_mask = None
         where = options.where
         if where is not None:
-            mask = as_mask(where(self.samples) if callable(where) else where, len(self))
-            if len(mask) and not mask.any():
-                raise ValueError(f"where: chooses none of {counted(len(mask), 'sample')}")
-        complete = replace(
+            sample_mask = as_mask(where(self.samples) if callable(where) else where, len(self))
+            if len(sample_mask) and not sample_mask.any():
+                raise ValueError(f"where: chooses none of {counted(len(sample_mask), 'sample')}")
+        complete_options = replace(
             options,
-            hooks=tuple(names),
-            max_norm=self._limits(names, options.max_norm),
+            hooks=tuple(chosen_hooks),
+            max_norm=self._limits(chosen_hooks, options.max_norm),
             buffer=options.buffer
-            or default_buffer(options, len(names), self.shards.row_bytes(names), self.shards.local),
+            or default_buffer(
+                options, len(chosen_hooks), self.shards.row_bytes(chosen_hooks), self.shards.local
+            ),
             dtype=floating_name(options.dtype),
             roles=None if options.roles is None else self._known_roles(options.roles),
-            where=None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
+            where=None
+            if sample_mask is None
+            else hashlib.sha256(np.packbits(sample_mask).tobytes()).hexdigest(),
             columns=self._known_columns(options.columns),
         )
-        return TokenSource(self.shards, complete, mask)
+        return TokenSource(self.shards, complete_options, sample_mask)
 
-    def _limits(self, names: Sequence[str], max_norm: Any) -> dict[str, float]:
+    def _limits(self, hook_names: Sequence[str], max_norm: Any) -> dict[str, float]:
         """Returns the largest norm at each hook that has a limit, by the hook's canonical name.
 
         Args:
-            names: Canonical names of the hooks to read.
-            max_norm: Limit as in BatchOptions: a number for all activations, a mapping by hook, or
-                None.
+            hook_names: Canonical names of the hooks to read.
+            max_norm: Limit as in BatchOptions: a number for all hooks with activations, a mapping
+                from hooks to their limits, or None for no limit.
 
         Raises:
-            ValueError: A hook with a limit is not read, or has no activations.
+            ValueError: If a hook with a limit is not read, or has no activations.
         """
-        floats = [name for name in names if self.shards.hooks[name].are_activations]
-        limits = max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(floats, max_norm)
-        limits = {self.hooks.aliases.get(name, name): limit for name, limit in limits.items()}
-        for name in limits:
-            if name not in floats:
+        activation_hooks = [name for name in hook_names if self.shards.hooks[name].are_activations]
+        limit_by_hook = (
+            max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(activation_hooks, max_norm)
+        )
+        limit_by_hook = {
+            self.hooks.aliases.get(name, name): limit for name, limit in limit_by_hook.items()
+        }
+        for name in limit_by_hook:
+            if name not in activation_hooks:
                 raise ValueError(
                     f"max_norm: hook {name!r} is not read or has no activations, and no norm; "
-                    f"{', '.join(floats) or 'none'} can have a limit"
+                    f"{', '.join(activation_hooks) or 'none'} can have a limit"
                 )
-        return {name: float(limit) for name, limit in limits.items() if limit is not None}
+        return {name: float(limit) for name, limit in limit_by_hook.items() if limit is not None}
 
     def join(self, other: Any) -> JoinedRuns:
         """Returns a dataset with the hooks of this run and of another run over the same data.
 
-        Joining adds layers to a run without computing its other layers again. The result has the
-        samples and tokens that both runs have; the documentation of `paired` defines which tokens
-        of two runs are the same.
+        Joining adds layers to a run without computing its other layers again. The documentation of
+        `paired` defines which tokens of two runs are the same.
 
         Args:
-            other: An ActivationDataset, or the URL of a run.
+            other: The other run: an ActivationDataset, or the URL of a run.
+
+        Returns:
+            A dataset with the samples and tokens that both runs have, in the order of this run.
 
         Raises:
-            ValueError: Both runs have a hook of the same name, or they cannot be aligned for one of
-                the reasons for which `paired` raises ValueError.
+            ValueError: If both runs have a hook of the same name, or if they cannot be aligned for
+                one of the reasons for which `paired` raises ValueError.
+            OSError: If a file is damaged, missing or cut short.
         """
         return JoinedRuns(self, self.opened(other))
 
@@ -382,16 +442,18 @@ class ActivationDataset(Samples):
             roles: Names of roles, or a single name.
 
         Raises:
-            ValueError: `roles` is empty, or the run stores no tokens of one of the roles.
+            ValueError: If `roles` is empty, or if the run stores no tokens of one of the roles.
         """
-        names = [roles] if isinstance(roles, str) else list(roles)
-        stored = self.identity.text.roles or ROLES
-        has = "has no roles; only runs of conversations do"
+        chosen_roles = [roles] if isinstance(roles, str) else list(roles)
+        stored_roles = self.identity.text.roles or ROLES
+        contents_of_run = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).labels:
-            has = f"has tokens of {', '.join(stored)}"
-            if names and set(names) <= {*stored}:
-                return tuple(role for role in ROLES if role in names)
-        raise ValueError(f"roles: {', '.join(names) or 'none'} asked for; {self.url} {has}")
+            contents_of_run = f"has tokens of {', '.join(stored_roles)}"
+            if chosen_roles and set(chosen_roles) <= {*stored_roles}:
+                return tuple(role for role in ROLES if role in chosen_roles)
+        raise ValueError(
+            f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} {contents_of_run}"
+        )
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
         """Returns the names of the columns that a user has chosen.
@@ -400,40 +462,42 @@ class ActivationDataset(Samples):
             columns: Names of columns of the table of samples, or a single name.
 
         Raises:
-            ValueError: The table lacks a column.
+            ValueError: If the table lacks one of the columns.
         """
-        names = (columns,) if isinstance(columns, str) else tuple(columns)
-        if names and len(self):
-            stored = self.shards.table(0).column_names
-            for name in names:
-                if name not in stored:
+        chosen_columns = (columns,) if isinstance(columns, str) else tuple(columns)
+        if chosen_columns and len(self):
+            stored_columns = self.shards.table(0).column_names
+            for name in chosen_columns:
+                if name not in stored_columns:
                     raise ValueError(
-                        f"columns: samples have no {name!r}; they have {', '.join(stored)}"
+                        f"columns: samples have no {name!r}; they have {', '.join(stored_columns)}"
                     )
-        return names
+        return chosen_columns
 
     def grain(self, hooks: Any = None, tokens: int = 1) -> TokenRecords:
         """Returns all tokens as a random-access source for a DataLoader or a MapDataset of grain.
 
-        A record is a dict of NumPy arrays, as in a TokenBatch: the activations of each hook by its
-        name, (tokens, width), and `token_ids`, `sample_idx`, `position` and, if the run has them,
-        `role` and `turn`, (tokens,).
-
         A record of hundreds of tokens takes little longer to read than a record of a single token.
         If the run is in a bucket, reading a record takes a request of at least a MiB for every
-        hook, and records that are read in a random order share no requests. Records should
-        therefore have thousands of tokens there; `batches` is faster.
+        hook, and records that are read in a random order share no requests. Records of a run in a
+        bucket should therefore have thousands of tokens; `batches` reads such a run faster.
 
         Args:
             hooks: Names of the hooks to read, or globs. None for all hooks of the dataset.
             tokens: Number of tokens in a record. With 1, the arrays have no axis of tokens, and
-                `grain.transforms.Batch(1024)` makes batches of 1024 tokens. Otherwise the tokens of
-                a record follow one another in a shard, and the last record of a shard may have
-                fewer: give `Batch` a `batch_fn` that concatenates.
+                `grain.transforms.Batch(1024)` makes batches of 1024 tokens. With more, the tokens
+                of a record are consecutive tokens of a shard, and the last record of a shard may
+                have fewer tokens, so `Batch` needs a `batch_fn` that concatenates arrays.
+
+        Returns:
+            A sequence of records. A record is a dict of NumPy arrays, as in a TokenBatch: the
+            activations at each hook by the name of the hook, (tokens, width); and `token_ids`,
+            `sample_idx`, `position` and, if the run has them, `role` and `turn`, (tokens,).
 
         Raises:
-            ValueError: The dataset lacks a hook, a hook holds codes, `tokens` is less than 1, or
-                the run stores pickles, which threads would decompress whole for every record.
+            ValueError: If the dataset lacks a hook, if a hook holds codes, if `tokens` is less than
+                1, or if the run stores pickles, which threads would decompress whole for every
+                record.
         """
         if not self.shards.by_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
@@ -446,34 +510,38 @@ class ActivationDataset(Samples):
     def features(self, hook: str, contexts: int = 10, around: int = 16) -> pyarrow.Table:
         """Returns a table of the features of an autoencoder whose codes the run stores.
 
-        The codes are read once; then the tokens around the strongest tokens are read.
-        `pyarrow.parquet.write_table(table, "features.parquet")` stores the table.
+        The method first reads all codes, and then the tokens around the tokens on which a feature
+        has its largest values. `pyarrow.parquet.write_table(table, "features.parquet")` stores the
+        table in a file.
 
         Args:
             hook: Name of the hook that holds the codes.
-            contexts: Number of tokens to list for each feature.
-            around: Number of tokens of the sample to show on each side of a listed token.
+            contexts: Number of tokens to list for each feature: those on which the feature has its
+                largest values.
+            around: Number of tokens of the sample to include on each side of a listed token.
 
         Returns:
-            A row for each feature, with these columns:
+            A table with a row for each feature. Its columns are:
 
             feature: Number of the feature, from 0.
             tokens: Number of tokens on which the feature is active.
-            frequency: Share of all tokens on which it is active.
-            mean: Mean of its values on these tokens; null if there are no such tokens.
-            maximum: Largest of its values on these tokens; null if there are no such tokens.
-            contexts: A list of the tokens with its largest values, in descending order of value. A
-                token is a struct of the `value`, `sample_idx` and `position`; the `token_ids` of
-                the token and the tokens around it; `token`, the index in `token_ids` of the token
-                itself; and `text`, the decoded `token_ids`. The text is null if the vocabulary
-                (tokenizer.json, or vocab.json with merges.txt) is neither in the folder of
-                `tokenizer_path` nor in the cache of the hub on this machine, or cannot be read, or
-                if the package tokenizers is not installed.
+            frequency: Fraction of all tokens on which the feature is active.
+            mean: Mean value of the feature over the tokens on which it is active; null if it is
+                active on no token.
+            maximum: Largest value of the feature; null if it is active on no token.
+            contexts: List of the tokens on which the feature has its largest values, in descending
+                order of value. An item of the list is a struct with the fields `value`,
+                `sample_idx` and `position` of the token; `token_ids`, the ids of the token and of
+                the tokens around it; `token`, the index of the token in `token_ids`; and `text`,
+                the decoded `token_ids`. The text is null if the vocabulary (tokenizer.json, or
+                vocab.json with merges.txt) is neither in the folder of `tokenizer_path` nor in the
+                cache of the hub on this machine, or cannot be read, or if the package tokenizers is
+                not installed.
 
         Raises:
-            ValueError: The hook has no codes or is not read, `contexts` is less than 1, or `around`
-                is less than 0.
-            OSError: A shard is damaged.
+            ValueError: If the hook has no codes or is not read, if `contexts` is less than 1, or if
+                `around` is less than 0.
+            OSError: If a shard is damaged.
         """
         return feature_table(self, hook, contexts, around)
 
@@ -481,31 +549,35 @@ class ActivationDataset(Samples):
 def paired(a: Any, b: Any) -> PairedRuns:
     """Returns two runs over the same data, to be read side by side.
 
-    The runs may be those of a base model and a chat model, for example.
+    The first run may be that of a base model, and the second that of a chat model, for example.
+    `for first, second in paired(a, b).batches(1024)` then iterates over batches of the same tokens
+    from both runs.
 
-    Tokens of the two runs are paired if their samples come from the same row of the data set (`row`
-    of a sample) and the tokens have the same position in the sample. It does not matter how the
-    runs were divided into shards, ordered and stored. There is one exception: if rows of a data set
-    on the hub are counted within a share, they are the same only if both runs had the same number
-    of machines and hosts. Tokens that one of the runs lacks are left out. The log warns of this
-    once, and `unpaired_samples` of the result counts the samples that are left out.
+    A token of the first run and a token of the second run are paired if their samples come from the
+    same row of the data set (`row` of a sample) and the tokens have the same position in their
+    samples. How the samples were divided into shards, ordered and stored may differ between the
+    runs. The number of machines and hosts may differ, too, except for a data set on the hub whose
+    rows are numbered within the part of the data that a host read. Tokens that one of the runs
+    lacks are left out. The log warns of this once, and `unpaired_samples` of the result counts the
+    samples that are left out.
 
-    Pairs have the order of run `a`. The tokens of run `b` are read from wherever they lie, which is
+    Pairs have the order of run `a`. The tokens of run `b` are looked up in its shards, which is
     slow if the order of `b` is very different. If `b` stores pickles, reading a shard of `a`
-    decompresses every pickle of `b` that contains any of its samples, and up to six shards are in
-    memory beside the buffer.
+    decompresses every pickle of `b` that contains any sample of that shard, and up to six shards
+    are in memory in addition to the buffer.
 
     Args:
         a: The first run: an ActivationDataset, or the URL of a run.
         b: The second run: an ActivationDataset, or the URL of a run.
 
     Returns:
-        The two runs. The method `batches` of the result reads pairs of batches.
+        The two runs as one object, whose method `batches` reads pairs of batches.
 
     Raises:
-        ValueError: There is no such run, a run has two samples of the same row, no row is in both
-            runs, or the metadata shows that the samples come from other data or were made in
-            another way. Reading raises ValueError if the ids of two paired tokens differ.
-        OSError: A file is damaged, missing or cut short.
+        ValueError: If there is no such run, if a run has two samples of the same row, if no row has
+            a sample in both runs, or if the metadata shows that the samples of the two runs come
+            from different data or were made in different ways. Reading raises ValueError if the ids
+            of two paired tokens differ.
+        OSError: If a file is damaged, missing or cut short.
     """
     return PairedRuns(ActivationDataset.opened(a), ActivationDataset.opened(b))

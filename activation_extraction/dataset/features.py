@@ -23,7 +23,7 @@ from activation_extraction.common.tokenizer_files import (
     vocabulary_file,
 )
 
-if TYPE_CHECKING:  # dataset.py imports this module
+if TYPE_CHECKING:  # dataset.py imports this module, so a real import would be circular
     from activation_extraction.dataset.dataset import ActivationDataset
 
 SIZE = 2**14  # tokens of a batch of codes

@@ -1,8 +1,9 @@
 """Runs over the same data that are read as one: side by side (`paired`), or joined (`join`).
 
-Two samples are the same if they come from the same row of the data set. Two tokens are the same if
-their samples are, and they have the same position in them. Rows of different data sets may have the
-same names, so runs whose metadata records different data sets are rejected with ValueError.
+Samples of two runs count as the same sample if they come from the same row of the data set. Tokens
+of two runs count as the same token if they have the same position in the same sample. Rows of
+different data sets may have the same names, so runs whose metadata records different data sets are
+rejected with ValueError.
 """
 
 import json
@@ -39,14 +40,14 @@ from activation_extraction.dataset.windows import Chunk
 from activation_extraction.store.resume import shown
 from activation_extraction.store.statistics import HookStatistics
 
-if TYPE_CHECKING:  # dataset.py imports this module
+if TYPE_CHECKING:  # dataset.py imports this module, so a real import would be circular
     from activation_extraction.dataset.dataset import ActivationDataset
 
 
 class AlignedRuns:
     """Several runs over the same data, reduced to the tokens that all of the runs store.
 
-    The length of the object is the number of samples that all runs have.
+    `len()` of an AlignedRuns is the number of samples that all runs have.
 
     Args:
         *runs: Datasets of the runs.
@@ -56,52 +57,60 @@ class AlignedRuns:
         unpaired_samples: For each run, the number of its samples that at least one other run lacks.
 
     Raises:
-        ValueError: The runs have no row in common, two samples of one run come from the same row,
-            or the metadata shows that the samples come from other data or were made in another way.
+        ValueError: If the runs have no row in common, if two samples of one run come from the same
+            row, or if the metadata shows that the samples of the runs come from different data or
+            were made in different ways.
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
         self.runs = runs
-        urls = without_secrets(" and ".join(run.url for run in runs))
+        urls_of_runs = without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
-            files = runs[0].data_files, run.data_files
-            for name, value, other_value in runs[0].identity.other_samples(run.identity, *files):
+            data_files_of_both = runs[0].data_files, run.data_files
+            for setting_name, first_value, other_value in runs[0].identity.other_samples(
+                run.identity, *data_files_of_both
+            ):
                 message = (
                     f"{runs[0].url} and {run.url}: their samples are not those of the same data: "
-                    f"{name} is {shown(value, other_value)} in one and "
-                    f"{shown(other_value, value)} in the other"
+                    f"{setting_name} is {shown(first_value, other_value)} in one and "
+                    f"{shown(other_value, first_value)} in the other"
                 )
                 raise ValueError(without_secrets(message))
-        tables = [_rows(run, str(number)) for number, run in enumerate(runs)]
-        table = reduce(lambda one, other: one.join(other, "row", join_type="inner"), tables)
-        # Numbers of the samples in each run, int64 (runs, samples), in the order of the first run.
-        self._numbers = np.stack(table.sort_by("0").drop_columns("row").columns)
+        row_tables = [_rows(run, str(number)) for number, run in enumerate(runs)]
+        joined_table = reduce(
+            lambda one, other: one.join(other, "row", join_type="inner"), row_tables
+        )
+        # Index in each run of each common sample, int64 (runs, samples), in the first run's order.
+        self._numbers = np.stack(joined_table.sort_by("0").drop_columns("row").columns)
         if not len(self):
-            raise ValueError(f"{urls}: no row of the data set has a sample in each of them")
+            raise ValueError(f"{urls_of_runs}: no row of the data set has a sample in each of them")
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
-        tokens = [run.shards.columns(["tokens"])["tokens"] for run in runs]
-        # Numbers of tokens of these samples in each run.
-        common = [
-            of_run[numbers].astype(int)
-            for of_run, numbers in zip(tokens, self._numbers, strict=True)
+        token_counts_by_run = [run.shards.columns(["tokens"])["tokens"] for run in runs]
+        # For each run, the numbers of tokens of the samples that all runs have.
+        common_token_counts = [
+            counts_of_run[numbers].astype(int)
+            for counts_of_run, numbers in zip(token_counts_by_run, self._numbers, strict=True)
         ]
-        for run, left_out, in_all in zip(runs, self.unpaired_samples, common, strict=True):
-            if left_out:
-                samples = counted(left_out, "sample")
-                left_out_tokens = counted(run.tokens - in_all.sum(), "token")
+        for run, left_out_count, common_counts in zip(
+            runs, self.unpaired_samples, common_token_counts, strict=True
+        ):
+            if left_out_count:
+                left_out_samples = counted(left_out_count, "sample")
+                left_out_tokens = counted(run.tokens - common_counts.sum(), "token")
                 log.warning(
                     "%s: %s (%s) left out: not all runs have them",
                     run.url,
-                    samples,
+                    left_out_samples,
                     left_out_tokens,
                 )
         if any(
-            run.identity.kept_tokens != runs[0].identity.kept_tokens or (counts != common[0]).any()
-            for run, counts in zip(runs, common, strict=True)
+            run.identity.kept_tokens != runs[0].identity.kept_tokens
+            or (counts_of_run != common_token_counts[0]).any()
+            for run, counts_of_run in zip(runs, common_token_counts, strict=True)
         ):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
-                urls,
+                urls_of_runs,
             )
 
     def __len__(self) -> int:
@@ -116,28 +125,37 @@ class AlignedRuns:
             form: Function that takes a list with a TokenBatch of each run, and returns the batch
                 to yield.
             hooks: For each run, the canonical names of the hooks to read.
-            options: Options of the batches. A mask in `where` has a boolean for each sample of the
-                first run; a function in `where` is called with the `samples` of each run.
+            options: Options of the batches. If `where` is a mask, it has a boolean for each sample
+                of the first run. If it is a function, it is called for every run with the table
+                `samples` of the run.
 
         Raises:
-            ValueError: An option makes no sense for these runs.
+            ValueError: If an option is invalid for these runs.
         """
-        runs = list(zip(self.runs, hooks, strict=True))
-        row = sum(run.shards.row_bytes(names) for run, names in runs)
-        local = all(run.shards.local for run in self.runs)
-        buffer = options.buffer or default_buffer(options, sum(map(len, hooks)), row, local)
-        unread = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
+        runs_and_hooks = list(zip(self.runs, hooks, strict=True))
+        row_bytes = sum(run.shards.row_bytes(hook_names) for run, hook_names in runs_and_hooks)
+        are_local = all(run.shards.local for run in self.runs)
+        buffer_tokens = options.buffer or default_buffer(
+            options, sum(map(len, hooks)), row_bytes, are_local
+        )
+        unread_limits = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         sources = list[TokenSource]()
-        for run, names in runs:
-            limits = options.max_norm
+        for run, hook_names in runs_and_hooks:
+            limits_of_run = options.max_norm
             aliases = run.hooks.aliases
-            if isinstance(limits, Mapping):
-                limits = {n: limit for n, limit in limits.items() if aliases.get(n, n) in names}
-                unread -= limits.keys()
-            where = options.where if callable(options.where) or not sources else None
-            of_run = dict(hooks=names, buffer=buffer, max_norm=limits, where=where)
-            sources.append(run.source(replace(options, **of_run)))
-        for name in unread:
+            if isinstance(limits_of_run, Mapping):
+                limits_of_run = {
+                    n: limit
+                    for n, limit in limits_of_run.items()
+                    if aliases.get(n, n) in hook_names
+                }
+                unread_limits -= limits_of_run.keys()
+            mask_of_run = options.where if callable(options.where) or not sources else None
+            options_of_run = dict(
+                hooks=hook_names, buffer=buffer_tokens, max_norm=limits_of_run, where=mask_of_run
+            )
+            sources.append(run.source(replace(options, **options_of_run)))
+        for name in unread_limits:
             raise ValueError(f"max_norm: hook {name!r} is not read")
         sources[0] = sources[0].of(self._numbers[0])
         return Batches(sources, form, partial(aligned_reader, sources, self._numbers))
@@ -146,7 +164,7 @@ class AlignedRuns:
 class PairedRuns(AlignedRuns):
     """Two runs over the same data that are read side by side, as `paired` returns them.
 
-    The length of the object is the number of samples that both runs have.
+    `len()` of a PairedRuns is the number of samples that both runs have.
 
     Args:
         *runs: Datasets of the two runs.
@@ -156,30 +174,34 @@ class PairedRuns(AlignedRuns):
         unpaired_samples: For each run, the number of its samples that the other run lacks.
 
     Raises:
-        ValueError: The runs have no row in common, two samples of one run come from the same row,
-            or the metadata shows that the samples come from other data or were made in another way.
+        ValueError: If the runs have no row in common, if two samples of one run come from the same
+            row, or if the metadata shows that the samples of the runs come from different data or
+            were made in different ways.
     """
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenPair]:
         """Returns an iterator over the tokens that both runs have, as pairs of batches.
 
-        Row t of every array of a pair belongs to the same token. Tokens have the order of the first
-        run, and only those are read that pass the filters in both runs.
+        Row t of every array of a pair belongs to the same token. The tokens have the order of the
+        first run. Tokens that fail the filters in one of the runs are left out.
 
         Args:
             size: Number of tokens in each batch of a pair; the last pair may have fewer.
             hooks: Names of the hooks to read in both runs, or globs. None for all hooks of both
-                datasets. To read different hooks, give `paired` datasets that were opened with
-                these hooks.
-            **options: Any other field of BatchOptions. A mask in `where` has a boolean for each
-                sample of the first run; a function in `where` is called with the `samples` of each
-                run.
+                datasets. To read different hooks in the two runs, pass datasets to `paired` that
+                were opened with different hooks.
+            **options: Any other fields of BatchOptions. If `where` is a mask, it has a boolean for
+                each sample of the first run. If it is a function, it is called for each run with
+                the table `samples` of the run.
+
+        Returns:
+            An iterator that yields a TokenPair, a batch of each run, at each step.
 
         Raises:
-            ValueError: An argument makes no sense for these runs.
+            ValueError: If an argument is invalid for these runs.
         """
-        names = [run.hooks.chosen(run.url, hooks) for run in self.runs]
-        return self._batches(TokenPair._make, names, BatchOptions(size, **options))
+        hooks_of_runs = [run.hooks.chosen(run.url, hooks) for run in self.runs]
+        return self._batches(TokenPair._make, hooks_of_runs, BatchOptions(size, **options))
 
 
 class JoinedRuns(AlignedRuns, Samples):
@@ -192,15 +214,15 @@ class JoinedRuns(AlignedRuns, Samples):
         *runs: Datasets of the runs.
 
     Attributes:
-        hooks: Width of every hook of all runs, by name; for a hook of codes, the number of
-            features.
-        dtypes: Dtype of every hook of all runs, by name.
+        hooks: Width of every hook of all runs, by the name of the hook. The width of a hook with
+            codes is the number of features.
+        dtypes: Dtype of every hook of all runs, by the name of the hook.
         runs: Datasets of the runs, in the order of the arguments.
         unpaired_samples: For each run, the number of its samples that at least one other run lacks.
 
     Raises:
-        ValueError: Two runs have a hook of the same name, or the runs cannot be aligned (see
-            AlignedRuns).
+        ValueError: If two runs have a hook of the same name, or if the runs cannot be aligned for
+            one of the reasons for which AlignedRuns raises ValueError.
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
@@ -210,151 +232,193 @@ class JoinedRuns(AlignedRuns, Samples):
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics by the name of the hook, over all tokens of the run that has the hook."""
+        """Statistics of every hook, over all tokens of the run that has the hook, by hook name."""
         return _joined_hooks([run.statistics for run in self.runs])
 
     @cached_property
     def samples(self) -> pyarrow.Table:
         """The table of the samples that all runs have, with the columns of the first run.
 
-        Its column `tokens` counts the tokens that the first run stores.
+        The column `tokens` contains the number of tokens that the first run stores of a sample,
+        which may be larger than the number of tokens that all runs have.
         """
         return self.runs[0].samples.take(self._numbers[0])
 
     def join(self, other: Any) -> "JoinedRuns":
-        """Returns a dataset that also has the hooks of another run. See `ActivationDataset.join`.
+        """Returns a dataset that also has the hooks of another run (see `ActivationDataset.join`).
 
         Args:
-            other: An ActivationDataset, or the URL of a run.
+            other: The other run: an ActivationDataset, or the URL of a run.
+
+        Raises:
+            ValueError: If a hook of the other run is in this dataset, or if the runs cannot be
+                aligned.
         """
         return JoinedRuns(*self.runs, self.runs[0].opened(other))
 
     def batches(self, size: int, hooks: Any = None, **options: Any) -> Batches[TokenBatch]:
         """Returns an iterator over the tokens that all runs have, with the hooks of all runs.
 
-        Only tokens are read that pass the filters in all runs. All arrays of a batch except for the
-        activations come from the first run.
+        Tokens that fail the filters in one of the runs are left out. All arrays of a batch except
+        for the activations come from the first run.
 
         Args:
             size: Number of tokens in a batch; the last batch may have fewer.
             hooks: Names of the hooks to read, or globs. None for all hooks.
-            **options: Any other field of BatchOptions. A mask in `where` has a boolean for each
-                sample of this object; a function in `where` is called with its `samples`.
+            **options: Any other fields of BatchOptions. If `where` is a mask, it has a boolean for
+                each sample of this dataset. If it is a function, it is called with the table
+                `samples` of this dataset.
+
+        Returns:
+            An iterator that yields a TokenBatch at each step.
 
         Raises:
-            ValueError: An argument makes no sense for these runs.
+            ValueError: If an argument is invalid for these runs.
         """
-        names = self.hooks.chosen("the joined runs", hooks)
-        of_runs = [[name for name in names if name in run.hooks] for run in self.runs]
+        chosen_hooks = self.hooks.chosen("the joined runs", hooks)
+        hooks_of_runs = [[name for name in chosen_hooks if name in run.hooks] for run in self.runs]
         batch_options = BatchOptions(size, **options)
-        if (where := batch_options.where) is not None:
-            mask = as_mask(where(self.samples) if callable(where) else where, len(self))
-            of_first = np.isin(np.arange(len(self.runs[0])), self._numbers[0][mask])
-            batch_options = replace(batch_options, where=of_first)
-        return self._batches(_joined, of_runs, batch_options)
+        if (sample_filter := batch_options.where) is not None:
+            mask = as_mask(
+                sample_filter(self.samples) if callable(sample_filter) else sample_filter, len(self)
+            )
+            mask_of_first_run = np.isin(np.arange(len(self.runs[0])), self._numbers[0][mask])
+            batch_options = replace(batch_options, where=mask_of_first_run)
+        return self._batches(_joined, hooks_of_runs, batch_options)
 
     def _sample(self, index: int) -> SampleActivations:
-        """Returns a sample with the hooks of all runs, of the tokens that all runs have.
+        """Returns a sample with the hooks of all runs and the tokens that all runs have.
+
+        Args:
+            index: Index of the sample among the samples that all runs have.
 
         Raises:
-            ValueError: The runs have different token ids.
+            ValueError: If two runs have different ids for the same token.
         """
-        numbers = self._numbers[:, index].tolist()
-        samples = [run[number] for run, number in zip(self.runs, numbers, strict=True)]
-        position = reduce(np.intersect1d, (sample.position for sample in samples))
-        first, *others = (_at_positions(sample, position) for sample in samples)
-        for run, other in zip(self.runs[1:], others, strict=True):
-            _check_same_tokens((self.runs[0].url, run.url), first, other)
-        return _joined([first, *others])
+        sample_numbers = self._numbers[:, index].tolist()
+        samples = [run[number] for run, number in zip(self.runs, sample_numbers, strict=True)]
+        common_positions = reduce(np.intersect1d, (sample.position for sample in samples))
+        first_sample, *other_samples = (
+            _at_positions(sample, common_positions) for sample in samples
+        )
+        for run, other_sample in zip(self.runs[1:], other_samples, strict=True):
+            _check_same_tokens((self.runs[0].url, run.url), first_sample, other_sample)
+        return _joined([first_sample, *other_samples])
 
 
 def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> Read:
-    """Returns a function that reads the tokens of a chunk that all runs have.
+    """Returns a function that reads a chunk, and keeps the tokens that all runs have.
 
-    If another run has pickles, tokens are aligned by whole shards of the first run, because every
-    alignment decompresses all pickles that it needs.
+    If a run other than the first stores pickles, the tokens of a whole shard of the first run are
+    aligned at once, because each alignment decompresses all pickles that contain its samples.
 
     Args:
         sources: Sources of the runs. The source of the first run has a mask.
-        numbers: Numbers of the same samples in each run, int64 (runs, samples), in the order of the
-            first run.
+        numbers: Indices of the common samples in each run, int64 (runs, samples). A column is one
+            sample. Columns have the order of the first run.
 
     Returns:
-        A function that takes a chunk of the first run, and returns a block for each run. Their rows
-        are the tokens that pass the filters of all runs.
+        A function that takes a chunk of the first run, and returns a tuple with a block for each
+        run. Row i of every block is the same token, and this token passes the filters of all runs.
     """
-    first, *others = sources
-    numbers = numbers[:, np.asarray(first.mask)[numbers[0]]]
-    whole = not all(source.shards.by_ranges for source in others)
+    first_source, *other_sources = sources
+    numbers = numbers[:, np.asarray(first_source.mask)[numbers[0]]]
+    aligns_whole_shards = not all(source.shards.by_ranges for source in other_sources)
 
-    @lru_cache(int(whole))  # the chunks of a shard share the alignment of the whole shard
+    @lru_cache(int(aligns_whole_shards))  # chunks of one shard share the shard's alignment
     def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
-        ours = first.tokens([chunk])
-        first_sample, last_sample = ours.samples[[0, -1]]
-        begin, end = np.searchsorted(numbers[0], [first_sample, last_sample + 1])
-        partners = [
-            _partners(first, source, ours, numbers[[0, run], begin:end])
-            for run, source in enumerate(others, 1)
+        first_tokens = first_source.tokens([chunk])
+        first_sample, last_sample = first_tokens.samples[[0, -1]]
+        first_number, end_number = np.searchsorted(numbers[0], [first_sample, last_sample + 1])
+        partner_blocks = [
+            _partners(
+                first_source, source, first_tokens, numbers[[0, run_index], first_number:end_number]
+            )
+            for run_index, source in enumerate(other_sources, 1)
         ]
-        return ours, partners
+        return first_tokens, partner_blocks
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
-        aligned = first.whole(chunk.shard) if whole else chunk
-        ours, partners = align(aligned)
-        start = chunk.start - aligned.start
-        stop = start + len(chunk)
-        in_all_runs = np.all([partner.rows[start:stop] >= 0 for partner in partners], axis=0)
-        rows = start + np.flatnonzero(in_all_runs)
-        block = first.with_activations(ours, rows)
-        small = first.are_small(block)
-        blocks = block, *(Block(tokens, at[rows]) for tokens, at in partners)
-        return tuple(Block(tokens, at[small]) for tokens, at in blocks)
+        aligned_chunk = first_source.whole(chunk.shard) if aligns_whole_shards else chunk
+        first_tokens, partner_blocks = align(aligned_chunk)
+        start_row = chunk.start - aligned_chunk.start
+        stop_row = start_row + len(chunk)
+        is_in_all_runs = np.all(
+            [partner_block.rows[start_row:stop_row] >= 0 for partner_block in partner_blocks],
+            axis=0,
+        )
+        rows = start_row + np.flatnonzero(is_in_all_runs)
+        first_block = first_source.with_activations(first_tokens, rows)
+        is_small = first_source.are_small(first_block)
+        blocks_of_runs = (
+            first_block,
+            *(Block(tokens, partner_rows[rows]) for tokens, partner_rows in partner_blocks),
+        )
+        return tuple(
+            Block(tokens, partner_rows[is_small]) for tokens, partner_rows in blocks_of_runs
+        )
 
     return read
 
 
-def _partners(one: TokenSource, other: TokenSource, ours: ShardTokens, pairs: np.ndarray) -> Block:
-    """Finds tokens of the first run in another run, and reads them there.
+def _partners(
+    first_source: TokenSource,
+    other_source: TokenSource,
+    first_tokens: ShardTokens,
+    sample_pairs: np.ndarray,
+) -> Block:
+    """Finds tokens of the first run in another run, and reads them from the other run.
 
     Args:
-        one: Source of the first run.
-        other: Source of the other run.
-        ours: Tokens of the first run.
-        pairs: Numbers of their samples in the first run and in the other run, int64 (2, samples).
+        first_source: Source of the first run.
+        other_source: Source of the other run.
+        first_tokens: Tokens of the first run.
+        sample_pairs: Indices of the samples of these tokens, int64 (2, samples): row 0 contains
+            their indices in the first run, and row 1 contains their indices in the other run.
 
     Returns:
-        A block of the other run with a row for each token of `ours`. A row is -1 if the other run
-        lacks the token, or if the token does not pass the filters of both runs.
+        A block of the other run. It has an item in `rows` for each token of `first_tokens`: the
+        index in the block's `tokens` of the same token, or -1 if the other run lacks the token or
+        if the token fails the filters of one of the runs.
 
     Raises:
-        ValueError: A token has another id in the other run.
+        ValueError: If a token has a different id in the other run.
     """
-    of_one, of_other = pairs[:, np.argsort(pairs[1])]
-    keys = ours.samples << 32 | ours.tokens.position
-    rows = np.full(len(keys), -1)
-    parts = list[TokenBatch]()
-    for chunks in other.by_shard(of_other):
-        theirs = other.tokens(chunks)
-        samples = of_one[np.searchsorted(of_other, theirs.samples)]
-        their_keys = samples << 32 | theirs.tokens.position
-        _, at, row = np.intersect1d(keys, their_keys, return_indices=True)
-        same = ours.tokens.map(itemgetter(at)), theirs.tokens.map(itemgetter(row))
-        _check_same_tokens((one.shards.url, other.shards.url), *same)
-        wanted = ours.wanted[at] & theirs.wanted[row]
-        block = other.with_activations(theirs, row[wanted])
-        if (small := other.are_small(block)).any():
-            rows[at[wanted][small]] = block.rows[small] + sum(map(len, parts))
-            parts.append(block.tokens)
-    return Block(concatenate_batches(parts or [ours.tokens]), rows)
+    first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
+    token_keys = first_tokens.samples << 32 | first_tokens.tokens.position
+    partner_rows = np.full(len(token_keys), -1)
+    partner_batches = list[TokenBatch]()
+    for chunks in other_source.by_shard(other_run_samples):
+        other_tokens = other_source.tokens(chunks)
+        sample_of_token = first_run_samples[
+            np.searchsorted(other_run_samples, other_tokens.samples)
+        ]
+        other_token_keys = sample_of_token << 32 | other_tokens.tokens.position
+        _, first_index, other_index = np.intersect1d(
+            token_keys, other_token_keys, return_indices=True
+        )
+        common_tokens = (
+            first_tokens.tokens.map(itemgetter(first_index)),
+            other_tokens.tokens.map(itemgetter(other_index)),
+        )
+        _check_same_tokens((first_source.shards.url, other_source.shards.url), *common_tokens)
+        is_wanted = first_tokens.wanted[first_index] & other_tokens.wanted[other_index]
+        block = other_source.with_activations(other_tokens, other_index[is_wanted])
+        if (is_small := other_source.are_small(block)).any():
+            partner_rows[first_index[is_wanted][is_small]] = block.rows[is_small] + sum(
+                map(len, partner_batches)
+            )
+            partner_batches.append(block.tokens)
+    return Block(concatenate_batches(partner_batches or [first_tokens.tokens]), partner_rows)
 
 
 def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
-    """Raises ValueError for the first token whose id differs between two runs.
+    """Raises ValueError if the ids of a token differ between two runs.
 
     Args:
         urls: URLs of the two runs.
-        *runs: A TokenBatch or a SampleActivations of each of the two runs. Their tokens come from
-            the same rows of the data set and have the same positions, one by one.
+        *runs: A TokenBatch or a SampleActivations of each of the two runs. Token i of both comes
+            from the same row of the data set, and has the same position in its sample.
     """
     for token in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
         difference = " but ".join(
@@ -367,72 +431,72 @@ def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
         raise ValueError(without_secrets(message))
 
 
-def _joined_hooks(of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
+def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
     """Returns the values by hook of several runs as one mapping, with the aliases of all hooks.
 
     Args:
-        of_runs: Values by hook, for each run.
+        values_of_runs: For each run, the values by hook.
 
     Raises:
-        ValueError: Two runs have a hook of the same name.
+        ValueError: If two runs have a hook of the same name.
     """
-    joined = ByHook[Any]({})
-    for of_run in of_runs:
-        for hook in filter(joined.__contains__, of_run):
+    joined_values = ByHook[Any]({})
+    for values_of_run in values_of_runs:
+        for hook in filter(joined_values.__contains__, values_of_run):
             raise ValueError(f"hook {hook!r} is in more than one of the runs")
-        joined.update(of_run)
-        joined.aliases.update(of_run.aliases)
-    return joined
+        joined_values.update(values_of_run)
+        joined_values.aliases.update(values_of_run.aliases)
+    return joined_values
 
 
-def _joined(of_runs: Sequence[Any]) -> Any:
+def _joined(tokens_of_runs: Sequence[Any]) -> Any:
     """Returns one batch or sample with the hooks of all runs.
 
     Args:
-        of_runs: A batch or a sample of each run, with the same tokens. All arrays except for the
-            activations are taken from the first run's.
+        tokens_of_runs: A TokenBatch of each run, or a SampleActivations of each run, with the same
+            tokens. The result takes all arrays except for the activations from the first item.
     """
-    activations = _joined_hooks([tokens.activations for tokens in of_runs])
-    return replace(of_runs[0], activations=activations)
+    activations = _joined_hooks([tokens.activations for tokens in tokens_of_runs])
+    return replace(tokens_of_runs[0], activations=activations)
 
 
-def _at_positions(sample: SampleActivations, position: np.ndarray) -> SampleActivations:
-    """Returns the part of a sample whose tokens are at the given positions.
+def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleActivations:
+    """Returns a sample reduced to its tokens at some positions.
 
     Args:
         sample: Sample to select tokens from.
-        position: Positions to keep, int32 (n,).
+        positions: Positions in the sample of the tokens to keep, int32 (n,).
     """
-    rows = np.isin(sample.position, position)
-    kept: dict[str, Any] = {
-        name: values[rows]
+    is_kept = np.isin(sample.position, positions)
+    kept_arrays: dict[str, Any] = {
+        name: values[is_kept]
         for name, values in vars(sample).items()
         if isinstance(values, np.ndarray)
     }
-    return replace(sample, activations=sample.activations.map(itemgetter(rows)), **kept)
+    return replace(sample, activations=sample.activations.map(itemgetter(is_kept)), **kept_arrays)
 
 
-def _rows(run: "ActivationDataset", number: str) -> pyarrow.Table:
-    """Returns the rows of the data set that the samples of a run come from.
+def _rows(run: "ActivationDataset", number_column: str) -> pyarrow.Table:
+    """Returns a table of the rows of the data set from which the samples of a run come.
 
     Args:
         run: Dataset of the run.
-        number: Name to give to the column with the numbers of the samples.
+        number_column: Name of the column of the result that contains the indices of the samples.
 
     Returns:
-        A table with a row for each sample whose `row` is stored. Its column "row" holds the `row`
-        as JSON, which differs between the pieces of a document; its column `number` holds the
-        number of the sample in the run.
+        A table with a row for each sample whose `row` is stored. Its column "row" contains the
+        `row` of the sample as JSON, which differs between the pieces of a document. Its column
+        `number_column` contains the index of the sample in the run, int64.
 
     Raises:
-        ValueError: Two samples come from the same row.
+        ValueError: If two samples come from the same row.
     """
-    numbers = dict[str, int]()
+    sample_by_row = dict[str, int]()
     for sample, row in enumerate(run.shards.columns(["row"])["row"]):
         if row is None:
             continue
-        if numbers.setdefault(json.dumps(row, sort_keys=True), sample) != sample:
+        if sample_by_row.setdefault(json.dumps(row, sort_keys=True), sample) != sample:
             url = without_secrets(run.url)
             raise ValueError(f"{url}: sample {sample} has the row of another sample")
-    schema = pyarrow.schema({"row": pyarrow.string(), number: pyarrow.int64()})
-    return pyarrow.table([[*numbers], [*numbers.values()]], schema=schema)
+    schema = pyarrow.schema({"row": pyarrow.string(), number_column: pyarrow.int64()})
+    return pyarrow.table([[*sample_by_row], [*sample_by_row.values()]], schema=schema)
