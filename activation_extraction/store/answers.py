@@ -128,32 +128,34 @@ def failure_of_obstore(error: Exception) -> Failure:
     structure with one field per line, whose strings are escaped. Only lines of the structure are
     parsed, because the sentence contains the URL.
     """
-    _, separator, details = str(error).rpartition(DETAILS)
-    if not separator:
-        details = ""
+    _, details_separator, error_details = str(error).rpartition(DETAILS)
+    if not details_separator:
+        error_details = ""
     answer_match = re.search(
         r'^ *inner: Status {\n *status: (\d+),\n *body: (?:None|Some\(\n *"(.*)",\n *\)),$',
-        details,
+        error_details,
         re.MULTILINE,
     )
     # obstore may delete an object by a request that contains a list of objects to delete. The
     # answer to such a request contains a result for each object of the list.
     deletion_match = re.search(
         r'^ *(?:source: )?DeleteFailed {\n *path: .*\n *code: "(.*)",\n *\w+: "(.*)",$',
-        details,
+        error_details,
         re.MULTILINE,
     )
     if answer_match:
         failure = _of_answer(int(answer_match[1]), _unescaped(answer_match[2] or ""))
     elif deletion_match:
-        code = _unescaped(deletion_match[1])
-        message = _unescaped(deletion_match[2])
-        status = int(code) if code.isdigit() else 0
-        failure = Failure(meaning_of(status, code), _as_one_line(code, message), status)
-    elif _has(details, "inner: BareRedirect,"):
+        error_code = _unescaped(deletion_match[1])
+        error_text = _unescaped(deletion_match[2])
+        http_status = int(error_code) if error_code.isdigit() else 0
+        failure = Failure(
+            meaning_of(http_status, error_code), _as_one_line(error_code, error_text), http_status
+        )
+    elif _has(error_details, "inner: BareRedirect,"):
         failure = Failure(Meaning.ELSEWHERE, "redirected without an address", 301)
-    elif _has(details, "(?:source: )?HttpError {"):
-        failure = _of_connection(details)
+    elif _has(error_details, "(?:source: )?HttpError {"):
+        failure = _of_connection(error_details)
     elif isinstance(error, FileNotFoundError):
         failure = Failure(Meaning.MISSING, "the object does not exist")
     elif isinstance(error, GenericError):
@@ -161,7 +163,7 @@ def failure_of_obstore(error: Exception) -> Failure:
         failure = Failure(Meaning.UNUSABLE, setting_error(error))
     else:
         failure = Failure(Meaning.REFUSED, setting_error(error))
-    if _asks_for_credentials(details):
+    if _asks_for_credentials(error_details):
         return Failure(Meaning.NO_CREDENTIALS, failure.reason)
     return failure
 
@@ -178,13 +180,13 @@ def _of_answer(status: int, body: str) -> Failure:
         status: HTTP status of the answer.
         body: Body of the answer.
     """
-    code, message = _code_and_message(body)
+    error_code, error_text = _code_and_message(body)
     try:
         status_phrase = http.HTTPStatus(status).phrase
     except ValueError:
         status_phrase = "unknown status"
-    reason = _as_one_line(code, message) or f"{status} {status_phrase}"
-    return Failure(meaning_of(status, code), reason, status)
+    failure_reason = _as_one_line(error_code, error_text) or f"{status} {status_phrase}"
+    return Failure(meaning_of(status, error_code), failure_reason, status)
 
 
 def _code_and_message(body: str) -> tuple[str, str]:
@@ -214,8 +216,8 @@ def _as_one_line(code: str, message: str) -> str:
     Only the first line of the message is used, because Azure adds lines with an id and the time.
     """
     first_line = next(iter(message.strip().splitlines()), "")
-    shortened_texts = [" ".join(text.split()) for text in (code, first_line)]
-    return ": ".join(filter(None, shortened_texts))
+    one_line_texts = [" ".join(text.split()) for text in (code, first_line)]
+    return ": ".join(filter(None, one_line_texts))
 
 
 def _of_connection(details: str) -> Failure:
@@ -226,8 +228,8 @@ def _of_connection(details: str) -> Failure:
     """
     certificate_match = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
     if certificate_match:
-        reason = f"the certificate of the server is not valid ({certificate_match[1]})"
-        return Failure(Meaning.UNREACHABLE, reason)
+        failure_reason = f"the certificate of the server is not valid ({certificate_match[1]})"
+        return Failure(Meaning.UNREACHABLE, failure_reason)
     if _has(details, r"error: InvalidMessage\("):
         return Failure(
             Meaning.UNREACHABLE, "the server at this https:// address does not speak TLS"
@@ -237,10 +239,10 @@ def _of_connection(details: str) -> Failure:
     if _has(details, r"(?:kind|source): (?:Timeout|TimedOut),"):
         return Failure(Meaning.MAY_PASS, "no answer")
     message_match = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
-    reason = _unescaped(message_match[1]) if message_match else "the connection broke"
-    if _has(details, '"dns error",') and "Temporary failure" not in reason:
-        return Failure(Meaning.UNREACHABLE, reason)
-    return Failure(Meaning.MAY_PASS, reason)
+    failure_reason = _unescaped(message_match[1]) if message_match else "the connection broke"
+    if _has(details, '"dns error",') and "Temporary failure" not in failure_reason:
+        return Failure(Meaning.UNREACHABLE, failure_reason)
+    return Failure(Meaning.MAY_PASS, failure_reason)
 
 
 def _asks_for_credentials(details: str) -> bool:
@@ -260,11 +262,11 @@ def _asks_for_credentials(details: str) -> bool:
     address_match = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
     if address_match is None:
         return False
-    server = urlsplit(address_match[1]).netloc
+    asked_server = urlsplit(address_match[1]).netloc
     credential_servers = {
-        urlsplit(os.environ.get(variable, "")).netloc for variable in CREDENTIAL_ADDRESSES
+        urlsplit(os.environ.get(variable_name, "")).netloc for variable_name in CREDENTIAL_ADDRESSES
     }
-    return server.startswith("169.254.") or server in credential_servers
+    return asked_server.startswith("169.254.") or asked_server in credential_servers
 
 
 def _has(details: str, pattern: str) -> bool:
@@ -282,9 +284,9 @@ def _unescaped(text: str) -> str:
     control_characters = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
     def character_of(escape: re.Match[str]) -> str:
-        hex_digits, letter = escape.groups()
+        hex_digits, escaped_letter = escape.groups()
         if hex_digits:
             return chr(int(hex_digits, 16))
-        return control_characters.get(letter, letter)
+        return control_characters.get(escaped_letter, escaped_letter)
 
     return re.sub(r"\\(?:u{([0-9a-f]+)}|(.))", character_of, text)

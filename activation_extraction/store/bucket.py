@@ -93,23 +93,25 @@ class Bucket:
         self._has_succeeded = False  # whether a request of this object has succeeded
 
     def entries(self) -> dict[str, FileEntry | None]:
-        prefix = self._prefix or None
-        listing = self._ask(lambda: obstore.list_with_delimiter(self._store(0), prefix))
-        entries: dict[str, FileEntry | None] = {}
-        for folder_path in listing["common_prefixes"]:
-            entries[_file_name(folder_path)] = None
-        for object_meta in listing["objects"]:
+        listed_prefix = self._prefix or None
+        bucket_listing = self._ask(
+            lambda: obstore.list_with_delimiter(self._store(0), listed_prefix)
+        )
+        entry_by_name: dict[str, FileEntry | None] = {}
+        for folder_path in bucket_listing["common_prefixes"]:
+            entry_by_name[_file_name(folder_path)] = None
+        for object_meta in bucket_listing["objects"]:
             # The consoles of stores create an object with the folder's name for an empty folder.
             if object_meta["path"] != self._prefix:
                 file_name = _file_name(object_meta["path"])
                 e_tag = _quoted_tag(object_meta["e_tag"])
-                entries[file_name] = FileEntry(object_meta["size"], e_tag)
-        return entries
+                entry_by_name[file_name] = FileEntry(object_meta["size"], e_tag)
+        return entry_by_name
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
-            metadata = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
-            return FileEntry(metadata["size"], self._version(metadata))
+            object_meta = self._ask(lambda: obstore.head(self._store(0), self._key(name)))
+            return FileEntry(object_meta["size"], self._version(object_meta))
         return None
 
     def read(
@@ -159,12 +161,12 @@ class Bucket:
             write_mode = {"e_tag": expected}
 
         def put() -> str | None:
-            store = self._store(file_bytes, may_retry=False)
+            store_client = self._store(file_bytes, may_retry=False)
             # `put` is used because `put_async` often aborts a process that ends soon afterwards.
-            put_result = obstore.put(
-                store, self._key(name), buffers, mode=write_mode, use_multipart=False
+            new_object_meta = obstore.put(
+                store_client, self._key(name), buffers, mode=write_mode, use_multipart=False
             )
-            return self._version(put_result)
+            return self._version(new_object_meta)
 
         try:
             return self._ask(put)
@@ -173,8 +175,8 @@ class Bucket:
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            store = self._store(0, may_retry=False)
-            self._ask(lambda: obstore.delete(store, self._key(name)))
+            store_client = self._store(0, may_retry=False)
+            self._ask(lambda: obstore.delete(store_client, self._key(name)))
 
     def _version(self, object_meta: Mapping[str, Any]) -> str | None:
         """Returns the version of an object; None if the store has no versions.
@@ -186,9 +188,9 @@ class Bucket:
         e_tag = _quoted_tag(object_meta["e_tag"])
         if self._kind is not GOOGLE or e_tag is None:
             return e_tag
-        version = GoogleVersion(e_tag)
-        version.generation = object_meta["version"]
-        return version
+        google_version = GoogleVersion(e_tag)
+        google_version.generation = object_meta["version"]
+        return google_version
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name
@@ -208,16 +210,18 @@ class Bucket:
         Raises:
             FolderError: If the settings for the store cannot be used.
         """
-        timeout = self._patience * math.ceil(
+        timeout_seconds = self._patience * math.ceil(
             1 + transfer_bytes / MIN_BYTES_PER_SECOND / self._patience
         )
-        retries = RETRIES if may_retry else 0
+        max_retries = RETRIES if may_retry else 0
         try:
-            settings = tuple(sorted(self._kind.settings(self._bucket).items()))
+            store_settings = tuple(sorted(self._kind.settings(self._bucket).items()))
         except ValueError as error:
             raise FolderError(str(error)) from error
         try:
-            return _connect(self._kind, settings, timeout, self._patience, retries)
+            return _connect(
+                self._kind, store_settings, timeout_seconds, self._patience, max_retries
+            )
         except (BaseError, OSError, ValueError) as error:  # obstore cannot use the settings
             raise FolderError(f"{setting_error(error)}; {self._kind.credential_help}") from error
 
@@ -235,49 +239,53 @@ class Bucket:
         if Bucket._process != os.getpid():
             raise FolderError(FORKED)
         try:
-            response = action()
+            request_result = action()
             self._has_succeeded = True
-            return response
+            return request_result
         except (BaseError, FileNotFoundError) as error:
             raise self._failure(failure_of_obstore(error)) from error
 
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
         """Returns the exception for a failed request, with the remedies for this kind of store."""
-        reason = failure.reason
+        failure_reason = failure.reason
         bucket_kind = self._kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
         is_final = not self._has_succeeded
         match failure.meaning:
             case Meaning.MISSING:
-                return FileNotFoundError(reason)
+                return FileNotFoundError(failure_reason)
             case Meaning.CHANGED:
                 return ChangedError()
             case Meaning.NO_BUCKET:
                 return FolderError(f"no such bucket: {self._bucket}")
             case Meaning.CREDENTIALS:
                 problem_message = "the credentials are missing, invalid or have expired"
-                return FolderError(f"{problem_message} ({reason}); {bucket_kind.credential_help}")
+                return FolderError(
+                    f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}"
+                )
             case Meaning.NO_CREDENTIALS:
                 problem_message = "no credentials were found, nor given by the machine"
                 return FolderError(
-                    f"{problem_message} ({reason}); {bucket_kind.credential_help}", is_final
+                    f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}", is_final
                 )
             case Meaning.FORBIDDEN:
                 return FolderError(
-                    f"permission denied ({reason}); needed: {bucket_kind.permissions}"
+                    f"permission denied ({failure_reason}); needed: {bucket_kind.permissions}"
                 )
             case Meaning.ELSEWHERE:
                 problem_message = "the bucket is in another region or at another address"
-                return FolderError(f"{problem_message} ({reason}); {bucket_kind.address_help}")
+                return FolderError(
+                    f"{problem_message} ({failure_reason}); {bucket_kind.address_help}"
+                )
             case Meaning.UNREACHABLE:
-                return FolderError(f"{reason}; {bucket_kind.address_help}", is_final)
+                return FolderError(f"{failure_reason}; {bucket_kind.address_help}", is_final)
             case Meaning.UNUSABLE:
-                return FolderError(reason, is_final)
+                return FolderError(failure_reason, is_final)
             case Meaning.REFUSED:
-                return FolderError(reason)
+                return FolderError(failure_reason)
             case Meaning.MAY_PASS:
-                return FolderError(reason, final=False)
+                return FolderError(failure_reason, final=False)
 
 
 @lru_cache(64)
@@ -298,14 +306,14 @@ def _connect(
         retries: Largest number of repetitions; 0 for a client that sends every request once.
     """
     client_options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
-    if any(str(setting).startswith("http://") for _, setting in settings):
+    if any(str(setting_value).startswith("http://") for _, setting_value in settings):
         client_options["allow_http"] = True
     # The read timeout also counts from the beginning of a request, so a long upload would always
     # exceed it. Therefore clients for writes, which have no retries, get no read timeout.
     if retries:
         client_options["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
-    retry_config = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
-    return kind.store(**dict(settings), client_options=client_options, retry_config=retry_config)
+    retry_options = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
+    return kind.store(**dict(settings), client_options=client_options, retry_config=retry_options)
 
 
 def _quoted_tag(e_tag: str | None) -> str | None:

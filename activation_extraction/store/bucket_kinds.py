@@ -52,13 +52,15 @@ class BucketKind(NamedTuple):
 
 
 def _google_settings(bucket: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {"bucket": bucket}
-    variable, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
+    store_arguments: dict[str, Any] = {"bucket": bucket}
+    variable_name, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
     if emulator_address:
-        address = emulator_address if "://" in emulator_address else f"http://{emulator_address}"
-        settings["base_url"] = _checked_address(variable, address)
-        settings["credential_provider"] = _no_token
-    return settings
+        emulator_url = (
+            emulator_address if "://" in emulator_address else f"http://{emulator_address}"
+        )
+        store_arguments["base_url"] = _checked_address(variable_name, emulator_url)
+        store_arguments["credential_provider"] = _no_token
+    return store_arguments
 
 
 def _no_token() -> dict[str, Any]:
@@ -68,11 +70,11 @@ def _no_token() -> dict[str, Any]:
 def _s3_settings(bucket: str) -> dict[str, Any]:
     # With this setting, obstore sends the SHA-256 of an upload, and S3 refuses the upload if the
     # SHA-256 of the received bytes differs.
-    settings = {"bucket": bucket, "checksum_algorithm": "SHA256"}
-    variable, address = _first_set(*S3_ADDRESS)
-    if address:
-        settings["endpoint"] = _checked_address(variable, address)
-    return settings
+    store_arguments = {"bucket": bucket, "checksum_algorithm": "SHA256"}
+    variable_name, endpoint_url = _first_set(*S3_ADDRESS)
+    if endpoint_url:
+        store_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
+    return store_arguments
 
 
 def _azure_settings(bucket: str) -> dict[str, Any]:
@@ -87,30 +89,34 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
         ValueError: If an environment variable cannot be used, or names another account than the
             host.
     """
-    container, _, account_host = bucket.partition("@")
+    container_name, _, account_host = bucket.partition("@")
     connection_string = os.environ.get(CONNECTION_STRING, "")
     if connection_string:
-        settings = _azure_connection(connection_string)
+        store_arguments = _azure_connection(connection_string)
     else:
-        _, account = _first_set(*AZURE_ACCOUNT)
+        _, account_name = _first_set(*AZURE_ACCOUNT)
         _, account_key = _first_set(*AZURE_KEY)
-        settings = {"account_name": account, "account_key": account_key}
+        store_arguments = {"account_name": account_name, "account_key": account_key}
     if account_host:
-        account = account_host.partition(".")[0]
-        if connection_string and settings["account_name"] != account:
+        account_name = account_host.partition(".")[0]
+        if connection_string and store_arguments["account_name"] != account_name:
             raise ValueError(
-                f"{CONNECTION_STRING} is for the account {settings['account_name']}, expected "
-                f"{account} as in the URL"
+                f"{CONNECTION_STRING} is for the account {store_arguments['account_name']}, "
+                f"expected {account_name} as in the URL"
             )
-        settings["account_name"] = account
-        settings.setdefault("endpoint", f"https://{account_host.replace('.dfs.', '.blob.', 1)}")
-    variable, address = _first_set(*AZURE_ADDRESS)
-    if address:
-        settings["endpoint"] = _checked_address(variable, address)
+        store_arguments["account_name"] = account_name
+        store_arguments.setdefault(
+            "endpoint", f"https://{account_host.replace('.dfs.', '.blob.', 1)}"
+        )
+    variable_name, endpoint_url = _first_set(*AZURE_ADDRESS)
+    if endpoint_url:
+        store_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
     # Empty settings are left out, because obstore has defaults for them, such as the account of an
     # emulator.
-    used_settings = {name: setting for name, setting in settings.items() if setting}
-    return {"container_name": container, **used_settings}
+    nonempty_arguments = {
+        argument_name: argument for argument_name, argument in store_arguments.items() if argument
+    }
+    return {"container_name": container_name, **nonempty_arguments}
 
 
 def _azure_connection(connection_string: str) -> dict[str, str]:
@@ -124,35 +130,35 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
     Raises:
         ValueError: If fields are missing, or the address is not a URL.
     """
-    fields = {}
-    for field in connection_string.strip(" ;\n").split(";"):
-        field_name, _, setting = field.partition("=")
-        fields[field_name] = setting
-    if fields.get("UseDevelopmentStorage", "").lower() == "true":
+    setting_by_field = {}
+    for field_text in connection_string.strip(" ;\n").split(";"):
+        field_name, _, setting = field_text.partition("=")
+        setting_by_field[field_name] = setting
+    if setting_by_field.get("UseDevelopmentStorage", "").lower() == "true":
         return {"account_name": "devstoreaccount1", "use_emulator": "true"}
-    address = fields.get("BlobEndpoint", "")
-    account = fields.get("AccountName", "")
-    if not address:
-        if not account:
+    endpoint_url = setting_by_field.get("BlobEndpoint", "")
+    account_name = setting_by_field.get("AccountName", "")
+    if not endpoint_url:
+        if not account_name:
             raise ValueError(
                 f"{CONNECTION_STRING} has neither AccountName nor BlobEndpoint, expected one of "
                 "them, as in the Azure portal"
             )
-        protocol = fields.get("DefaultEndpointsProtocol", "https")
-        endpoint_suffix = fields.get("EndpointSuffix", "core.windows.net")
-        address = f"{protocol}://{account}.blob.{endpoint_suffix}"
-    settings = {
-        "endpoint": _checked_address(f"BlobEndpoint in {CONNECTION_STRING}", address),
-        "account_name": account or (urlsplit(address).hostname or "").partition(".")[0],
-        "account_key": fields.get("AccountKey", ""),
-        "sas_key": fields.get("SharedAccessSignature", "").removeprefix("?"),
+        url_protocol = setting_by_field.get("DefaultEndpointsProtocol", "https")
+        endpoint_suffix = setting_by_field.get("EndpointSuffix", "core.windows.net")
+        endpoint_url = f"{url_protocol}://{account_name}.blob.{endpoint_suffix}"
+    store_arguments = {
+        "endpoint": _checked_address(f"BlobEndpoint in {CONNECTION_STRING}", endpoint_url),
+        "account_name": account_name or (urlsplit(endpoint_url).hostname or "").partition(".")[0],
+        "account_key": setting_by_field.get("AccountKey", ""),
+        "sas_key": setting_by_field.get("SharedAccessSignature", "").removeprefix("?"),
     }
-    if not settings["account_key"] and not settings["sas_key"]:
+    if not store_arguments["account_key"] and not store_arguments["sas_key"]:
         raise ValueError(
             f"{CONNECTION_STRING} has neither AccountKey nor SharedAccessSignature, expected one "
             "of them, as in the Azure portal"
         )
-    return settings
+    return store_arguments
 
 
 def _first_set(*variables: str) -> tuple[str, str]:
@@ -165,9 +171,9 @@ def _first_set(*variables: str) -> tuple[str, str]:
         A tuple of the name and the value of the variable. Both are "" if none of the variables is
         set.
     """
-    for variable in variables:
-        if variable_value := os.environ.get(variable, ""):
-            return variable, variable_value
+    for variable_name in variables:
+        if variable_value := os.environ.get(variable_name, ""):
+            return variable_name, variable_value
     return "", ""
 
 
@@ -182,8 +188,12 @@ def _checked_address(variable: str, address: str) -> str:
         ValueError: If the address is not an http:// or https:// URL.
     """
     with suppress(ValueError):  # `url.port` raises ValueError if the port is not a number
-        url = urlsplit(address)
-        if url.scheme in ("http", "https") and url.hostname and url.port != 0:
+        address_parts = urlsplit(address)
+        if (
+            address_parts.scheme in ("http", "https")
+            and address_parts.hostname
+            and address_parts.port != 0
+        ):
             return address.rstrip("/")
     raise ValueError(f"{variable} is {plain_url(address)!r}, expected http://HOST or https://HOST")
 

@@ -24,8 +24,8 @@ def copy_array(values: Any) -> np.ndarray:
             or NumPy cannot convert the values.
     """
     try:
-        array = np.asarray(_without_torch(values))
-        return np.array(array, array.dtype.newbyteorder("="), order="C")
+        shared_array = np.asarray(_without_torch(values))
+        return np.array(shared_array, shared_array.dtype.newbyteorder("="), order="C")
     except (TypeError, RuntimeError, BufferError) as error:
         type_and_dtype = f"{type(values).__name__} of {getattr(values, 'dtype', 'no dtype')}"
         raise ValueError(
@@ -39,14 +39,14 @@ def _without_torch(values: Any) -> Any:
     Raises:
         ValueError: If the tensor requires grad or is not in CPU memory.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(values, torch.Tensor):
+    torch_module = sys.modules.get("torch")
+    if torch_module is None or not isinstance(values, torch_module.Tensor):
         return values
     if values.requires_grad or values.device.type != "cpu":
         problem_in_words = "requires grad" if values.requires_grad else f"is on {values.device}"
         raise ValueError(f"the tensor {problem_in_words}; give tensor.detach().cpu()")
-    if values.dtype == torch.bfloat16:  # NumPy's from_dlpack does not support bfloat16
-        return np.from_dlpack(values.view(torch.int16)).view(ml_dtypes.bfloat16)
+    if values.dtype == torch_module.bfloat16:  # NumPy's from_dlpack does not support bfloat16
+        return np.from_dlpack(values.view(torch_module.int16)).view(ml_dtypes.bfloat16)
     return np.from_dlpack(values)
 
 
@@ -62,7 +62,7 @@ def copy_as_int32(values: Any) -> np.ndarray:
     Raises:
         ValueError: If `copy_array` cannot convert the ids.
     """
-    array = copy_array(values)
-    are_integers = array.dtype.kind in "iu"
-    fit_int32 = are_integers and (array == array.astype(np.int32)).all()
-    return array.astype(np.int32) if fit_int32 or not array.size else array
+    copied_ids = copy_array(values)
+    are_integers = copied_ids.dtype.kind in "iu"
+    fit_int32 = are_integers and (copied_ids == copied_ids.astype(np.int32)).all()
+    return copied_ids.astype(np.int32) if fit_int32 or not copied_ids.size else copied_ids

@@ -68,15 +68,15 @@ class ForeignFolder:
     def entries(self) -> dict[str, FileEntry | None]:
         self._fs.invalidate_cache()
         try:
-            listing = self._fs.ls(self._path, detail=True)
+            file_infos = self._fs.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        entries: dict[str, FileEntry | None] = {}
-        for file_info in listing:
+        entry_by_name: dict[str, FileEntry | None] = {}
+        for file_info in file_infos:
             file_name = str(file_info["name"]).rstrip("/").rpartition("/")[2]
             is_file = file_info["type"] == "file"
-            entries[file_name] = FileEntry(int(file_info["size"])) if is_file else None
-        return entries
+            entry_by_name[file_name] = FileEntry(int(file_info["size"])) if is_file else None
+        return entry_by_name
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
@@ -90,14 +90,16 @@ class ForeignFolder:
         max_bytes: int | None,
         byte_range: tuple[int, int] | None,
     ) -> tuple[bytes, str | None] | None:
-        if max_bytes is not None and (entry := self.head(name)) is not None:
-            check_size(entry.size, max_bytes)
-        start, stop = byte_range or (None, None)
+        if max_bytes is not None and (file_entry := self.head(name)) is not None:
+            check_size(file_entry.size, max_bytes)
+        start_byte, stop_byte = byte_range or (None, None)
         # In buckets of the Hugging Face hub, fsspec would read ahead, again for every range.
         cache_options = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
         with suppress(FileNotFoundError):
             file_path = f"{self._path}/{name}"
-            return self._fs.cat_file(file_path, start=start, end=stop, **cache_options), None
+            return self._fs.cat_file(
+                file_path, start=start_byte, end=stop_byte, **cache_options
+            ), None
         return None
 
     def write(self, name: str, *_: Any) -> NoReturn:
@@ -201,7 +203,11 @@ class Folder:
 
     def files(self) -> dict[str, int]:
         """Returns the sizes in bytes of the files in the folder, by name."""
-        return {name: entry.size for name, entry in self.listing().items() if entry is not None}
+        return {
+            file_name: file_or_folder.size
+            for file_name, file_or_folder in self.listing().items()
+            if file_or_folder is not None
+        }
 
     def head(self, name: str) -> FileEntry | None:
         """Returns the size and version of a file; None if there is no such file."""
@@ -351,8 +357,10 @@ class Folder:
         def send_watched() -> str | None:
             return watched(send, time_left, f"{self.url}: writing {name}")
 
-        action = send_watched if isinstance(self._files, Bucket) else send
-        return self._retry(f"writing {name}", action, once=expected != ANY, patience=time_left)
+        send_request = send_watched if isinstance(self._files, Bucket) else send
+        return self._retry(
+            f"writing {name}", send_request, once=expected != ANY, patience=time_left
+        )
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists, and repeats the request if it fails.
@@ -391,24 +399,24 @@ class Folder:
                 version than its write did, so that a condition on the version would always fail.
             FolderError: If a request failed.
         """
-        test_file = f".write_test_{uuid.uuid4().hex[:8]}"
-        first_version = self.write(test_file, b"1", ANY)
+        test_file_name = f".write_test_{uuid.uuid4().hex[:8]}"
+        first_version = self.write(test_file_name, b"1", ANY)
         try:
-            second_version = self.write(test_file, b"two", ANY)
-            content_and_version = self.read_with_version(test_file)
+            second_version = self.write(test_file_name, b"two", ANY)
+            content_and_version = self.read_with_version(test_file_name)
             if content_and_version is not None and content_and_version[1] != second_version:
                 raise InputError(
-                    f"{self.url}: {test_file} has one ETag where it is written and another one "
-                    "where it is read; expected a store in which they are the same, as in Google "
-                    "Cloud Storage, S3 and Azure"
+                    f"{self.url}: {test_file_name} has one ETag where it is written and another "
+                    "one where it is read; expected a store in which they are the same, as in "
+                    "Google Cloud Storage, S3 and Azure"
                 )
             for stale_version in (None, first_version):
                 with suppress(ChangedError):
-                    write_again = partial(self._files.write, test_file, [], stale_version)
-                    self._retry(f"writing {test_file}", write_again)
+                    write_again = partial(self._files.write, test_file_name, [], stale_version)
+                    self._retry(f"writing {test_file_name}", write_again)
                     raise InputError(
-                        f"{self.url}: a second write of {test_file} was not refused: the store "
-                        "ignores If-None-Match or If-Match; expected one that obeys them, as "
+                        f"{self.url}: a second write of {test_file_name} was not refused: the "
+                        "store ignores If-None-Match or If-Match; expected one that obeys them, as "
                         "Google Cloud Storage, S3 and Azure do"
                     )
         except (InputError, FolderError) as error:
@@ -416,11 +424,13 @@ class Folder:
             # file is useless.
             if not isinstance(error, FolderError) or error.final:
                 with suppress(Exception):  # the failure of the check is the one to report
-                    self._files.remove(test_file)
+                    self._files.remove(test_file_name)
             raise
-        if not self.remove_once(test_file):
+        if not self.remove_once(test_file_name):
             log.warning(
-                "%s/%s: this test file may not have been deleted; delete it", self.url, test_file
+                "%s/%s: this test file may not have been deleted; delete it",
+                self.url,
+                test_file_name,
             )
 
     def _retry(
@@ -450,30 +460,33 @@ class Folder:
         attempts = Attempts(self, request, patience)
         while True:
             try:
-                response = action()
+                request_result = action()
             except (InputError, MemoryError):
                 raise
             except Exception as error:  # a file system or the network may raise any exception
-                failure = error if isinstance(error, FolderError) else failure_of(error)
-                error_message = f"{self.url}: {request}: {failure}"
-                if isinstance(failure, ChangedError):
+                folder_error = error if isinstance(error, FolderError) else failure_of(error)
+                error_message = f"{self.url}: {request}: {folder_error}"
+                if isinstance(folder_error, ChangedError):
                     raise ChangedError(error_message) from error
-                if failure.final or self.local:  # a local disk would fail in the same way again
+                # A local disk would fail in the same way again.
+                if folder_error.final or self.local:
                     raise FolderError(error_message) from error
                 self.retries += 1
                 next_action = f"trying again for up to {self.patience:g} s{self.by_flag}"
                 if once:
                     next_action = "looking at what is there now"
-                log_failure = log.debug if self._is_failing else log.warning
-                shown_failure = f"{failure!s:.200}"
-                log_failure("%s: %s failed (%s); %s", self.url, request, shown_failure, next_action)
+                log_at_level = log.debug if self._is_failing else log.warning
+                shown_failure = f"{folder_error!s:.200}"
+                log_at_level(
+                    "%s: %s failed (%s); %s", self.url, request, shown_failure, next_action
+                )
                 self._is_failing = True
                 if once:
                     raise ChangedError(error_message) from error
-                attempts.failed(failure)
+                attempts.failed(folder_error)
             else:
                 self._is_failing = False
-                return response
+                return request_result
 
 
 class Attempts:
@@ -501,15 +514,16 @@ class Attempts:
         Raises:
             FolderError: If no time is left for another attempt.
         """
-        folder = self._folder
+        failing_folder = self._folder
         failure_time = time.monotonic()
         if self._patience is None:
-            self._patience = Patience(folder.patience)
+            self._patience = Patience(failing_folder.patience)
         if failure_time + self._pause > self._patience.end:
             seconds_since_start = failure_time - self._patience.began
             raise FolderError(
-                f"{folder.url}: {self._request} kept failing for {seconds_since_start:.0f} s"
-                f"{folder.by_flag}: {reason}",
+                f"{failing_folder.url}: {self._request} kept failing for "
+                f"{seconds_since_start:.0f} s"
+                f"{failing_folder.by_flag}: {reason}",
                 final=False,
             )
         time.sleep(self._pause * random.uniform(0.5, 1))
@@ -536,7 +550,7 @@ def _views(file_content: bytes | Sequence[Any]) -> list[memoryview]:
     """
     buffers: Sequence[Any] = [file_content] if isinstance(file_content, bytes) else file_content
     byte_views = [memoryview(buffer) for buffer in buffers]
-    return [view.cast("B") for view in byte_views if view.nbytes]
+    return [byte_view.cast("B") for byte_view in byte_views if byte_view.nbytes]
 
 
 def local_path(url: str) -> str:
@@ -551,12 +565,13 @@ def failure_of(error: Exception) -> FolderError:
     """
     error_code = str(getattr(error, "code", ""))
     http_status = int(error_code) if error_code.isdigit() else 0
-    reason = one_line(error) if http_status else reason_of(error)
-    reason = f"{reason:.200}"
+    failure_reason = one_line(error) if http_status else reason_of(error)
+    failure_reason = f"{failure_reason:.200}"
     if http_status == 401:
-        reason = f"the credentials are missing, invalid or have expired ({reason})"
+        failure_reason = f"the credentials are missing, invalid or have expired ({failure_reason})"
     final_types = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
-    is_forbidden = reason.startswith("Forbidden")  # gcsfs reports HTTP status 403 in this way
-    is_refused = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
-    is_final = isinstance(error, final_types) or is_forbidden or is_refused
-    return FolderError(reason, is_final)
+    # gcsfs reports HTTP status 403 in this way.
+    says_forbidden = failure_reason.startswith("Forbidden")
+    has_final_status = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
+    is_final = isinstance(error, final_types) or says_forbidden or has_final_status
+    return FolderError(failure_reason, is_final)

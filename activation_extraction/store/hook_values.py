@@ -504,18 +504,18 @@ class Float8Values(HookValues):
     def encode(
         self, samples: list[np.ndarray], positions: Sequence[np.ndarray], threads: Executor
     ) -> tuple[list[Float8Array], Errors]:
-        offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-        are_sinks = np.concatenate(positions) == 0
-        are_measured = _evenly_chosen(are_sinks) | _evenly_chosen(~are_sinks)
+        token_offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
+        is_sink = np.concatenate(positions) == 0
+        is_measured = _evenly_chosen(is_sink) | _evenly_chosen(~is_sink)
 
         def encode_group(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
-            slice_offsets = offsets[sample_slice.start : sample_slice.stop + 1]
+            slice_offsets = token_offsets[sample_slice.start : sample_slice.stop + 1]
             start_token, stop_token = slice_offsets[[0, -1]]
-            activations = np.concatenate(samples[sample_slice])
-            encoded_values = Float8Array.of(activations)
-            slice_mask = are_measured[start_token:stop_token]
-            decoded_values = encoded_values[slice_mask].decode()
-            token_errors = relative_errors(activations[slice_mask], decoded_values)
+            slice_activations = np.concatenate(samples[sample_slice])
+            encoded_values = Float8Array.of(slice_activations)
+            is_measured_in_slice = is_measured[start_token:stop_token]
+            decoded_values = encoded_values[is_measured_in_slice].decode()
+            token_errors = relative_errors(slice_activations[is_measured_in_slice], decoded_values)
             return encoded_values.split(slice_offsets[1:-1] - start_token), token_errors
 
         encoded_samples: list[Float8Array] = []
@@ -524,10 +524,10 @@ class Float8Values(HookValues):
             encoded_samples += slice_samples
             errors_by_slice.append(slice_errors)
         measured_errors = np.concatenate(errors_by_slice)
-        measured_sinks = are_sinks[are_measured]
+        is_measured_sink = is_sink[is_measured]
         return encoded_samples, {
-            "sinks": EncodingError.of(measured_errors[measured_sinks]),
-            "others": EncodingError.of(measured_errors[~measured_sinks]),
+            "sinks": EncodingError.of(measured_errors[is_measured_sink]),
+            "others": EncodingError.of(measured_errors[~is_measured_sink]),
         }
 
     def sums(self, samples: Sequence[Float8Array], positions: Sequence[np.ndarray]) -> Sums:
@@ -572,9 +572,9 @@ class Float8Values(HookValues):
     ) -> Callable[[], np.ndarray]:
         if start == stop:
             return lambda: np.empty(0, self.row)
-        wait_for_values = file.begin_rows(self.name, start, stop)
-        wait_for_scales = file.begin_rows(self.name + SCALE, start, stop)
-        return lambda: Float8Array(wait_for_values(), wait_for_scales()).decode(dtype or FLOATS)
+        finish_value_rows = file.begin_rows(self.name, start, stop)
+        finish_scale_rows = file.begin_rows(self.name + SCALE, start, stop)
+        return lambda: Float8Array(finish_value_rows(), finish_scale_rows()).decode(dtype or FLOATS)
 
     def differences(
         self,
@@ -612,7 +612,7 @@ class CodeValues(HookValues):
 
     @property
     def tensor_names(self) -> list[str]:
-        return [f"{self.name}.{array}" for array in ARRAYS]
+        return [f"{self.name}.{array_name}" for array_name in ARRAYS]
 
     def for_shard(self, rows: np.ndarray) -> Codes:
         return Codes.of(rows, self.width, self.stored_dtype)
@@ -625,25 +625,32 @@ class CodeValues(HookValues):
 
     @staticmethod
     def _sums_of_sample(codes: Codes, positions: np.ndarray) -> SumsOfCodes:
-        are_sinks = positions == 0
-        return SumsOfCodes(CodeSums.of(codes, are_sinks), CodeSums.of(codes, ~are_sinks))
+        is_sink = positions == 0
+        return SumsOfCodes(CodeSums.of(codes, is_sink), CodeSums.of(codes, ~is_sink))
 
     def tensors(self, samples: Sequence[Codes]) -> dict[str, list[np.ndarray]]:
-        codes = Codes.concatenate(samples)
-        return {f"{self.name}.{array}": [getattr(codes, field)] for array, field in ARRAYS.items()}
+        concatenated_codes = Codes.concatenate(samples)
+        return {
+            f"{self.name}.{array_name}": [getattr(concatenated_codes, field_name)]
+            for array_name, field_name in ARRAYS.items()
+        }
 
     def record(self, values: Codes) -> dict[str, np.ndarray]:
-        return {array: getattr(values, field) for array, field in ARRAYS.items()}
+        return {
+            array_name: getattr(values, field_name) for array_name, field_name in ARRAYS.items()
+        }
 
     def from_record(self, record: Mapping[str, Any]) -> Codes:
-        code_arrays = {field: np.asarray(record[array]) for array, field in ARRAYS.items()}
-        codes = Codes(**code_arrays, features=record["shape"][1])
-        first_offset, last_offset = codes.indptr[[0, -1]].tolist()
-        feature_counts = {last_offset, len(codes.indices), len(codes.data)}
-        is_ascending = (np.diff(codes.indptr) >= 0).all()
+        code_arrays = {
+            field_name: np.asarray(record[array_name]) for array_name, field_name in ARRAYS.items()
+        }
+        sample_codes = Codes(**code_arrays, features=record["shape"][1])
+        first_offset, last_offset = sample_codes.indptr[[0, -1]].tolist()
+        feature_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
+        is_ascending = (np.diff(sample_codes.indptr) >= 0).all()
         if first_offset != 0 or len(feature_counts) != 1 or not is_ascending:
             raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
-        return codes
+        return sample_codes
 
     @property
     def row(self) -> np.dtype:
@@ -665,24 +672,24 @@ class CodeValues(HookValues):
     ) -> Callable[[], np.ndarray]:
         if start == stop:
             return lambda: np.empty(0, self.row)
-        offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
-        first_feature, end_feature = offsets[[0, -1]].tolist()
-        wait_for_ids = file.begin_rows(f"{self.name}.ids", first_feature, end_feature)
-        wait_for_values = file.begin_rows(f"{self.name}.values", first_feature, end_feature)
-        wait_for_errors = file.begin_rows(f"{self.name}.error", start, stop)
-        wait_for_norms = file.begin_rows(f"{self.name}.norm", start, stop)
+        feature_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
+        first_feature, stop_feature = feature_offsets[[0, -1]].tolist()
+        finish_feature_ids = file.begin_rows(f"{self.name}.ids", first_feature, stop_feature)
+        finish_feature_values = file.begin_rows(f"{self.name}.values", first_feature, stop_feature)
+        finish_error_rows = file.begin_rows(f"{self.name}.error", start, stop)
+        finish_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            local_offsets = offsets - first_feature
-            codes = Codes(
+            local_offsets = feature_offsets - first_feature
+            row_codes = Codes(
                 local_offsets,
-                wait_for_ids(),
-                wait_for_values(),
-                wait_for_errors(),
-                wait_for_norms(),
+                finish_feature_ids(),
+                finish_feature_values(),
+                finish_error_rows(),
+                finish_norm_rows(),
                 self.width,
             )
-            return codes.records(self.max_features)
+            return row_codes.records(self.max_features)
 
         return wait
 
@@ -705,9 +712,12 @@ class CodeValues(HookValues):
         )
         stored_count = len(stored_features)
         difference_count = stored_count + len(recomputed_features) - 2 * len(common_features)
-        max_count = tolerance.different_numbers(stored_count)
-        if difference_count > max_count:
-            yield f"{difference_count} of its {stored_count} features differ (allowed: {max_count})"
+        max_difference_count = tolerance.different_numbers(stored_count)
+        if difference_count > max_difference_count:
+            yield (
+                f"{difference_count} of its {stored_count} features differ "
+                f"(allowed: {max_difference_count})"
+            )
         compared_arrays = {
             "values": (stored.data[stored_indices], recomputed.data[recomputed_indices]),
             "norms": (stored.norm, recomputed.norm),
@@ -715,13 +725,13 @@ class CodeValues(HookValues):
         }
         # Codes may differ twice as much as activations, because two computations add to the error:
         # the product with the encoder, and the difference from the reconstruction.
-        max_error = 2 * tolerance.activations
+        max_relative_error = 2 * tolerance.activations
         for quantity, (stored_array, recomputed_array) in compared_arrays.items():
             relative_error = _relative_error(stored_array, recomputed_array)
-            if not relative_error <= max_error:
+            if not relative_error <= max_relative_error:
                 yield (
                     f"its {quantity} differ by {relative_error:.2g} of their norm "
-                    f"(allowed: {max_error:g})"
+                    f"(allowed: {max_relative_error:g})"
                 )
 
     def _flat_features(self, codes: Codes) -> np.ndarray:
@@ -742,17 +752,17 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
     Yields:
         Slices of consecutive samples whose values have about SLICE_BYTES bytes together.
     """
-    slice_start = 0
+    start_sample = 0
     slice_bytes = 0
-    stop = 0
-    for stop, values in enumerate(samples, 1):
+    stop_sample = 0
+    for stop_sample, values in enumerate(samples, 1):
         slice_bytes += values.nbytes
         if slice_bytes >= SLICE_BYTES:
-            yield slice(slice_start, stop)
-            slice_start = stop
+            yield slice(start_sample, stop_sample)
+            start_sample = stop_sample
             slice_bytes = 0
-    if slice_start < stop:
-        yield slice(slice_start, stop)
+    if start_sample < stop_sample:
+        yield slice(start_sample, stop_sample)
 
 
 def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
@@ -762,10 +772,10 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
         mask: Mask to choose tokens from, bool (tokens,).
     """
     masked_indices = np.flatnonzero(mask)
-    interval = max(math.ceil(len(masked_indices) / MAX_MEASURED_TOKENS), 1)
-    chosen_mask = np.zeros(len(mask), bool)
-    chosen_mask[masked_indices[::interval]] = True
-    return chosen_mask
+    index_interval = max(math.ceil(len(masked_indices) / MAX_MEASURED_TOKENS), 1)
+    is_chosen = np.zeros(len(mask), bool)
+    is_chosen[masked_indices[::index_interval]] = True
+    return is_chosen
 
 
 def _root(squares: np.ndarray) -> np.ndarray:
@@ -775,9 +785,9 @@ def _root(squares: np.ndarray) -> np.ndarray:
 def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
     """Returns the norm of the difference of two arrays, divided by the norm of `stored`."""
     float64_stored = stored.astype(np.float64)
-    difference = recomputed.astype(np.float64) - float64_stored
+    value_differences = recomputed.astype(np.float64) - float64_stored
     stored_norm = float(np.linalg.norm(float64_stored))
-    return float(np.linalg.norm(difference)) / max(stored_norm, 1e-30)
+    return float(np.linalg.norm(value_differences)) / max(stored_norm, 1e-30)
 
 
 def _norm_difference(stored: np.ndarray, recomputed: np.ndarray, limit: float) -> Iterator[str]:

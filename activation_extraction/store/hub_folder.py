@@ -61,8 +61,8 @@ class HubFolder:
         try:
             import huggingface_hub  # noqa: F401 (runs in other places can be read without this package)
         except ImportError as error:
-            message = f"{url}: needs huggingface_hub; {install('huggingface_hub')}"
-            raise InputError(message) from error
+            missing_package_message = f"{url}: needs huggingface_hub; {install('huggingface_hub')}"
+            raise InputError(missing_package_message) from error
         url_match = REPOSITORY_URL.fullmatch(url)
         if url_match is None:
             raise ValueError(f"{url}: is not the URL of a repository on the hub")
@@ -99,9 +99,9 @@ class HubFolder:
         except FolderError:
             raise
         except Exception as error:  # the exceptions of the HTTP client depend on its version
-            if reason := hub_unreachable(constants.ENDPOINT):
-                message = f"the hub cannot be reached ({one_line(reason)})"
-                raise FolderError(message) from error
+            if connection_problem := hub_unreachable(constants.ENDPOINT):
+                problem_message = f"the hub cannot be reached ({one_line(connection_problem)})"
+                raise FolderError(problem_message) from error
             raise
         self._revision = str(repository_info.sha)
 
@@ -114,22 +114,24 @@ class HubFolder:
             "/"
         )
         page_url = f"{constants.ENDPOINT}/api/{self._kind}s/{self._name}/{tree_path}"
-        headers = build_hf_headers()
-        entries: dict[str, FileEntry | None] = {}
+        request_headers = build_hf_headers()
+        entry_by_name: dict[str, FileEntry | None] = {}
         with self._as_folder_errors():
             while page_url:
-                response = get_session().get(page_url, headers=headers, timeout=TIMEOUT)
+                page_response = get_session().get(
+                    page_url, headers=request_headers, timeout=TIMEOUT
+                )
                 try:
-                    hf_raise_for_status(response)
+                    hf_raise_for_status(page_response)
                 except EntryNotFoundError:  # the commit has no such folder
                     return {}
-                for entry_fields in response.json():
-                    entry_name = entry_fields["path"].rpartition("/")[2]
-                    entries[entry_name] = (
-                        FileEntry(entry_fields["size"]) if entry_fields["type"] == "file" else None
+                for entry_json in page_response.json():
+                    entry_name = entry_json["path"].rpartition("/")[2]
+                    entry_by_name[entry_name] = (
+                        FileEntry(entry_json["size"]) if entry_json["type"] == "file" else None
                     )
-                page_url = response.links.get("next", {}).get("url", "")
-        return entries
+                page_url = page_response.links.get("next", {}).get("url", "")
+        return entry_by_name
 
     def head(self, name: str) -> FileEntry | None:
         return self.entries().get(name)
@@ -151,27 +153,29 @@ class HubFolder:
         )
         # Without this header, the answer may be compressed, and sizes and ranges would refer to the
         # compressed bytes.
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        request_headers = build_hf_headers() | {"Accept-Encoding": "identity"}
         if byte_range is not None:
-            start, stop = byte_range
-            headers["Range"] = f"bytes={start}-{stop - 1}"
-        response_context = get_session().stream("GET", file_url, headers=headers, timeout=TIMEOUT)
-        with self._as_folder_errors(), response_context as response:
-            if response.status_code == 416:  # the range begins behind the end of the file
+            start_byte, stop_byte = byte_range
+            request_headers["Range"] = f"bytes={start_byte}-{stop_byte - 1}"
+        response_context = get_session().stream(
+            "GET", file_url, headers=request_headers, timeout=TIMEOUT
+        )
+        with self._as_folder_errors(), response_context as file_response:
+            if file_response.status_code == 416:  # the range begins behind the end of the file
                 return b"", None
             try:
-                hf_raise_for_status(response)
+                hf_raise_for_status(file_response)
             except EntryNotFoundError:
                 return None
-            response_bytes = int(response.headers.get("Content-Length", 0))
+            response_bytes = int(file_response.headers.get("Content-Length", 0))
             if byte_range is None:
                 check_size(response_bytes, max_bytes)
-                return response.read(), None
-            if response.status_code == 206:
-                return response.read(), None
+                return file_response.read(), None
+            if file_response.status_code == 206:
+                return file_response.read(), None
             # The server has ignored the header Range, and sends the whole file.
             check_size(response_bytes, MAX_BYTES_WITHOUT_RANGES)
-            return response.read()[start:stop], None
+            return file_response.read()[start_byte:stop_byte], None
 
     def write(self, name: str, *_: Any) -> NoReturn:
         raise InputError(
@@ -203,10 +207,10 @@ class HubFolder:
         try:
             yield
         except OfflineModeIsEnabled as error:
-            message = (
+            offline_message = (
                 f"HF_HUB_OFFLINE is set, and the {repo_noun} is read from the hub alone; unset it"
             )
-            raise FolderError(message) from error
+            raise FolderError(offline_message) from error
         except HFValidationError as error:
             raise FolderError(one_line(error)) from error
         except GatedRepoError as error:
@@ -225,8 +229,8 @@ class HubFolder:
             raise FolderError(f"the {repo_noun} has no revision {self._revision}") from error
         except HfHubHTTPError as error:
             http_status = error.response.status_code
-            reason = f"{one_line(error):.200}"
+            failure_reason = f"{one_line(error):.200}"
             if http_status == 401:
-                reason = "the hub does not accept your token (HF_TOKEN)"
+                failure_reason = "the hub does not accept your token (HF_TOKEN)"
             is_final = meaning_of(http_status) is not Meaning.MAY_PASS
-            raise FolderError(reason, final=is_final) from error
+            raise FolderError(failure_reason, final=is_final) from error

@@ -280,19 +280,19 @@ class LocalFolder:
             A dict by name, with the size and version of each file, and None for each folder inside
             this folder. It is empty if this folder does not exist.
         """
-        entries: dict[str, FileEntry | None] = {}
+        entry_by_name: dict[str, FileEntry | None] = {}
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as listing:
             for dir_entry in listing:
                 # The file may have been renamed or deleted since the folder was listed.
                 with suppress(FileNotFoundError):
                     file_status = dir_entry.stat()
                     if stat.S_ISREG(file_status.st_mode):
-                        entries[dir_entry.name] = FileEntry(
+                        entry_by_name[dir_entry.name] = FileEntry(
                             file_status.st_size, version_of(file_status)
                         )
                     elif stat.S_ISDIR(file_status.st_mode):
-                        entries[dir_entry.name] = None
-        return entries
+                        entry_by_name[dir_entry.name] = None
+        return entry_by_name
 
     def head(self, name: str) -> FileEntry | None:
         """Returns the size and version of a file; None if there is no such file."""
