@@ -128,10 +128,10 @@ class Identity:
 
     def __post_init__(self) -> None:
         """Sets flags that do not decide the content of shards to their defaults."""
-        for options_name in ("text", "storage"):
-            flag_options = getattr(self, options_name)
+        for options_field in ("text", "storage"):
+            flag_options = getattr(self, options_field)
             object.__setattr__(
-                self, options_name, type(flag_options)(**content_flags(flag_options))
+                self, options_field, type(flag_options)(**content_flags(flag_options))
             )
 
     @property
@@ -152,9 +152,12 @@ class Identity:
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         text_options = self.text
-        has_mask = text_options.mask_column not in (None, ATTENTION_MASK)
+        has_mask_column = text_options.mask_column not in (None, ATTENTION_MASK)
         drops_tokens = (
-            text_options.drop_token_ids or text_options.roles or has_mask or text_options.overlap
+            text_options.drop_token_ids
+            or text_options.roles
+            or has_mask_column
+            or text_options.overlap
         )
         return text_options.positions == Positions() and not drops_tokens
 
@@ -180,8 +183,8 @@ class Identity:
         if name in self.integer_hooks:
             return DenseValues(key, name, width, dtype or "int32", "integers")
         if name in self.float32_hooks:
-            meaning: Literal["loss", "numbers"] = "loss" if name == LOSS else "numbers"
-            return DenseValues(key, name, width, dtype or "float32", meaning)
+            meaning_of_values: Literal["loss", "numbers"] = "loss" if name == LOSS else "numbers"
+            return DenseValues(key, name, width, dtype or "float32", meaning_of_values)
         if self.activation_dtype == FLOAT8:
             return Float8Values(key, name, width)
         return DenseValues(key, name, width, dtype or self.activation_dtype)
@@ -197,18 +200,20 @@ class Identity:
             ValueError: If the width is not recorded, or the dtype is unknown.
         """
         hook_name = description["name"]
-        width = description.get("width")
-        if width is None:
+        recorded_width = description.get("width")
+        if recorded_width is None:
             raise ValueError(f"the metadata does not record how wide {hook_name} is")
-        dtype = description.get("dtype", "")
+        recorded_dtype = description.get("dtype", "")
         max_features = description.get("most", 0)
-        hook = self.hook_values(description["key"], hook_name, width, dtype, max_features)
+        hook_values = self.hook_values(
+            description["key"], hook_name, recorded_width, recorded_dtype, max_features
+        )
         try:
             # Reading the property raises TypeError if NumPy does not have the recorded dtype.
-            hook.dtype  # noqa: B018
+            hook_values.dtype  # noqa: B018
         except TypeError as error:
-            raise ValueError(f"{hook_name}: dtype {dtype!r}: {error}") from error
-        return hook
+            raise ValueError(f"{hook_name}: dtype {recorded_dtype!r}: {error}") from error
+        return hook_values
 
     @property
     def digest(self) -> str:
@@ -216,37 +221,37 @@ class Identity:
 
         The JSON of every shard contains this digest.
         """
-        identity_fields = self.to_json()
+        digested_fields = self.to_json()
         for field_name in MAY_TURN_ON:
-            del identity_fields[field_name]
-        return hashlib.sha256(json.dumps(identity_fields, sort_keys=True).encode()).hexdigest()
+            del digested_fields[field_name]
+        return hashlib.sha256(json.dumps(digested_fields, sort_keys=True).encode()).hexdigest()
 
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that are the same on all hosts of a run, as JSON."""
-        identity_fields = self.to_json()
+        shared_fields = self.to_json()
         for field_name in PER_HOST | MAY_TURN_ON:
-            del identity_fields[field_name]
-        return identity_fields
+            del shared_fields[field_name]
+        return shared_fields
 
     def to_json(self) -> dict[str, Any]:
         """Returns the identity as the flat JSON object that metadata.json contains."""
-        identity_fields: dict[str, Any] = {}
-        for attribute in fields(self):
-            field_value = getattr(self, attribute.name)
-            if attribute.name in ("text", "storage"):
-                for flag_name, flag_value in content_flags(field_value).items():
-                    identity_fields[flag_name] = _flag_to_json(flag_name, flag_value)
-            elif attribute.name == "worker":
-                identity_fields["total_machines"] = self.worker.machines
-                identity_fields["num_hosts"] = self.worker.hosts
-                identity_fields["machine"] = self.worker.machine
-                identity_fields["host"] = self.worker.host
+        json_fields: dict[str, Any] = {}
+        for identity_field in fields(self):
+            field_value = getattr(self, identity_field.name)
+            if identity_field.name in ("text", "storage"):
+                for flag, flag_value in content_flags(field_value).items():
+                    json_fields[flag] = _flag_to_json(flag, flag_value)
+            elif identity_field.name == "worker":
+                json_fields["total_machines"] = self.worker.machines
+                json_fields["num_hosts"] = self.worker.hosts
+                json_fields["machine"] = self.worker.machine
+                json_fields["host"] = self.worker.host
             elif isinstance(field_value, tuple):
-                identity_fields[attribute.name] = list(field_value)
+                json_fields[identity_field.name] = list(field_value)
             else:
-                identity_fields[attribute.name] = field_value
-        return identity_fields
+                json_fields[identity_field.name] = field_value
+        return json_fields
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
@@ -263,25 +268,25 @@ class Identity:
         default_identity = cls()
         recorded_fields = {**default_identity.to_json(), **content}
         field_values: dict[str, Any] = {}
-        for attribute in fields(cls):
-            if attribute.name in ("text", "storage"):
-                default_flags = getattr(default_identity, attribute.name)
+        for identity_field in fields(cls):
+            if identity_field.name in ("text", "storage"):
+                default_options = getattr(default_identity, identity_field.name)
                 flag_values = {
                     flag_name: _flag_from_json(flag_name, recorded_fields.pop(flag_name))
-                    for flag_name in content_flags(default_flags)
+                    for flag_name in content_flags(default_options)
                 }
-                field_values[attribute.name] = type(default_flags)(**flag_values)
-            elif attribute.name == "worker":
+                field_values[identity_field.name] = type(default_options)(**flag_values)
+            elif identity_field.name == "worker":
                 field_values["worker"] = Worker(
                     machine=recorded_fields.pop("machine"),
                     machines=recorded_fields.pop("total_machines"),
                     host=recorded_fields.pop("host"),
                     hosts=recorded_fields.pop("num_hosts"),
                 )
-            elif attribute.default == ():
-                field_values[attribute.name] = tuple(recorded_fields.pop(attribute.name))
+            elif identity_field.default == ():
+                field_values[identity_field.name] = tuple(recorded_fields.pop(identity_field.name))
             else:
-                field_values[attribute.name] = recorded_fields.pop(attribute.name)
+                field_values[identity_field.name] = recorded_fields.pop(identity_field.name)
         if recorded_fields:
             raise TypeError(f"unknown fields: {', '.join(recorded_fields)}")
         return cls(**field_values)
@@ -303,10 +308,10 @@ class Identity:
         stored_values = stored.to_json()
         for field_name, field_value in self.to_json().items():
             if shared_only:
-                is_ignored = field_name in PER_HOST | MAY_TURN_ON
+                may_differ = field_name in PER_HOST | MAY_TURN_ON
             else:
-                is_ignored = field_name in MAY_TURN_ON and bool(field_value)
-            if field_value != stored_values[field_name] and not is_ignored:
+                may_differ = field_name in MAY_TURN_ON and bool(field_value)
+            if field_value != stored_values[field_name] and not may_differ:
                 return Difference(field_name, stored_values[field_name], field_value)
         return None
 
@@ -337,23 +342,28 @@ class Identity:
         """
         if not (self.data and other.data):
             return []
-        identity_fields = self.to_json()
+        own_fields = self.to_json()
         other_fields = other.to_json()
-        comparisons = [
-            Difference(name, identity_fields[name], other_fields[name]) for name in OF_SAMPLES
+        compared_values = [
+            Difference(field_name, own_fields[field_name], other_fields[field_name])
+            for field_name in OF_SAMPLES
         ]
         for file_name in files.keys() & other_files.keys():
-            size, fingerprint = files[file_name]
-            other_size, other_fingerprint = other_files[file_name]
-            comparisons.append(Difference(f"the size of data file {file_name}", size, other_size))
+            file_bytes, file_fingerprint = files[file_name]
+            other_file_bytes, other_fingerprint = other_files[file_name]
+            compared_values.append(
+                Difference(f"the size of data file {file_name}", file_bytes, other_file_bytes)
+            )
             # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
             # another place may have another fingerprint.
-            if fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
+            if file_fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
                 compared_quantity = f"the content of data file {file_name}"
-                comparisons.append(Difference(compared_quantity, fingerprint, other_fingerprint))
+                compared_values.append(
+                    Difference(compared_quantity, file_fingerprint, other_fingerprint)
+                )
         return [
             comparison
-            for comparison in comparisons
+            for comparison in compared_values
             if comparison.first_value != comparison.second_value
         ]
 

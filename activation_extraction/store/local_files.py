@@ -107,9 +107,9 @@ def write_file(
     """
     temporary_path = path.with_name(f".{path.name}.tmp")
     temporary_path.unlink(missing_ok=True)  # a killed process may have left a temporary file
-    with os.fdopen(os.open(temporary_path, NEW, 0o666), "wb") as file:
+    with os.fdopen(os.open(temporary_path, NEW, 0o666), "wb") as temporary_file:
         try:
-            write_synced(file, buffers)
+            write_synced(temporary_file, buffers)
             current_version = None
             with suppress(FileNotFoundError):
                 file_status = os.lstat(path)
@@ -117,14 +117,14 @@ def write_file(
                 current_version = version_of(file_status)
             if expected not in (ANY, current_version):
                 raise ChangedError
-            if not _is_at(temporary_path, file):
+            if not _is_at(temporary_path, temporary_file):
                 raise OSError(errno.ESTALE, "another process has replaced what was being written")
             _give_name(temporary_path, path, create=expected is None)
-            return version_of(os.fstat(file.fileno()))
+            return version_of(os.fstat(temporary_file.fileno()))
         except FileExistsError as error:
             raise ChangedError from error
         finally:
-            if _is_at(temporary_path, file):
+            if _is_at(temporary_path, temporary_file):
                 temporary_path.unlink()
 
 
@@ -187,13 +187,17 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         OSError: If the line cannot be written, or `path` is a symbolic link.
     """
-    with os.fdopen(os.open(path, APPEND, 0o666), "a") as file:
-        file.write(line + "\n")
+    with os.fdopen(os.open(path, APPEND, 0o666), "a") as appended_file:
+        appended_file.write(line + "\n")
 
 
 def nearest(folder: Path) -> Path:
     """Returns a folder if it exists, otherwise its nearest parent that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return next(
+        candidate_path
+        for candidate_path in (folder, *folder.absolute().parents)
+        if candidate_path.exists()
+    )
 
 
 def check_output_dir(folder: Path, appended: str) -> None:
@@ -281,8 +285,8 @@ class LocalFolder:
             this folder. It is empty if this folder does not exist.
         """
         entry_by_name: dict[str, FileEntry | None] = {}
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as listing:
-            for dir_entry in listing:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as dir_entries:
+            for dir_entry in dir_entries:
                 # The file may have been renamed or deleted since the folder was listed.
                 with suppress(FileNotFoundError):
                     file_status = dir_entry.stat()
@@ -327,15 +331,15 @@ class LocalFolder:
         """
         with suppress(FileNotFoundError, NotADirectoryError):
             _check_regular(os.stat(self._path / name))  # opening a pipe would wait
-            with open(self._path / name, "rb") as file:
-                file_status = os.fstat(file.fileno())
+            with open(self._path / name, "rb") as open_file:
+                file_status = os.fstat(open_file.fileno())
                 if version not in (None, version_of(file_status)):
                     raise ChangedError
-                start, stop = byte_range or (0, file_status.st_size)
+                start_byte, stop_byte = byte_range or (0, file_status.st_size)
                 if byte_range is None:
                     check_size(file_status.st_size, max_bytes)
-                file.seek(start)
-                return file.read(stop - start), version_of(file_status)
+                open_file.seek(start_byte)
+                return open_file.read(stop_byte - start_byte), version_of(file_status)
         return None
 
     def write(self, name: str, buffers: Sequence[memoryview], expected: str | None) -> str | None:
@@ -353,9 +357,9 @@ class LocalFolder:
         Raises:
             ChangedError: If the file has another version than `expected`.
         """
-        path = self._path / name
-        os.makedirs(path.parent, exist_ok=True)
-        return write_file(path, buffers, expected)
+        file_path = self._path / name
+        os.makedirs(file_path.parent, exist_ok=True)
+        return write_file(file_path, buffers, expected)
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists."""

@@ -66,20 +66,20 @@ class RunDescription:
         Args:
             totals: Totals over the stored shards.
         """
-        described_hooks = []
+        hook_descriptions = []
         for key, hook_name in self.hooks.items():
-            statistics = totals.statistics.get(hook_name, Statistics())
+            hook_statistics = totals.statistics.get(hook_name, Statistics())
             hook_facts = self.facts.hooks.get(key, {})
-            described_hooks.append(
-                {"key": key, "name": hook_name, **hook_facts, **statistics.to_json()}
+            hook_descriptions.append(
+                {"key": key, "name": hook_name, **hook_facts, **hook_statistics.to_json()}
             )
-        sources = self.facts.sources
+        source_files = self.facts.sources
         return {
             **totals.counts,
             **self.limits,
-            "hooks": described_hooks,
+            "hooks": hook_descriptions,
             "identity": self.identity.to_json(),
-            "data_files": sources.to_json() if sources else [],
+            "data_files": source_files.to_json() if source_files else [],
             **self.facts.metadata,
         }
 
@@ -164,9 +164,10 @@ class LogWriter:
             if overwrite:
                 # Damaged entries cannot belong to the new run, so they are withdrawn, and the
                 # planner does not see them.
-                for name in run_log.damaged_files:
-                    if name != METADATA:
-                        versions_to_withdraw[number_of(name)] = run_log.versions[name]
+                for entry_file_name in run_log.damaged_files:
+                    if entry_file_name != METADATA:
+                        entry_version = run_log.versions[entry_file_name]
+                        versions_to_withdraw[number_of(entry_file_name)] = entry_version
                 run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
@@ -186,7 +187,10 @@ class LogWriter:
         Returns:
             Whether all entries were replaced.
         """
-        return all(self.withdraw(number, version) for number, version in entry_versions.items())
+        return all(
+            self.withdraw(shard_number, entry_version)
+            for shard_number, entry_version in entry_versions.items()
+        )
 
     def begin(self, run: str, version: str | None) -> bool:
         """Writes the first metadata.json of this process, which makes it the owner of the folder.
@@ -201,11 +205,11 @@ class LogWriter:
         """
         self.began = round(time.time(), 3)
         metadata_bytes = self._metadata(run, "running")
-        patience = self.folder.patience_for(metadata_bytes)
-        attempts = Attempts(self.folder, f"writing {METADATA}", patience)
+        write_patience = self.folder.patience_for(metadata_bytes)
+        write_attempts = Attempts(self.folder, f"writing {METADATA}", write_patience)
         while True:
             try:
-                self.folder.write(METADATA, metadata_bytes, version, patience)
+                self.folder.write(METADATA, metadata_bytes, version, write_patience)
                 break
             except ChangedError as error:
                 current_bytes, current_version = self._read(METADATA)
@@ -213,7 +217,7 @@ class LogWriter:
                     break
                 if current_version != version:
                     return False
-                attempts.failed(error)
+                write_attempts.failed(error)
         self.run = run
         if self._local_folder is not None:
             self._local_folder.write(METADATA, metadata_bytes, ANY)
@@ -241,7 +245,7 @@ class LogWriter:
             run: Id of the run.
             status: Status of the run.
         """
-        metadata = {
+        metadata_fields = {
             "format_version": FORMAT_VERSION,
             "status": status,
             **self._description.to_json(self.totals),
@@ -249,8 +253,8 @@ class LogWriter:
             "remote": None if self._local_folder is None else self.folder.url,
         }
         if self._plan.repair is not None:
-            metadata = self._plan.repair.revised(metadata)
-        return seal({**metadata, "run": run, "owner": self.id})
+            metadata_fields = self._plan.repair.revised(metadata_fields)
+        return seal({**metadata_fields, "run": run, "owner": self.id})
 
     def check(self, owner: str | None = None) -> None:
         """Checks that this process is the owner of the folder.
@@ -282,12 +286,12 @@ class LogWriter:
             owner_problem = f"{metadata_url}: is gone"
         else:
             try:
-                owner = parse_metadata(metadata_bytes, metadata_url).get("owner")
+                owner_id = parse_metadata(metadata_bytes, metadata_url).get("owner")
             except DamagedError as error:
                 owner_problem = str(error)
             else:
-                if owner:
-                    return owner
+                if owner_id:
+                    return owner_id
                 owner_problem = f"{metadata_url}: names no owner"
         raise LostError(
             f"{owner_problem}; so this process cannot know whether it is still the owner, and "
@@ -306,8 +310,8 @@ class LogWriter:
         """
         if self._local_folder is not None and self._keeps_shards:
             self._local_folder.write(name, buffers, ANY)
-        _, version = self._write(name, buffers)
-        return version
+        _, file_version = self._write(name, buffers)
+        return file_version
 
     def reserve(self, number: int) -> bool:
         """Reserves the number of the first shard to store, so that no other process can commit it.
@@ -333,22 +337,22 @@ class LogWriter:
             Whether the entry was replaced. False if it has another version now, such as a commit
             that has arrived since, which must be checked before it may be withdrawn.
         """
-        name = commit_name(number)
+        entry_file_name = commit_name(number)
         reservation_bytes = seal(reservation(self.run, self.id))
-        patience = self.folder.patience_for(reservation_bytes)
-        attempts = Attempts(self.folder, f"writing {name}", patience)
+        write_patience = self.folder.patience_for(reservation_bytes)
+        write_attempts = Attempts(self.folder, f"writing {entry_file_name}", write_patience)
         while True:
-            current_bytes, current_version = self._read(name)
+            current_bytes, current_version = self._read(entry_file_name)
             if current_bytes == reservation_bytes:
                 return True
             self.check()
             if current_version != version:
                 return False
             try:
-                self.folder.write(name, reservation_bytes, version, patience)
+                self.folder.write(entry_file_name, reservation_bytes, version, write_patience)
                 return True
             except ChangedError as error:  # the write failed, or its answer was lost
-                attempts.failed(error)
+                write_attempts.failed(error)
 
     def _read(self, name: str) -> tuple[bytes | None, str | None]:
         """Returns the content and the version of a JSON file; both are None if it is missing."""
@@ -395,8 +399,9 @@ class LogWriter:
     def _commit_in(self, entry_bytes: bytes) -> Commit | None:
         """Returns the commit in an entry of the log; None if it is not a commit of this run."""
         with suppress(DamagedError):
-            commit = parse_commit(entry_bytes, "")
-            return commit if commit is not None and commit.run == self.run else None
+            parsed_commit = parse_commit(entry_bytes, "")
+            if parsed_commit is not None and parsed_commit.run == self.run:
+                return parsed_commit
         return None
 
     def _write(
@@ -420,21 +425,22 @@ class LogWriter:
             and None if the file was written. The second is the version of the file; None if the
             store has no versions.
         """
-        patience = self.folder.patience_for(file_content)  # time for all attempts together
-        attempts = Attempts(self.folder, f"writing {name}", patience)
+        # The patience is the time for all attempts together.
+        write_patience = self.folder.patience_for(file_content)
+        write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
         while True:
             if is_final is None:
                 file_entry = self.folder.head(name)
-                version = file_entry and file_entry.version
+                current_version = file_entry and file_entry.version
             else:
-                current_bytes, version = self._read(name)
+                current_bytes, current_version = self._read(name)
                 if current_bytes is not None and is_final(current_bytes):
-                    return current_bytes, version
+                    return current_bytes, current_version
             self.check()
             try:
-                return None, self.folder.write(name, file_content, version, patience)
+                return None, self.folder.write(name, file_content, current_version, write_patience)
             except ChangedError as error:
-                attempts.failed(error)
+                write_attempts.failed(error)
 
     def finish(self, complete: bool) -> None:
         """Writes the last metadata.json of this process, after all commits.
@@ -459,16 +465,18 @@ class LogWriter:
         Raises:
             FolderError: If a committed file is missing or has changed.
         """
-        commits = [*self._plan.commits, *self.new_commits]
-        committed_names = {name for commit in commits for name in (commit.name, *commit.files)}
+        commits_of_run = [*self._plan.commits, *self.new_commits]
+        committed_names = {
+            file_name for commit in commits_of_run for file_name in (commit.name, *commit.files)
+        }
         # As long as the reservation exists, no earlier process can commit a shard.
         committed_names.add(self._reserved_name)
         undeleted_names = []
-        for name in own_files(self.folder.files(), temporary=True):
-            if name.startswith(("shard_", ".shard_")) and name not in committed_names:
+        for file_name in own_files(self.folder.files(), temporary=True):
+            if file_name.startswith(("shard_", ".shard_")) and file_name not in committed_names:
                 self.check()
-                if not self.folder.remove_once(name):
-                    undeleted_names.append(name)
+                if not self.folder.remove_once(file_name):
+                    undeleted_names.append(file_name)
         if undeleted_names:
             log.warning(
                 "%s: %s: it is not known whether the store has deleted this, which belongs to no "
@@ -476,22 +484,22 @@ class LogWriter:
                 self.folder.url,
                 ", ".join(undeleted_names),
             )
-        listing = self.folder.listing()
-        for commit in commits:
-            for name, file_facts in commit.files.items():
-                file_entry = listing.get(name)
+        entry_by_name = self.folder.listing()
+        for commit in commits_of_run:
+            for file_name, file_facts in commit.files.items():
+                file_entry = entry_by_name.get(file_name)
                 if file_entry is None:
-                    difference = "is missing"
+                    difference_in_words = "is missing"
                 elif file_entry.size != file_facts.bytes:
-                    difference = f"has {file_entry.size} bytes"
+                    difference_in_words = f"has {file_entry.size} bytes"
                 elif commit.owner == self.id and file_entry.version != file_facts.version:
-                    difference = "was replaced"
+                    difference_in_words = "was replaced"
                 else:
                     continue
                 self.check()  # another process may be the owner now, and have changed the file
                 raise FolderError(
-                    f"{self.folder.url}/{name}: {difference} although shard {commit.number} is "
-                    "committed"
+                    f"{self.folder.url}/{file_name}: {difference_in_words} although shard "
+                    f"{commit.number} is committed"
                 )
 
 

@@ -50,9 +50,9 @@ class MetricsFile:
                 # it.
                 self._bucket.remove_once(METRICS)
         elif self._bucket is not None and not self._path.exists():
-            uploaded_metrics = self._bucket.read(METRICS)
-            if uploaded_metrics is not None:
-                write_file(self._path, [uploaded_metrics])
+            uploaded_bytes = self._bucket.read(METRICS)
+            if uploaded_bytes is not None:
+                write_file(self._path, [uploaded_bytes])
         self.upload()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -91,13 +91,13 @@ def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
         size: Size of the file in bytes; 0 if there is no file.
     """
     last_bytes = folder.read_range(METRICS, max(0, size - TAIL_BYTES), size)
-    for line in reversed(bytes(last_bytes or b"").splitlines()):
+    for metrics_line in reversed(bytes(last_bytes or b"").splitlines()):
         with suppress(ValueError, RecursionError):
-            metrics = json.loads(line)
-            if isinstance(metrics, dict):
+            metric_by_name = json.loads(metrics_line)
+            if isinstance(metric_by_name, dict):
                 return {
                     metric_name: metric
-                    for metric_name, metric in metrics.items()
+                    for metric_name, metric in metric_by_name.items()
                     if type(metric) in (int, float)
                 }
     return {}

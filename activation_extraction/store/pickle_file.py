@@ -54,11 +54,13 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, np.ndarray):
             return NotImplemented
         reduced_array: Any = np.empty(0, value.dtype).__reduce__()
-        rebuild, arguments, (version, _shape, dtype, is_fortran_order, _data) = reduced_array
+        rebuild_array, rebuild_arguments, array_state = reduced_array
+        state_version, _shape, reduced_dtype, is_fortran_order, _data = array_state
         array_bytes = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
         # A writable buffer would be pickled as a bytearray.
         array_buffer = PickleBuffer(array_bytes.toreadonly())
-        return rebuild, arguments, (version, value.shape, dtype, is_fortran_order, array_buffer)
+        new_state = (state_version, value.shape, reduced_dtype, is_fortran_order, array_buffer)
+        return rebuild_array, rebuild_arguments, new_state
 
 
 class _BufferList(list[memoryview]):
@@ -79,20 +81,20 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     Returns:
         Consecutive buffers with the bytes of the file.
     """
-    buffers = _BufferList()
-    _Pickler(buffers, protocol=5).dump(records_of(shard))
+    pickled_buffers = _BufferList()
+    _Pickler(pickled_buffers, protocol=5).dump(records_of(shard))
     if writer:
         writer_bytes = writer.encode()
         writer_instructions = (
             pickle.BINUNICODE + struct.pack("<I", len(writer_bytes)) + writer_bytes + pickle.POP
         )
-        first_buffer = buffers[0]
-        buffers[:1] = [
+        first_buffer = pickled_buffers[0]
+        pickled_buffers[:1] = [
             first_buffer[:PROTOCOL],
             memoryview(writer_instructions),
             first_buffer[PROTOCOL:],
         ]
-    return buffers
+    return pickled_buffers
 
 
 def records_of(shard: Shard) -> Records:
@@ -103,17 +105,17 @@ def records_of(shard: Shard) -> Records:
     """
 
     def record_of(key: Key, hook: HookValues, sample_index: int) -> dict[str, Any]:
-        sample, values = shard.samples[sample_index], shard.values[key][sample_index]
+        shard_sample, sample_values = shard.samples[sample_index], shard.values[key][sample_index]
         return {
-            "sample_idx": sample.facts.sample_idx,
+            "sample_idx": shard_sample.facts.sample_idx,
             "hook": hook.name,
-            **hook.record(values),
-            "shape": values.shape,
-            "text_preview": sample.facts.text_preview,
-            "token_ids": sample.token_ids,
-            "positions": sample.positions,
-            "doc_id": sample.facts.doc_id,
-            **sample.labels,
+            **hook.record(sample_values),
+            "shape": sample_values.shape,
+            "text_preview": shard_sample.facts.text_preview,
+            "token_ids": shard_sample.token_ids,
+            "positions": shard_sample.positions,
+            "doc_id": shard_sample.facts.doc_id,
+            **shard_sample.labels,
         }
 
     sample_indices = range(len(shard.samples))
@@ -136,12 +138,14 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
             or decompresses to more than `limit` bytes.
         RunError: If the file is damaged.
     """
-    stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
+    decompressed_file: Any = (
+        igzip.IGzipFile(fileobj=file, mode="rb") if where.endswith(".gz") else file
+    )
     try:
-        records_by_key = _Unpickler(_LimitedReader(stream, limit)).load()
+        records_by_key = _Unpickler(_LimitedReader(decompressed_file, limit)).load()
         return {
             key: [
-                {field_name: _plain(value) for field_name, value in record.items()}
+                {field_name: _plain(field_value) for field_name, field_value in record.items()}
                 for record in records
             ]
             for key, records in records_by_key.items()
@@ -173,24 +177,26 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         RunError: If the file is damaged, or its records lack fields.
     """
     records_by_key = read_records(file, where, limit)
-    stored_hooks = {key: hook for key, hook in hooks.items() if key in records_by_key}
+    stored_hooks = {key: hook_values for key, hook_values in hooks.items() if key in records_by_key}
     try:
         values_by_key = {
-            key: [hook.from_record(record) for record in records_by_key[key]]
-            for key, hook in stored_hooks.items()
+            key: [hook_values.from_record(record) for record in records_by_key[key]]
+            for key, hook_values in stored_hooks.items()
         }
-        samples = [
+        shard_samples = [
             ShardSample(
                 SampleFacts(record["sample_idx"]),
                 token_ids=record["token_ids"],
                 positions=record["positions"],
-                labels={label: record[label] for label in LABELS if label in record},
+                labels={
+                    label_name: record[label_name] for label_name in LABELS if label_name in record
+                },
             )
             for record in next(iter(records_by_key.values()), [])
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
-    return Shard(samples, stored_hooks, values_by_key)
+    return Shard(shard_samples, stored_hooks, values_by_key)
 
 
 class UnsafeError(RunError):
@@ -246,8 +252,10 @@ class _Array(np.ndarray):
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
-        version, shape, dtype_stand_in, is_fortran_order, array_bytes = state
-        super().__setstate__((version, shape, dtype_stand_in.dtype, is_fortran_order, array_bytes))
+        state_version, shape, dtype_stand_in, is_fortran_order, array_bytes = state
+        super().__setstate__(
+            (state_version, shape, dtype_stand_in.dtype, is_fortran_order, array_bytes)
+        )
 
 
 NUMBER_TYPES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "bfloat16")

@@ -121,7 +121,10 @@ class Repair:
                 limit.
         """
         recorded_limits = self.metadata if self.gaps else {}
-        return {name: recorded_limits.get(name, limit) for name, limit in limits.items()}
+        return {
+            limit_name: recorded_limits.get(limit_name, limit)
+            for limit_name, limit in limits.items()
+        }
 
     def samples_missing(self, added_samples: int) -> int:
         """Returns the number of samples that a program with a loop of its own still has to add.
@@ -141,11 +144,11 @@ class Repair:
         Args:
             stored_samples: Number of samples that are stored now.
         """
-        previous_samples = self.metadata.get("samples", 0)
+        previous_sample_count = self.metadata.get("samples", 0)
         if self.samples_to_read is None:
-            is_complete = stored_samples >= previous_samples
+            is_complete = stored_samples >= previous_sample_count
         else:
-            is_complete = self._was_complete and stored_samples == previous_samples
+            is_complete = self._was_complete and stored_samples == previous_sample_count
         return "complete" if is_complete else "interrupted"
 
     @property
@@ -164,13 +167,13 @@ class Repair:
         """
         if not self.gaps:
             return dict(new_metadata)
-        status = "complete" if self._was_complete else "interrupted"
+        revised_status = "complete" if self._was_complete else "interrupted"
         changed_keys = ["written", "remote"]
         if new_metadata["status"] == "complete":
-            status = self.status(new_metadata["samples"])
+            revised_status = self.status(new_metadata["samples"])
             changed_keys += [*COUNTED, *CUT, "hooks"]
         changed_fields = {key: new_metadata[key] for key in changed_keys}
-        return {**new_metadata, **self.metadata, **changed_fields, "status": status}
+        return {**new_metadata, **self.metadata, **changed_fields, "status": revised_status}
 
 
 @dataclass
@@ -205,10 +208,12 @@ class RepairPlanner:
             InputError: If the folder contains no run, or another run.
             FolderError: If a request failed, so it is unknown which shards are bad.
         """
-        run = run_log.run or self._newest_run(run_log)
-        self._refuse_others(run_log, run)
-        good_shards = self._good_shards(replace(run_log, commits=_commits_of(run_log, run)))
-        return self._plan(run_log, run, good_shards)
+        repaired_run = run_log.run or self._newest_run(run_log)
+        self._refuse_others(run_log, repaired_run)
+        good_shards = self._good_shards(
+            replace(run_log, commits=_commits_of(run_log, repaired_run))
+        )
+        return self._plan(run_log, repaired_run, good_shards)
 
     def _newest_run(self, run_log: RunLog) -> str:
         """Returns the id of the run in a folder without metadata.json, from its newest commit.
@@ -222,10 +227,10 @@ class RepairPlanner:
         if not run_log.commits:
             raise InputError(f"{self.target.url}: holds no run that could be repaired")
         newest_commit = max(run_log.commits.values(), key=lambda commit: commit.committed)
-        hooks = tuple(newest_commit.names.values())
-        if hooks and hooks != self.identity.hooks:
+        hook_names = tuple(newest_commit.names.values())
+        if hook_names and hook_names != self.identity.hooks:
             raise InputError(
-                f"{self.target.url}: its shards have the hooks {' '.join(hooks)}, expected "
+                f"{self.target.url}: its shards have the hooks {' '.join(hook_names)}, expected "
                 f"{' '.join(self.identity.hooks)}, as asked now; ask for the same as before"
             )
         return newest_commit.run
@@ -300,12 +305,12 @@ class RepairPlanner:
             (commit, (self.target, "", run_log, commit)) for commit in new_commits
         ]
         for checked_shard in for_each_shard(check_shard, commits_and_arguments):
-            if (failure := checked_shard.failure) is not None:
+            if (check_failure := checked_shard.failure) is not None:
                 raise FolderError(
                     f"{checked_shard.problem}; shard {checked_shard.commit.number} could not be "
                     "checked, so the repair ends",
-                    failure.final,
-                ) from failure
+                    check_failure.final,
+                ) from check_failure
             if checked_shard.problem:
                 log.warning("%s/%s", self.target.url, checked_shard.problem)
             self._checked_shards[checked_shard.commit.number] = checked_shard
@@ -324,23 +329,25 @@ class RepairPlanner:
         Args:
             shards: Shards without damage, in the order of their numbers.
         """
-        numbers, counts = np.unique(_sample_numbers(shards), return_counts=True)
-        duplicate_numbers = set(numbers[counts > 1].tolist())
+        distinct_numbers, occurrence_counts = np.unique(_sample_numbers(shards), return_counts=True)
+        duplicate_numbers = set(distinct_numbers[occurrence_counts > 1].tolist())
         if not duplicate_numbers:
             return shards
         good_shards = []
         seen_numbers = set[int]()
-        for shard in shards:
-            shard_numbers = duplicate_numbers.intersection(_sample_numbers([shard]).tolist())
-            repeated_numbers = shard_numbers & seen_numbers
+        for checked_shard in shards:
+            duplicates_in_shard = duplicate_numbers.intersection(
+                _sample_numbers([checked_shard]).tolist()
+            )
+            repeated_numbers = duplicates_in_shard & seen_numbers
             if repeated_numbers:
-                shard_url = f"{self.target.url}/{shard.commit.name}"
+                shard_url = f"{self.target.url}/{checked_shard.commit.name}"
                 log.warning(
                     "%s: sample %d is also in a shard before it", shard_url, min(repeated_numbers)
                 )
             else:
-                seen_numbers |= shard_numbers
-                good_shards.append(shard)
+                seen_numbers |= duplicates_in_shard
+                good_shards.append(checked_shard)
         return good_shards
 
     def _plan(self, run_log: RunLog, run: str, good_shards: list[CheckedShard]) -> StoragePlan:
@@ -351,34 +358,59 @@ class RepairPlanner:
             run: Id of the run that is repaired.
             good_shards: Good shards, in the order of their numbers.
         """
-        metadata = run_log.metadata or {}
-        good_commits = {shard.commit.number: shard.commit for shard in good_shards}
-        last_good_number = max(good_commits, default=0)
-        damaged_numbers = {number_of(name) for name in run_log.damaged_files if name != METADATA}
+        stored_metadata = run_log.metadata or {}
+        good_commit_by_number = {shard.commit.number: shard.commit for shard in good_shards}
+        last_good_number = max(good_commit_by_number, default=0)
+        damaged_numbers = {
+            number_of(damaged_name)
+            for damaged_name in run_log.damaged_files
+            if damaged_name != METADATA
+        }
         existing_numbers = damaged_numbers | set(_commits_of(run_log, run))
         numbers_at_end = sorted(
-            (number for number in existing_numbers if number > last_good_number), reverse=True
+            (shard_number for shard_number in existing_numbers if shard_number > last_good_number),
+            reverse=True,
         )
-        gaps = tuple(number for number in range(1, last_good_number) if number not in good_commits)
+        gap_numbers = tuple(
+            shard_number
+            for shard_number in range(1, last_good_number)
+            if shard_number not in good_commit_by_number
+        )
         withdrawn_versions = {
-            number: run_log.versions.get(commit_name(number)) for number in (*numbers_at_end, *gaps)
+            shard_number: run_log.versions.get(commit_name(shard_number))
+            for shard_number in (*numbers_at_end, *gap_numbers)
         }
-        mark = furthest_mark(good_commits.values(), self._first_missing(good_shards))
-        if gaps:
-            plan = StoragePlan(
-                [*good_commits.values()], run=run, next_number=last_good_number + 1, mark=mark
+        continuation_mark = furthest_mark(
+            good_commit_by_number.values(), self._first_missing(good_shards)
+        )
+        if gap_numbers:
+            plan_without_repair = StoragePlan(
+                [*good_commit_by_number.values()],
+                run=run,
+                next_number=last_good_number + 1,
+                mark=continuation_mark,
             )
             return replace(
-                plan, repair=self._repair_of_gaps(gaps, withdrawn_versions, plan, metadata)
+                plan_without_repair,
+                repair=self._repair_of_gaps(
+                    gap_numbers, withdrawn_versions, plan_without_repair, stored_metadata
+                ),
             )
-        plan = plan_rest(replace(run_log, commits=good_commits), self.limits)
-        has_wrong_totals = plan.complete and any(total_problems(good_commits.values(), metadata))
+        plan_without_repair = plan_rest(
+            replace(run_log, commits=good_commit_by_number), self.limits
+        )
+        has_wrong_totals = plan_without_repair.complete and any(
+            total_problems(good_commit_by_number.values(), stored_metadata)
+        )
         return replace(
-            plan,
+            plan_without_repair,
             run=run,
-            mark=mark,
-            up_to_date=plan.up_to_date and not (withdrawn_versions or has_wrong_totals),
-            repair=Repair(withdrawn_versions, samples_to_add=self._samples_to_add(plan)),
+            mark=continuation_mark,
+            up_to_date=plan_without_repair.up_to_date
+            and not (withdrawn_versions or has_wrong_totals),
+            repair=Repair(
+                withdrawn_versions, samples_to_add=self._samples_to_add(plan_without_repair)
+            ),
         )
 
     def _repair_of_gaps(
@@ -397,14 +429,15 @@ class RepairPlanner:
             plan: Plan without the repair, whose commits are the good shards.
             metadata: Content of metadata.json; empty if it is missing.
         """
-        repair = Repair(withdrawn_versions, gaps, metadata=metadata)
+        gap_repair = Repair(withdrawn_versions, gaps, metadata=metadata)
         if not self.identity.from_dataset:
             return replace(
-                repair, samples_to_add=max(metadata.get("samples", 0), self._samples_to_add(plan))
+                gap_repair,
+                samples_to_add=max(metadata.get("samples", 0), self._samples_to_add(plan)),
             )
         if metadata.get("status") == "complete":
-            return replace(repair, samples_to_read=metadata["samples"])
-        return replace(repair, samples_to_read=plan.end_of_stored(self.identity.worker))
+            return replace(gap_repair, samples_to_read=metadata["samples"])
+        return replace(gap_repair, samples_to_read=plan.end_of_stored(self.identity.worker))
 
     def _samples_to_add(self, plan: StoragePlan) -> int:
         """Returns the number of samples that a program with a loop of its own must add again.
@@ -424,14 +457,20 @@ class RepairPlanner:
             good_shards: Good shards, which contain all stored samples.
         """
         stored_numbers = np.sort(_sample_numbers(good_shards))
-        worker = self.identity.worker
-        numbers_without_gaps = worker.sample_idx(0) + worker.stride * np.arange(len(stored_numbers))
+        host_worker = self.identity.worker
+        numbers_without_gaps = host_worker.sample_idx(0) + host_worker.stride * np.arange(
+            len(stored_numbers)
+        )
         return int(np.argmax(np.append(stored_numbers != numbers_without_gaps, True)))
 
 
 def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
     """Returns the commits of one run in a log, by the numbers of the shards."""
-    return {number: commit for number, commit in run_log.commits.items() if commit.run == run}
+    return {
+        shard_number: commit
+        for shard_number, commit in run_log.commits.items()
+        if commit.run == run
+    }
 
 
 def _sample_numbers(shards: list[CheckedShard]) -> np.ndarray:
@@ -440,5 +479,7 @@ def _sample_numbers(shards: list[CheckedShard]) -> np.ndarray:
     Args:
         shards: Shards whose samples were read.
     """
-    numbers_of_shards = [shard.sample_idx for shard in shards if shard.sample_idx is not None]
-    return np.concatenate([NO_NUMBERS, *numbers_of_shards])
+    sample_numbers_of_shards = [
+        checked_shard.sample_idx for checked_shard in shards if checked_shard.sample_idx is not None
+    ]
+    return np.concatenate([NO_NUMBERS, *sample_numbers_of_shards])

@@ -72,9 +72,9 @@ class StoragePlan:
     @property
     def totals(self) -> Totals:
         """The totals over the kept shards."""
-        totals = Totals.of(self.commits)
-        totals.count_rows(self.skipped_rows, self.empty_rows)
-        return totals
+        kept_totals = Totals.of(self.commits)
+        kept_totals.count_rows(self.skipped_rows, self.empty_rows)
+        return kept_totals
 
     def end_of_stored(self, worker: Worker) -> int:
         """Returns the number of a worker's samples up to the last one that is or was stored.
@@ -86,12 +86,12 @@ class StoragePlan:
         Args:
             worker: Worker that writes to the folder.
         """
-        mark = furthest_mark(self.commits)
-        sample_counts = [
+        last_mark = furthest_mark(self.commits)
+        counts_up_to_last = [
             worker.number_of(commit.last) + 1 for commit in self.commits if commit.count
         ]
-        sample_counts.append(0 if mark is None else mark.samples)
-        return max(sample_counts)
+        counts_up_to_last.append(0 if last_mark is None else last_mark.samples)
+        return max(counts_up_to_last)
 
     @property
     def gaps(self) -> tuple[int, ...]:
@@ -166,18 +166,18 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
     """
     repair_remedy = f"{identity.repair_option} repairs it"
     for damage_message in run_log.damaged_files.values():
-        remedy = VERSION_REMEDY if OTHER_VERSION in damage_message else repair_remedy
-        raise InputError(f"{damage_message}; {remedy}")
+        damage_remedy = VERSION_REMEDY if OTHER_VERSION in damage_message else repair_remedy
+        raise InputError(f"{damage_message}; {damage_remedy}")
     if run_log.identity is not None:
         refuse_difference(run_log.url, identity.compare(run_log.identity))
-    elif any(name.startswith("shard_") for name in own_files(run_log.files)):
+    elif any(file_name.startswith("shard_") for file_name in own_files(run_log.files)):
         raise InputError(
             f"{run_log.url}: already holds shards, but no {METADATA}; {identity.repair_option} "
             "writes it again; or give another folder"
         )
     refuse_elsewhere(run_log)
-    for problem in run_log.problems if run_log.metadata is not None else ():
-        raise InputError(f"{problem}; {repair_remedy}")
+    for missing_file_problem in run_log.problems if run_log.metadata is not None else ():
+        raise InputError(f"{missing_file_problem}; {repair_remedy}")
     return plan_rest(run_log, limits)
 
 
@@ -194,30 +194,36 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
             not checked if metadata.json records the same limit, because a repair may have stored
             the whole of a lost sample that a limit had cut.
     """
-    commits = run_log.in_order
-    totals = Totals.of_log(run_log)
-    metadata = run_log.metadata or {}
-    plan = StoragePlan(commits, run_log.run, len(commits) + 1, furthest_mark(commits))
-    stored_counts = {"max_samples": totals.samples, "max_tokens": totals.tokens}
-    for limit_name, limit in limits.items():
-        is_exceeded = limit is not None and stored_counts[limit_name] > limit
-        if is_exceeded and limit != metadata.get(limit_name):
-            unit = limit_name.removeprefix("max_").removesuffix("s")
+    stored_commits = run_log.in_order
+    stored_totals = Totals.of_log(run_log)
+    stored_metadata = run_log.metadata or {}
+    plan_to_continue = StoragePlan(
+        stored_commits, run_log.run, len(stored_commits) + 1, furthest_mark(stored_commits)
+    )
+    stored_count_by_limit = {
+        "max_samples": stored_totals.samples,
+        "max_tokens": stored_totals.tokens,
+    }
+    for limit_name, max_count in limits.items():
+        is_exceeded = max_count is not None and stored_count_by_limit[limit_name] > max_count
+        if is_exceeded and max_count != stored_metadata.get(limit_name):
+            counted_noun = limit_name.removeprefix("max_").removesuffix("s")
             raise InputError(
                 f"--{limit_name}: {run_log.url} already holds "
-                f"{counted(stored_counts[limit_name], unit)}, more than the {limit} that this "
-                f"host may store; {FLAGS_REMEDY}"
+                f"{counted(stored_count_by_limit[limit_name], counted_noun)}, more than the "
+                f"{max_count} that this host may store; {FLAGS_REMEDY}"
             )
-    metadata_if_complete = {"status": "complete", **limits, "samples": totals.samples}
+    metadata_if_complete = {"status": "complete", **limits, "samples": stored_totals.samples}
     if all(
-        metadata.get(metadata_key) == expected_value
+        stored_metadata.get(metadata_key) == expected_value
         for metadata_key, expected_value in metadata_if_complete.items()
     ):
         row_counts = {
-            count_name: metadata.get(count_name, 0) for count_name in ("skipped_rows", "empty_rows")
+            count_name: stored_metadata.get(count_name, 0)
+            for count_name in ("skipped_rows", "empty_rows")
         }
-        return replace(plan, complete=True, up_to_date=True, **row_counts)
-    return plan
+        return replace(plan_to_continue, complete=True, up_to_date=True, **row_counts)
+    return plan_to_continue
 
 
 def stored_after(
@@ -238,15 +244,15 @@ def stored_after(
     """
     count_before_mark = 0 if mark is None else mark.samples
     first_after_mark = identity.worker.sample_idx(count_before_mark)
-    samples_by_number: dict[int, StoredSample] = {}
+    sample_by_number: dict[int, StoredSample] = {}
     repair_remedy = f"{identity.repair_option} repairs it"
     for commit in commits:
         if commit.count and commit.last >= first_after_mark:
             try:
-                samples_by_number |= samples_to_continue(read_table(folder, commit))
+                sample_by_number |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repair_remedy}") from error
-    count_after_mark = sum(sample_idx >= first_after_mark for sample_idx in samples_by_number)
+    count_after_mark = sum(sample_number >= first_after_mark for sample_number in sample_by_number)
     stored_count = sum(commit.count for commit in commits)
     missing_count = count_before_mark + count_after_mark - stored_count
     if missing_count > 0:  # a repair had stored the last shard, which was deleted later
@@ -259,7 +265,7 @@ def stored_after(
             f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "
             f"{repair_remedy}"
         )
-    return samples_by_number
+    return sample_by_number
 
 
 def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
@@ -314,7 +320,7 @@ def shown(value: Any, other_value: Any) -> str:
         other_value: Value of the same field in another identity, as JSON.
     """
     if isinstance(value, list):
-        missing_in_other = [item for item in value if item not in other_value]
+        missing_in_other = [value_item for value_item in value if value_item not in other_value]
         shown_items = value if {*value} == {*other_value} else missing_in_other
         value = " ".join(map(str, shown_items))
     shown_value = str(value) or "nothing"

@@ -83,10 +83,12 @@ def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
     Args:
         names: Names of files and folders, whose order is kept.
     """
-    folders_or_none = {name: HostFolder.parse(name) for name in names}
+    folder_or_none_by_name = {
+        file_or_folder_name: HostFolder.parse(file_or_folder_name) for file_or_folder_name in names
+    }
     return {
-        name: host_folder
-        for name, host_folder in folders_or_none.items()
+        file_or_folder_name: host_folder
+        for file_or_folder_name, host_folder in folder_or_none_by_name.items()
         if host_folder is not None
     }
 
@@ -121,23 +123,23 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
     Raises:
         InputError: If the output contains no files of a run.
     """
-    listing = root.listing()
-    folder_names = list(host_folders(listing))
-    if own_files(listing):
+    root_listing = root.listing()
+    folder_names = list(host_folders(root_listing))
+    if own_files(root_listing):
         folder_names.insert(0, "")
-    with ThreadPoolExecutor(FOLDERS_AT_ONCE) as pool:
-        logs = list(
-            pool.map(
+    with ThreadPoolExecutor(FOLDERS_AT_ONCE) as thread_pool:
+        logs_of_folders = list(
+            thread_pool.map(
                 lambda host_folder_name: RunLog.read(root.child(host_folder_name)), folder_names
             )
         )
-    logs_by_name = {}
-    for host_folder_name, run_log in zip(folder_names, logs, strict=True):
+    log_by_folder = {}
+    for host_folder_name, run_log in zip(folder_names, logs_of_folders, strict=True):
         if own_files(run_log.files):
-            logs_by_name[host_folder_name] = run_log
-    if not logs_by_name:
+            log_by_folder[host_folder_name] = run_log
+    if not log_by_folder:
         raise InputError(f"{root.url}: holds no run")
-    return logs_by_name
+    return log_by_folder
 
 
 def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
@@ -155,22 +157,24 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
         OSError: If files are missing, cut short or damaged.
     """
     try:
-        root = Folder(url)
-        logs_by_name = read_folders(root)
+        run_root = Folder(url)
+        logs_by_name = read_folders(run_root)
     except InputError as error:
         raise ValueError(str(error)) from error
     except RunError as error:
         raise OSError(str(error)) from error
     for run_log in logs_by_name.values():
         for problem in run_log.problems:
-            option = "--repair" if run_log.identity is None else run_log.identity.repair_option
-            remedy = "" if OTHER_VERSION in problem else f"; {option} repairs it"
-            raise OSError(f"{problem}{remedy}")
+            repair_option = (
+                "--repair" if run_log.identity is None else run_log.identity.repair_option
+            )
+            repair_remedy = "" if OTHER_VERSION in problem else f"; {repair_option} repairs it"
+            raise OSError(f"{problem}{repair_remedy}")
         if run_log.moved_to and run_log.missing_files:
             raise OSError(f"{run_log.url}: the shards were uploaded to {run_log.moved_to}")
     for problem in foreign_folders(logs_by_name):
-        raise ValueError(f"{root.url}: {problem}")
-    return root, logs_by_name
+        raise ValueError(f"{run_root.url}: {problem}")
+    return run_root, logs_by_name
 
 
 def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
@@ -182,34 +186,38 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         logs_by_name: Log of each folder in an output, by the name of the folder.
     """
     expected_folders = expected_names(logs_by_name)
-    host_counts: dict[int, int] = {}  # numbers of hosts, by the numbers of the machines
+    host_count_by_machine: dict[int, int] = {}  # numbers of hosts, by the numbers of the machines
     names_and_identities = [
-        (name, run_log.identity) for name, run_log in logs_by_name.items() if run_log.identity
+        (name_of_folder, run_log.identity)
+        for name_of_folder, run_log in logs_by_name.items()
+        if run_log.identity
     ]
-    for name, run_log in logs_by_name.items():
-        folder_in_words = shown_name(name)
-        if name not in expected_folders:
+    for name_of_folder, run_log in logs_by_name.items():
+        folder_in_words = shown_name(name_of_folder)
+        if name_of_folder not in expected_folders:
             yield f"{folder_in_words}: holds shards that are not part of this run"
-        identity = run_log.identity
-        if identity is None:
+        folder_identity = run_log.identity
+        if folder_identity is None:
             continue
-        worker = identity.worker
-        expected_name = HostFolder.of(worker.machine, worker.host, worker.hosts).name
-        first_name, first_identity = names_and_identities[0]
-        difference = first_identity.compare(identity, shared_only=True)
-        host_count = host_counts.get(worker.machine, worker.hosts)
+        folder_worker = folder_identity.worker
+        expected_name = HostFolder.of(
+            folder_worker.machine, folder_worker.host, folder_worker.hosts
+        ).name
+        first_folder_name, first_identity = names_and_identities[0]
+        difference = first_identity.compare(folder_identity, shared_only=True)
+        host_count = host_count_by_machine.get(folder_worker.machine, folder_worker.hosts)
         if difference is not None:
             field_name, folder_value, first_value = difference
             yield (
                 f"{folder_in_words}: belongs to another run: its {field_name} is "
                 f"{shown(folder_value, first_value)}, but {shown(first_value, folder_value)} in "
-                f"{shown_name(first_name)}"
+                f"{shown_name(first_folder_name)}"
             )
             continue
-        host_counts[worker.machine] = host_count
-        if worker.hosts != host_count:
+        host_count_by_machine[folder_worker.machine] = host_count
+        if folder_worker.hosts != host_count:
             yield f"{folder_in_words}: belongs to another run: its num_hosts differs"
-        elif name not in ("", expected_name):
+        elif name_of_folder not in ("", expected_name):
             yield f"{folder_in_words}: holds the shards of {expected_name}"
 
 
@@ -224,28 +232,29 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
     Args:
         logs_by_name: Log of each existing folder, by the name of the folder.
     """
-    identities: dict[str, Identity] = {}
+    identity_by_folder: dict[str, Identity] = {}
     for name, run_log in logs_by_name.items():
         if run_log.identity is not None:
-            identities[name] = run_log.identity
-    if not identities:
+            identity_by_folder[name] = run_log.identity
+    if not identity_by_folder:
         return list(logs_by_name)
-    if "" in identities:
+    if "" in identity_by_folder:
         return [""]
-    first_identity = next(iter(identities.values()))
+    first_identity = next(iter(identity_by_folder.values()))
     machine_count = first_identity.worker.machines
-    host_counts = dict.fromkeys(range(machine_count), 1)
+    host_count_by_machine = dict.fromkeys(range(machine_count), 1)
     for host_folder in host_folders(logs_by_name).values():
         if host_folder.host is not None:
-            host_count = host_counts.get(host_folder.machine, 1)
-            host_counts[host_folder.machine] = max(host_count, host_folder.host + 1, 2)
-    for identity in reversed(identities.values()):
-        host_counts[identity.worker.machine] = identity.worker.hosts
+            host_count = host_count_by_machine.get(host_folder.machine, 1)
+            host_count_by_machine[host_folder.machine] = max(host_count, host_folder.host + 1, 2)
+    for folder_identity in reversed(identity_by_folder.values()):
+        host_count_by_machine[folder_identity.worker.machine] = folder_identity.worker.hosts
     folder_names = []
-    for machine in range(machine_count):
-        host_count = host_counts[machine]
+    for machine_number in range(machine_count):
+        host_count = host_count_by_machine[machine_number]
         folder_names += [
-            HostFolder.of(machine, host, host_count).name for host in range(host_count)
+            HostFolder.of(machine_number, host_number, host_count).name
+            for host_number in range(host_count)
         ]
     return folder_names
 
@@ -279,10 +288,10 @@ class RunFolders:
     @cached_property
     def roots(self) -> list[Folder]:
         """The outputs of the run: the local one, then the one in the bucket if there is one."""
-        roots = [Folder(str(self.local_output))]
+        output_folders = [Folder(str(self.local_output))]
         if self.bucket_url is not None:
-            roots.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
-        return roots
+            output_folders.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
+        return output_folders
 
     @cached_property
     def remote(self) -> Folder | None:
@@ -320,20 +329,23 @@ class RunFolders:
             InputError: If there is a stale folder.
         """
         worker = self.worker
-        siblings = [replace(worker, host=host) for host in range(worker.hosts)]
-        for in_bucket, root in enumerate(self.roots):
-            current_names = {folder_name(sibling, bool(in_bucket)) for sibling in siblings}
+        sibling_workers = [replace(worker, host=host_number) for host_number in range(worker.hosts)]
+        # Root 0 is the local output, and root 1 is the output in the bucket.
+        for root_index, root in enumerate(self.roots):
+            current_names = {
+                folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
+            }
             stale_candidates = [""]  # "" is the name of the output itself
             for name, host_folder in host_folders(root.listing()).items():
                 machine = host_folder.machine
                 if machine == worker.machine or machine >= worker.machines:
                     stale_candidates.append(name)
             for name in stale_candidates:
-                folder = root.child(name)
-                if name not in current_names and own_files(folder.files()):
+                stale_folder = root.child(name)
+                if name not in current_names and own_files(stale_folder.files()):
                     remedy = "delete it" if overwrite else "give the same number, or delete it"
                     raise InputError(
-                        f"{folder.url}: holds a run with another number of hosts or "
+                        f"{stale_folder.url}: holds a run with another number of hosts or "
                         f"machines; {remedy}"
                     )
 
@@ -351,8 +363,9 @@ class RunFolders:
             InputError: If another version of this program has written the metadata.
         """
         urls_and_metadata = []
-        for in_bucket, root in enumerate(self.roots):
-            worker_folder = root.child(folder_name(self.worker, bool(in_bucket)))
+        # Root 0 is the local output, and root 1 is the output in the bucket.
+        for root_index, root in enumerate(self.roots):
+            worker_folder = root.child(folder_name(self.worker, bool(root_index)))
             url_and_metadata = _find_metadata(root, worker_folder)
             if url_and_metadata is not None:
                 urls_and_metadata.append(url_and_metadata)
@@ -370,9 +383,9 @@ class RunFolders:
         for root in self.roots:
             url_and_metadata = _find_metadata(root)
             if url_and_metadata is not None:
-                url, metadata = url_and_metadata
-                difference = identity.compare(identity_of(metadata, url), shared_only=True)
-                refuse_difference(url, difference)
+                folder_url, metadata = url_and_metadata
+                difference = identity.compare(identity_of(metadata, folder_url), shared_only=True)
+                refuse_difference(folder_url, difference)
 
     def remove_totals(self) -> None:
         """Deletes the file with totals over all folders, which --overwrite makes wrong.
@@ -403,11 +416,13 @@ def _find_metadata(
     folders_to_search = [root, *map(root.child, host_folders(root.listing()))]
     if preferred is not None:
         folders_to_search.insert(0, preferred)
-    for folder in folders_to_search:
-        metadata_bytes = folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
+    for searched_folder in folders_to_search:
+        metadata_bytes = searched_folder.read(METADATA, max_bytes=MAX_JSON_BYTES)
         try:
             if metadata_bytes is not None:
-                return folder.url, parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")
+                return searched_folder.url, parse_metadata(
+                    metadata_bytes, f"{searched_folder.url}/{METADATA}"
+                )
         except DamagedError as error:
             if OTHER_VERSION in str(error):
                 raise InputError(f"{error}; {VERSION_REMEDY}") from error
