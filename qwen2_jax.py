@@ -195,8 +195,8 @@ class SelfAttention(nn.Module):
         attend_fully = partial(self.layout.attend, attention)
         if has_window is None:
             return attend_fully(*inputs)
-        window_attention = partial(attention, window=self.config.sliding_window)
-        attend_in_window = partial(self.layout.attend, window_attention)
+        attend_to_window = partial(attention, window=self.config.sliding_window)
+        attend_in_window = partial(self.layout.attend, attend_to_window)
         return jax.lax.cond(has_window, attend_in_window, attend_fully, *inputs)
 
 
@@ -235,12 +235,17 @@ class MLP(nn.Module):
             The output, (B, T, D), which is added to the residual stream.
             The intermediates: name -> array, or a function that computes it (see `Intermediates`).
         """
-        gate = rounded(self.gate_proj(x), self.dtype)
-        up = self.up_proj(x)
-        gated_values = (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(self.dtype)
+        gate_values = rounded(self.gate_proj(x), self.dtype)
+        up_values = self.up_proj(x)
+        gated_values = (jax.nn.silu(gate_values.astype(jnp.float32)) * up_values).astype(self.dtype)
         gated_values = self.layout.constrain(gated_values, "batch", "sequence", "mlp")
         mlp_output = self.layout.constrain(self.down_proj(gated_values).astype(self.dtype), *STREAM)
-        return mlp_output, {"pre": gate, "pre_linear": up, "post": gated_values, "out": mlp_output}
+        return mlp_output, {
+            "pre": gate_values,
+            "pre_linear": up_values,
+            "post": gated_values,
+            "out": mlp_output,
+        }
 
 
 class SparseMLP(nn.Module):
@@ -285,14 +290,14 @@ class SparseMLP(nn.Module):
         intermediates: Intermediates = {"logits": router_logits, "chosen": chosen}
         intermediates["weights"] = partial(scattered, weights, chosen, experts_config.count)
         # Padding is sent to the number after the last expert, which is no expert and costs nothing.
-        needed_experts = jnp.where(segment_ids[..., None] > 0, chosen, experts_config.count)
+        needed_expert_numbers = jnp.where(segment_ids[..., None] > 0, chosen, experts_config.count)
         if experts_config.shared_width:
             shared_output, intermediates["shared"] = self.shared_expert(x)
             # The shared expert is computed while tokens are sent to other devices' experts. The
             # routing weights are sent after the tokens. The barrier delays them until the shared
             # expert is computed.
             shared_output, weights = lax.optimization_barrier((shared_output, weights))
-        y = self.layout.constrain(self.experts(x, weights, needed_experts), *STREAM)
+        y = self.layout.constrain(self.experts(x, weights, needed_expert_numbers), *STREAM)
         intermediates["routed"] = y
         if experts_config.shared_width:
             shared_logit = intermediates["shared_share"] = self.shared_expert_gate(x)
@@ -443,7 +448,7 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
         Path of a parameter -> its shape, logical axes and checkpoint tensors.
     """
     has_fused_experts = any(tensor_name.endswith("experts.gate_up_proj") for tensor_name in tensors)
-    tensor_of_parameter = _tensors_by_parameter(
+    tensor_and_slice_by_parameter = _tensors_by_parameter(
         model.config, has_fused_experts
     ) | _interleaved_tensors(model.config.delta, tensors)
     # The default kernels run on this machine, even if the model is meant for another platform.
@@ -451,7 +456,7 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     box_by_path = declared(local_model)
     return {
-        path: _weight_spec(path, box, model, tensor_of_parameter)
+        path: _weight_spec(path, box, model, tensor_and_slice_by_parameter)
         for path, box in box_by_path.items()
     }
 
@@ -532,21 +537,25 @@ def _tensors_by_parameter(
         tensor). The slice is None for a whole tensor. If each expert has a tensor, "{}" stands for
         the number of the expert.
     """
-    tensor_of_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
+    tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
-        key_rows = config.delta.key_heads * config.delta.key_size
-        value_rows = config.sizes["O"]
-        for projection_letter, first_row in (("q", 0), ("k", key_rows), ("v", 2 * key_rows)):
-            tensor_slice = TensorSlice(0, first_row, 2 * key_rows + value_rows)
+        key_row_count = config.delta.key_heads * config.delta.key_size
+        value_row_count = config.sizes["O"]
+        for projection_letter, first_row in (
+            ("q", 0),
+            ("k", key_row_count),
+            ("v", 2 * key_row_count),
+        ):
+            tensor_slice = TensorSlice(0, first_row, 2 * key_row_count + value_row_count)
             for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
                 full_parameter_name = f"linear_attn.{parameter_name}_{projection_letter}.weight"
-                tensor_of_parameter[full_parameter_name] = (
+                tensor_and_slice_by_parameter[full_parameter_name] = (
                     f"linear_attn.{tensor_name}.weight",
                     tensor_slice,
                 )
     if config.experts is not None:
         expert_width = config.experts.width
-        for projection_name, fused_tensor in (
+        for projection_name, fused_tensor_and_slice in (
             ("gate_proj", ("mlp.experts.gate_up_proj", TensorSlice(1, 0, 2 * expert_width))),
             (
                 "up_proj",
@@ -554,11 +563,11 @@ def _tensors_by_parameter(
             ),
             ("down_proj", ("mlp.experts.down_proj", None)),
         ):
-            expert_tensor = f"mlp.experts.{{}}.{projection_name}.weight", None
-            tensor_of_parameter[f"mlp.experts.{projection_name}.weight"] = (
-                fused_tensor if has_fused_experts else expert_tensor
+            separate_tensor_and_slice = f"mlp.experts.{{}}.{projection_name}.weight", None
+            tensor_and_slice_by_parameter[f"mlp.experts.{projection_name}.weight"] = (
+                fused_tensor_and_slice if has_fused_experts else separate_tensor_and_slice
             )
-    return tensor_of_parameter
+    return tensor_and_slice_by_parameter
 
 
 def _interleaved_tensors(
@@ -579,35 +588,37 @@ def _interleaved_tensors(
         Name of the parameter in its layer -> (name of the tensor in the layer, the slice of each
         key head's rows in this tensor).
     """
-    tensor_of_parameter: dict[str, tuple[str, TensorSlice]] = {}
+    tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:
-        return tensor_of_parameter
+        return tensor_and_slice_by_parameter
     value_heads_per_key = delta.values_per_key
-    rows_per_key = delta.key_size
-    value_rows_per_key = value_heads_per_key * delta.value_size
-    for tensor_name, rows_by_letter in (
+    key_row_count = delta.key_size
+    value_row_count = value_heads_per_key * delta.value_size
+    for tensor_name, row_count_by_letter in (
         (
             "in_proj_qkvz",
             {
-                "q": rows_per_key,
-                "k": rows_per_key,
-                "v": value_rows_per_key,
-                "z": value_rows_per_key,
+                "q": key_row_count,
+                "k": key_row_count,
+                "v": value_row_count,
+                "z": value_row_count,
             },
         ),
         ("in_proj_ba", {"b": value_heads_per_key, "a": value_heads_per_key}),
     ):
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
-        rows_per_head = sum(rows_by_letter.values())
+        rows_per_key_head = sum(row_count_by_letter.values())
         first_row_of_projection = 0
         # Quantised versions of such a model may contain a tensor for each projection, like Qwen3.5.
-        # Then the parameters have their own tensors.
+        # Parameters of these versions are read from their own tensors.
         if not tensors or any(name.endswith(full_tensor_name) for name in tensors):
-            for projection_letter, row_count in rows_by_letter.items():
-                tensor_slice = TensorSlice(0, first_row_of_projection, rows_per_head, per_head=True)
-                tensor_of_parameter[f"linear_attn.in_proj_{projection_letter}.weight"] = (
+            for projection_letter, row_count in row_count_by_letter.items():
+                tensor_slice = TensorSlice(
+                    0, first_row_of_projection, rows_per_key_head, per_head=True
+                )
+                tensor_and_slice_by_parameter[f"linear_attn.in_proj_{projection_letter}.weight"] = (
                     full_tensor_name,
                     tensor_slice,
                 )
                 first_row_of_projection += row_count
-    return tensor_of_parameter
+    return tensor_and_slice_by_parameter

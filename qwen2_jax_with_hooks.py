@@ -185,8 +185,8 @@ class HookedModel(nn.Module):
                 capture, layer_plan, stacked_layers, x, buffers, rotary, segment_ids
             )
         if self.runs_to_the_end:
-            end_values = self._end_values(capture, x, token_ids, positions)
-            buffers = capture.write(buffers, end_plan, end_values)
+            end_bits = self._end_values(capture, x, token_ids, positions)
+            buffers = capture.write(buffers, end_plan, end_bits)
         return capture.values(buffers)
 
     def _run_in_stages(
@@ -275,8 +275,8 @@ class HookedModel(nn.Module):
                 comes after the last layer.
             """
             x, buffers = carry
-            entering_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
-            x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_ids))
+            entering_token_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
+            x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_token_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, buffers = run_stages(
@@ -291,14 +291,14 @@ class HookedModel(nn.Module):
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
             (_, buffers), final_stream_by_tick = lax.scan(tick, (x, buffers), tick_numbers)
-        end_values: dict[HookKind, Array] = {}
+        end_bits_by_kind: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
             assert final_stream_by_tick is not None
             x = from_bits(final_stream_by_tick[stage_count - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
-            kind_values = self._end_values(capture, x, token_ids, positions)
-            end_values = dict(zip(capture.plan_end().kinds, kind_values, strict=True))
-        return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_values)
+            end_bits = self._end_values(capture, x, token_ids, positions)
+            end_bits_by_kind = dict(zip(capture.plan_end().kinds, end_bits, strict=True))
+        return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_bits_by_kind)
 
     def _loop(
         self,

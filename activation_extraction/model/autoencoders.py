@@ -204,10 +204,12 @@ class AutoencoderFiles:
         Raises:
             InputError: If the setting has a value that is not supported.
         """
-        setting = config.get(key, supported_values[0])
-        if setting not in supported_values:
-            raise self.error(f"{key} is {setting!r}, expected {' or '.join(supported_values)}")
-        return setting
+        setting_value = config.get(key, supported_values[0])
+        if setting_value not in supported_values:
+            raise self.error(
+                f"{key} is {setting_value!r}, expected {' or '.join(supported_values)}"
+            )
+        return setting_value
 
 
 def read_autoencoder(hook: str, name: str) -> Autoencoder:
@@ -495,14 +497,14 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     """
     files.supported_setting(config, "activation", "topk")
     is_transcoder = config.get("transcode")
-    folder_match = re.search(r"/(layers\.\d+[\w.]*)/*$", files.path)
-    if is_transcoder and not folder_match:
+    module_folder_match = re.search(r"/(layers\.\d+[\w.]*)/*$", files.path)
+    if is_transcoder and not module_folder_match:
         raise files.error(
             "is a transcoder in a folder without the name of a module, such as layers.10.mlp: "
             "nothing else says which hook it reconstructs"
         )
-    input_hook = f"model.{folder_match[1]}.input" if folder_match else ""
-    output_hook = f"model.{folder_match[1]}.output" if folder_match else ""
+    input_hook = f"model.{module_folder_match[1]}.input" if module_folder_match else ""
+    output_hook = f"model.{module_folder_match[1]}.output" if module_folder_match else ""
     return {
         **tensors,
         "hook": input_hook if is_transcoder else output_hook,
@@ -579,13 +581,13 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
     has_config = files.has("config.yaml")
     yaml_text = files.local_path("config.yaml").read_text() if has_config else ""
     yaml_config = dict(yaml.safe_load(yaml_text) or {})
-    layer_prefix = f"blocks.{files.layer}."
+    hook_name_prefix = f"blocks.{files.layer}."
     files.supported_setting(yaml_config, "model_kind", "transcoder_set")
     return {
         **tensors,
         "relu": "threshold" not in tensors,
-        "hook": layer_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
-        "target": layer_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
+        "hook": hook_name_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
+        "target": hook_name_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
         "dtype": "float32",
     }
 

@@ -222,11 +222,11 @@ class Capture:
             The buffers with these values.
         """
         buffers = dict(buffers)
-        for kind, slot, bits in zip(plan.kinds, plan.slots, bits_by_kind, strict=True):
+        for kind, slot, kind_bits in zip(plan.kinds, plan.slots, bits_by_kind, strict=True):
             vector_type = self.vector_type(kind)
-            bits = self.layout.constrain(bits, *CAPTURED_AXES)
+            kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
             buffer_index = (slot,) if micro_batch is None else (slot, micro_batch)
-            bits_in_buffer_shape = bits.reshape(*[1] * len(buffer_index), *bits.shape)
+            bits_in_buffer_shape = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
             type_buffer = buffers[vector_type]
             buffers[vector_type] = lax.dynamic_update_slice(
                 type_buffer, bits_in_buffer_shape, (*buffer_index, 0, 0, 0)
@@ -242,11 +242,13 @@ class Capture:
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, B, T, width).
         """
-        values_by_type = {}
+        values_by_vector_type = {}
         for vector_type, hooks in self.hooks_by_type().items():
             type_bits = buffers[vector_type][: len(hooks)]
-            values_by_type[vector_type] = lax.bitcast_convert_type(type_bits, vector_type.dtype)
-        return values_by_type
+            values_by_vector_type[vector_type] = lax.bitcast_convert_type(
+                type_bits, vector_type.dtype
+            )
+        return values_by_vector_type
 
     def values_of_stages(
         self, buffers: Buffers, rows: int, length: int, at_end: Mapping[HookKind, Array]
@@ -262,13 +264,14 @@ class Capture:
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
-        values_by_type = {}
+        values_by_vector_type = {}
         for vector_type, hooks in self.hooks_by_type().items():
             bit_stacks = []
             stage_number_by_hook = [hook.layer // length for hook in hooks if not hook.kind.at_end]
             if stage_number_by_hook:
-                # With M micro-batches, each contains every M-th row of the batch. So their axis
-                # must come after the axis of rows before both axes become one.
+                # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
+                # of the batch. So the axis of micro-batches must come after the axis of their rows
+                # before the two axes become one.
                 bits = buffers[vector_type].swapaxes(2, 3)
                 bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
                 bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
@@ -281,10 +284,10 @@ class Capture:
                 if hook.kind.at_end:
                     bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
                     bit_stacks.append(bits[None])
-            values_by_type[vector_type] = lax.bitcast_convert_type(
+            values_by_vector_type[vector_type] = lax.bitcast_convert_type(
                 jnp.concatenate(bit_stacks), vector_type.dtype
             )
-        return values_by_type
+        return values_by_vector_type
 
 
 def _unsigned(x: Array) -> Array:

@@ -31,8 +31,8 @@ from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import from_bits, to_bits
 from activation_extraction.model.parameters import STACKS, ParamPath
 
-# The number of tokens that go through a layer together on a CPU. This number is the fastest,
-# because the caches can hold the values of so many tokens.
+# The number of tokens that go through a layer together on a CPU. A layer is fastest with this
+# number, because the caches of a CPU can hold the values of so many tokens.
 TOKENS_AT_ONCE = 2048
 
 # Some layers of a model, as a tuple of two elements. The first one is the stacked parameters of the
@@ -119,8 +119,8 @@ class Decoder:
 
     def _count(self, params: Any) -> int:
         """Returns the number of layers to which stacked parameters belong."""
-        params_by_type = params.values() if self.has_several_types else [params]
-        return sum(len(jax.tree.leaves(type_params)[0]) for type_params in params_by_type)
+        params_of_types = params.values() if self.has_several_types else [params]
+        return sum(len(jax.tree.leaves(type_params)[0]) for type_params in params_of_types)
 
     def parameters(self, layer_type: str) -> dict[ParamPath, Any]:
         """Returns the shape and the logical axes of each parameter of one layer.

@@ -153,23 +153,25 @@ def _compute_block(
     query_products *= _side_by_side(q_scale)
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # shape (2C, G) each
     head_count, _, value_size = v_ref.shape
-    # The following lists have one element for each value head.
+    # The following lists have one element for each value head. An element of
+    # `decays_since_chunk_begin_by_head` is a list of two arrays, one for each chunk.
     inverse_by_head = []
     output_factors_by_head = []
-    decays_since_begin_by_head = []  # each element is a list of two arrays, one for each chunk
-    decays_until_end_by_head = []
+    decays_since_chunk_begin_by_head = []
+    decays_until_chunk_end_by_head = []
     for head_number in range(head_count):
-        decay_between, decays_since_begin = _decays(log_decays[:, head_number, None])
+        decay_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
         key_factors = _side_by_side(betas[:, head_number, None] * k_scale)
-        inverse_by_head.append(_inverse(key_factors * key_products * decay_between))
-        output_factors_by_head.append(query_products * decay_between)
-        decays_since_begin_by_head.append(decays_since_begin)
-        decays_until_end_by_head.append(
-            k_scale * decay_between[-SUBLANES:].T[:, -1:]
-        )  # shape (2C, 1)
+        inverse_by_head.append(_inverse(key_factors * key_products * decay_between_tokens))
+        output_factors_by_head.append(query_products * decay_between_tokens)
+        decays_since_chunk_begin_by_head.append(decays_since_chunk_begin)
+        decay_until_chunk_end = decay_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
+        decays_until_chunk_end_by_head.append(k_scale * decay_until_chunk_end)
     for chunk_number in (0, 1):
         token_slice = slice(chunk_number * CHUNK, (chunk_number + 1) * CHUNK)
-        chunk_decays = [head_decays[chunk_number] for head_decays in decays_since_begin_by_head]
+        chunk_decays = [
+            head_decays[chunk_number] for head_decays in decays_since_chunk_begin_by_head
+        ]
         keys_and_queries = jnp.concatenate([k[token_slice], q[token_slice]])
         state_reads = _product("CD,DU->CU", keys_and_queries, state[...])
         key_reads, query_reads = jnp.split(state_reads, 2)
@@ -193,7 +195,8 @@ def _compute_block(
             jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays
         ]
         decayed_vectors_by_head = [
-            decays_until_end_by_head[head_number][token_slice] * added_vectors_by_head[head_number]
+            decays_until_chunk_end_by_head[head_number][token_slice]
+            * added_vectors_by_head[head_number]
             for head_number in range(head_count)
         ]
         state_update = _product(
@@ -298,24 +301,24 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     """
     row_indices, column_indices, _ = _indices()
     log_decay = _side_by_side(log_decay)
-    log_decay_between = jnp.where(row_indices > column_indices, log_decay, 0)
+    log_decay_between_tokens = jnp.where(row_indices > column_indices, log_decay, 0)
     row_distance = 1
     # Each row becomes the sum of itself and all rows above it. After a pass of this loop, a row
     # contains the sum of twice as many rows as before.
     while row_distance < CHUNK:
-        log_decay_between += jnp.where(
-            row_indices >= row_distance, pltpu.roll(log_decay_between, row_distance, 0), 0
+        log_decay_between_tokens += jnp.where(
+            row_indices >= row_distance, pltpu.roll(log_decay_between_tokens, row_distance, 0), 0
         )
         row_distance *= 2
     # The first column of each chunk sums the log decays after the chunk's first token. With the log
     # decay of this token, it has the log decays since the beginning of the chunk.
-    log_decay_since_begin = log_decay_between + log_decay[:1]
-    decays_since_begin_by_chunk = [
-        jnp.exp(log_decay_since_begin[:, first_column, None]) for first_column in (0, CHUNK)
+    log_decay_since_chunk_begin = log_decay_between_tokens + log_decay[:1]
+    decays_since_begin_of_chunks = [
+        jnp.exp(log_decay_since_chunk_begin[:, first_column, None]) for first_column in (0, CHUNK)
     ]
     return jnp.where(
-        row_indices >= column_indices, jnp.exp(log_decay_between), 0
-    ), decays_since_begin_by_chunk
+        row_indices >= column_indices, jnp.exp(log_decay_between_tokens), 0
+    ), decays_since_begin_of_chunks
 
 
 def _inverse(matrices: Array) -> Array:

@@ -157,8 +157,8 @@ class GatedDeltaNet(nn.Module):
         intermediates["beta_logit"] = constrain(self.in_proj_b(x), *KEY_AXES)
         intermediates["beta"] = jax.nn.sigmoid(intermediates["beta_logit"])
         log_rate = self.A_log.astype(jnp.float32)
-        bias = self.dt_bias.astype(jnp.float32)
-        time_step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEY_AXES) + bias)
+        time_step_bias = self.dt_bias.astype(jnp.float32)
+        time_step = jax.nn.softplus(constrain(self.in_proj_a(x), *KEY_AXES) + time_step_bias)
         intermediates["log_decay"] = -jnp.exp(log_rate) * time_step
         return intermediates
 
@@ -367,20 +367,20 @@ def _prepare(
     Returns:
         The arrays of all chunks.
     """
-    decay_between, decay_since_begin = _decays(log_decay, segments)
+    decay_between_tokens, decay_since_chunk_begin = _decays(log_decay, segments)
     key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
     query_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
-    right_hand_side = beta * jnp.concatenate([v, decay_since_begin * k], axis=-1)
-    inverses = _inverse(beta * key_products * decay_between)
+    right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
+    inverses = _inverse(beta * key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
     initial_vectors, vector_readers = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         initial_vectors=initial_vectors,
-        readers=jnp.concatenate([vector_readers, decay_since_begin * q], axis=-2),
-        output_factors=query_products * decay_between,
-        decayed_keys=decay_between[..., -1:, :].mT * k,
-        decay=decay_since_begin[..., -1:, :],
+        readers=jnp.concatenate([vector_readers, decay_since_chunk_begin * q], axis=-2),
+        output_factors=query_products * decay_between_tokens,
+        decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
+        decay=decay_since_chunk_begin[..., -1:, :],
     )
 
 
@@ -452,16 +452,16 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     # Whether token I sees token J, (N, B, 1, 1, I, J).
     sees_token = jnp.tril(token_segments == token_segments.mT)
     # A matrix (I, C), which is 1 where token C does not come after token I, and 0 elsewhere.
-    not_after_mask = jnp.tri(CHUNK)
-    log_decay_between = einsum(
-        "IC,NBKGCJ->NBKGIJ", not_after_mask, log_decay * jnp.tri(CHUNK, k=-1)
+    is_not_after = jnp.tri(CHUNK)
+    log_decay_between_tokens = einsum(
+        "IC,NBKGCJ->NBKGIJ", is_not_after, log_decay * jnp.tri(CHUNK, k=-1)
     )
-    log_decay_since_begin = einsum("IC,NBKGCJ->NBKGIJ", not_after_mask, log_decay)
-    decay_between = jnp.where(sees_token, jnp.exp(log_decay_between), 0)
-    decay_since_begin = jnp.where(
-        token_segments == segment_before_chunk, jnp.exp(log_decay_since_begin), 0
+    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_not_after, log_decay)
+    decay_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
+    decay_since_chunk_begin = jnp.where(
+        token_segments == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0
     )
-    return decay_between, decay_since_begin
+    return decay_between_tokens, decay_since_chunk_begin
 
 
 def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:

@@ -104,8 +104,8 @@ def scattered(weights: Array, chosen: Array, count: int) -> Array:
     Returns:
         The weights, (B, T, E).
     """
-    one_hot = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
-    return (one_hot * weights[..., None]).sum(axis=-2)
+    one_hot_experts = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
+    return (one_hot_experts * weights[..., None]).sum(axis=-2)
 
 
 class Experts(nn.Module):
@@ -309,7 +309,7 @@ def in_sorted_rows(
         :expert_count
     ].astype(jnp.int32)
     sorted_rows = from_bits(to_bits(x)[sorted_row_order // experts_per_token], x.dtype)
-    result_bits = to_bits(compute(sorted_rows, row_counts_by_expert, stacks))
+    expert_result_bits = to_bits(compute(sorted_rows, row_counts_by_expert, stacks))
     # For each expert of a token, the number of its row in the sorted order, (T, X).
     sorted_row_numbers = (
         jnp.zeros_like(sorted_row_order).at[sorted_row_order].set(jnp.arange(sorted_row_order.size))
@@ -319,7 +319,7 @@ def in_sorted_rows(
     def add_up(row_numbers: Array, weights: Array, has_expert: Array) -> Array:
         token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
         for expert_index, rows_of_expert_index in enumerate(row_numbers.T):
-            expert_results = from_bits(result_bits[rows_of_expert_index], x.dtype).astype(
+            expert_results = from_bits(expert_result_bits[rows_of_expert_index], x.dtype).astype(
                 jnp.float32
             )
             token_sums += jnp.where(
@@ -387,12 +387,12 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
     """
     row_count = len(x)
-    row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
+    padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first_row_by_expert = jnp.cumsum(sizes) - sizes
-    layer, *stack_bits = map(to_bits, stacks)
+    layer, *bits_of_stacks = map(to_bits, stacks)
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
-        tile_rows = from_bits(lax.dynamic_slice_in_dim(row_bits, start, TILE), x.dtype)
+        tile_rows = from_bits(lax.dynamic_slice_in_dim(padded_row_bits, start, TILE), x.dtype)
         gated_values = jax.nn.silu(einsum("nD,DM->nM", tile_rows, gate)) * einsum(
             "nD,DM->nM", tile_rows, up
         )
@@ -400,7 +400,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         return lax.dynamic_update_slice_in_dim(y, to_bits(tile_results), start, 0)
 
     def compute_expert(expert: Array, y: Array) -> Array:
-        gate, up, down = (from_bits(stack[layer, expert], x.dtype) for stack in stack_bits)
+        gate, up, down = (from_bits(stack[layer, expert], x.dtype) for stack in bits_of_stacks)
         tile_count = (sizes[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
@@ -411,7 +411,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
     def compute_expert_with_rows(expert: Array, y: Array) -> Array:
         return lax.cond(sizes[expert] > 0, compute_expert, lambda _, y: y, expert, y)
 
-    y = lax.fori_loop(0, len(sizes), compute_expert_with_rows, jnp.zeros_like(row_bits))
+    y = lax.fori_loop(0, len(sizes), compute_expert_with_rows, jnp.zeros_like(padded_row_bits))
     return from_bits(y[:row_count], x.dtype)
 
 

@@ -187,15 +187,19 @@ def without_scales(tensors: Collection[str], source: str) -> set[str]:
     Raises:
         InputError: If the checkpoint contains the scales of a tensor, but not the tensor itself.
     """
-    tensor_names = {name for name in tensors if not OTHER_SCALES.fullmatch(name)}
-    for name in sorted(tensor_names):
-        scale_ending = next(filter(name.endswith, ENDINGS), None)
+    tensor_names = {
+        tensor_name for tensor_name in tensors if not OTHER_SCALES.fullmatch(tensor_name)
+    }
+    for tensor_name in sorted(tensor_names):
+        scale_ending = next(filter(tensor_name.endswith, ENDINGS), None)
         if scale_ending is None:
             continue
-        scaled_name = name.removesuffix(scale_ending)
+        scaled_name = tensor_name.removesuffix(scale_ending)
         if scaled_name not in tensors:
-            raise InputError(f"{source}: {name} is a scale without its tensor, {scaled_name}")
-        tensor_names.remove(name)
+            raise InputError(
+                f"{source}: {tensor_name} is a scale without its tensor, {scaled_name}"
+            )
+        tensor_names.remove(tensor_name)
     return tensor_names
 
 
@@ -242,11 +246,11 @@ class Scales:
             InputError: If the dtype of the tensor is not supported, or its scales are missing or
                 inconsistent with it.
         """
-        file, header_entry = locate(tensor)
+        tensor_file, header_entry = locate(tensor)
         names_of_scales = scale_names(tensor, tensors)
         tensor_dtype = DTYPE_NAMES[header_entry.dtype]
         expected_scale_count = int(header_entry.dtype == VALUE_DTYPE)
-        tensor_in_words = f"{file.location}: tensor {tensor} is {tensor_dtype}"
+        tensor_in_words = f"{tensor_file.location}: tensor {tensor} is {tensor_dtype}"
         if expected_scale_count == 0 and tensor_dtype not in FLOAT_TYPES:
             listed_float_types = ", ".join(FLOAT_TYPES)
             raise InputError(

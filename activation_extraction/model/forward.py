@@ -270,15 +270,15 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         hook_stacks: Any = model.apply({"params": model_params}, tokens, segments, positions)
         return program.with_codes(hook_stacks, encoder_weights), flags.sum(axis=0)
 
-    out_shardings = host_rows.outgoing(program.shape[1], model.layout), host_rows.everywhere()
+    output_shardings = host_rows.outgoing(program.shape[1], model.layout), host_rows.everywhere()
     flags_shape = 1, 3
     input_shapes = []
     for row_count, row_length in [program.shape] * 3 + [flags_shape]:
-        global_shape = row_count * host_rows.hosts, row_length
+        shape_of_all_hosts = row_count * host_rows.hosts, row_length
         input_shapes.append(
-            jax.ShapeDtypeStruct(global_shape, jnp.int32, sharding=host_rows.incoming())
+            jax.ShapeDtypeStruct(shape_of_all_hosts, jnp.int32, sharding=host_rows.incoming())
         )
-    lowered_program = jax.jit(apply, out_shardings=out_shardings).lower(params, *input_shapes)
+    lowered_program = jax.jit(apply, out_shardings=output_shardings).lower(params, *input_shapes)
     return compile_with_options(lowered_program, program.platform, **options)
 
 
@@ -348,12 +348,12 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     model = forward.model
     layout = forward.layout
     weight_table = forward.weights
-    parameter_count = sum(math.prod(spec.shape) for spec in weight_table.values())
+    parameter_value_count = sum(math.prod(spec.shape) for spec in weight_table.values())
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
         model.num_layers - 1,
         model.config.num_hidden_layers,
-        parameter_count / 1e6,
+        parameter_value_count / 1e6,
         model.dtype,
         f" ({model.config.weights})" if model.config.weights else "",
         jax.default_backend(),
@@ -366,7 +366,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
         log.info(log_format, model.stages, micro_batch_count, idle_percent)
     with tqdm(
-        total=parameter_count * model.dtype.itemsize,
+        total=parameter_value_count * model.dtype.itemsize,
         unit="B",
         unit_scale=True,
         desc="loading weights",

@@ -314,15 +314,15 @@ class HookTable:
         Raises:
             InputError: If a glob matches no hook.
         """
-        hooks = self.all_hooks(depth, large=True)
+        hooks_of_model = self.all_hooks(depth, large=True)
         name_by_hook: dict[Hook, str] = {}
         for pattern in patterns:
-            names_by_hook = {hook: hook.matching(pattern) for hook in hooks}
+            names_by_hook = {hook: hook.matching(pattern) for hook in hooks_of_model}
             if not any(names_by_hook.values()):
                 raise self._no_match_error(pattern, depth)
-            for hook, matching_names in names_by_hook.items():
-                if matching_names:
-                    name_by_hook.setdefault(hook, matching_names[0])
+            for hook, names_that_match in names_by_hook.items():
+                if names_that_match:
+                    name_by_hook.setdefault(hook, names_that_match[0])
         return {name_by_hook[hook]: hook for hook in sorted(name_by_hook)}
 
     def _no_match_error(self, pattern: str, depth: int) -> InputError:
@@ -342,8 +342,8 @@ class HookTable:
                     f"{self.layer_types[hook.layer]} and has no such hook; --list_hooks shows "
                     "their names"
                 )
-        hooks = self.all_hooks(depth, large=True)
-        for hook in hooks:
+        hooks_of_model = self.all_hooks(depth, large=True)
+        for hook in hooks_of_model:
             hook_names = hook.names()
             if "V" in hook.kind.letters and any(fnmatchcase(name, pattern) for name in hook_names):
                 return InputError(
@@ -351,7 +351,7 @@ class HookTable:
                     f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
                     f"{hook.name}"
                 )
-        all_names = [name for hook in hooks for name in hook.names()]
+        all_names = [name for hook in hooks_of_model for name in hook.names()]
         near_miss_hint = near_miss(pattern, all_names)
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
@@ -497,7 +497,7 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers_word, kind_name, letters, intermediate, module_names, alias_names in HOOK_KINDS:
+    for layers_word, kind_name, letters, intermediate_path, module_names, alias_names in HOOK_KINDS:
         if layers_word not in type_words:
             continue
         # In a model with both dense layers and layers with experts, `mlp.gate` is the router, so
@@ -508,11 +508,11 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
             HookKind(
                 f"blocks.{{}}.{kind_name}",
                 letters,
-                intermediate,
+                intermediate_path,
                 tuple(f"model.layers.{{}}.{module_name}" for module_name in module_names.split()),
                 tuple(f"blocks.{{}}.{alias_name}" for alias_name in alias_names.split()),
                 type_words=type_words[layers_word],
-                dtype=DTYPE_OF_INTERMEDIATE.get(intermediate),
+                dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
             )
         )
     make_end_kind = partial(HookKind, at_end=True)

@@ -87,9 +87,9 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         input_letters, output_letters = self.mapping.split("->")
         weight = parameter(self, "weight", output_letters + input_letters)
-        equation = f"BT{input_letters},{output_letters}{input_letters}->BT{output_letters}"
+        einsum_equation = f"BT{input_letters},{output_letters}{input_letters}->BT{output_letters}"
         multiply = einsum_of_parts if self.split else einsum
-        y = multiply(equation, x, weight)
+        y = multiply(einsum_equation, x, weight)
         if self.use_bias:
             y += parameter(self, "bias", output_letters).astype(jnp.float32)
         return y
@@ -110,12 +110,12 @@ def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
         The sine for each dimension of a head, (B, T, 1, H) float32, negative for the first half of
         the rotated dimensions; 0 for dimensions that are not rotated.
     """
-    frequencies = config.rope.frequencies(config.head_dim)
+    pair_frequencies = config.rope.frequencies(config.head_dim)
     attention_factor = config.rope.attention_factor
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    angles = positions[:, :, None, None].astype(jnp.float32) * pair_frequencies
     cos = jnp.cos(angles) * attention_factor
     sin = jnp.sin(angles) * attention_factor
-    unrotated_zeros = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(frequencies)))
+    unrotated_zeros = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(pair_frequencies)))
     cos_of_all_dims = jnp.concatenate([cos, cos, 1 + unrotated_zeros], -1)
     sin_of_all_dims = jnp.concatenate([-sin, sin, unrotated_zeros], -1)
     return cos_of_all_dims, sin_of_all_dims

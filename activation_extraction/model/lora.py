@@ -125,10 +125,10 @@ class LoraAdapter:
                 )
         self._weights_file = self.files.open_weights(ADAPTER.weights_file)
         self._shape_by_key = {
-            key: tensor.shape for key, tensor in self._weights_file.tensors.items()
+            key: header_entry.shape for key, header_entry in self._weights_file.tensors.items()
         }
-        for key, tensor in self._weights_file.tensors.items():
-            dtype_name = DTYPE_NAMES[tensor.dtype]
+        for key, header_entry in self._weights_file.tensors.items():
+            dtype_name = DTYPE_NAMES[header_entry.dtype]
             if dtype_name not in FLOAT_TYPES:
                 raise self._error(key, f"is {dtype_name}; only {', '.join(FLOAT_TYPES)} are merged")
         self._read_factor = lru_cache(CACHED_FACTORS)(self._read_whole)
@@ -144,10 +144,10 @@ class LoraAdapter:
         changed_module_names = {
             text_name(module_path.removesuffix(".weight")) for module_path in keys_by_module
         }
-        keeps_tie = self._settings.get("ensure_weight_tying")
-        changes_embedding = "model.embed_tokens" in changed_module_names and not keeps_tie
-        changes_head = "lm_head" in changed_module_names
-        if tied and (changes_embedding or changes_head):
+        does_keep_tie = self._settings.get("ensure_weight_tying")
+        does_change_embedding = "model.embed_tokens" in changed_module_names and not does_keep_tie
+        does_change_head = "lm_head" in changed_module_names
+        if tied and (does_change_embedding or does_change_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
         keys_by_text_module = {}
         for module_path, keys_by_suffix in keys_by_module.items():
@@ -159,7 +159,7 @@ class LoraAdapter:
         for module_path, keys_by_suffix in keys_by_text_module.items():
             unknown_keys += self._record_changes(module_path, keys_by_suffix)
         if unknown_keys:
-            if changes_head and HEAD not in base.tensors:
+            if does_change_head and HEAD not in base.tensors:
                 head_key = next(key for key in unknown_keys if "lm_head" in key)
                 error_reason = (
                     f"changes {HEAD}, which {base.flag_and_path} has not; give a base that has it"
@@ -282,8 +282,8 @@ class LoraAdapter:
         Returns:
             The values, float32.
         """
-        whole_tensor = tuple(slice(0, size) for size in self._shape_by_key[key])
-        return self._weights_file.read(key, whole_tensor).astype(np.float32)
+        whole_tensor_index = tuple(slice(0, size) for size in self._shape_by_key[key])
+        return self._weights_file.read(key, whole_tensor_index).astype(np.float32)
 
     def _modules(self) -> dict[str, dict[str, str]]:
         """Groups the keys of the adapter's tensors by module.
@@ -353,11 +353,13 @@ class LoraAdapter:
             out_size, in_size = weight_shape[::-1] if is_embedding_module else weight_shape
             self._check_shape(a, (rank, in_size))
             self._check_shape(b, (out_size, rank))
-            change = Change(a, b, self._scale(path, a, rank), is_exchanged=is_embedding_module)
-            named_changes = [(weight_name, change)]
+            matrix_change = Change(
+                a, b, self._scale(path, a, rank), is_exchanged=is_embedding_module
+            )
+            named_changes = [(weight_name, matrix_change)]
             if BIAS in keys:
                 self._check_shape(keys[BIAS], self._shape(bias_name))
-                self._bias_key_and_scale_by_tensor[bias_name] = keys[BIAS], change.scale
+                self._bias_key_and_scale_by_tensor[bias_name] = keys[BIAS], matrix_change.scale
             if MAGNITUDE in keys:
                 self._check_shape(keys[MAGNITUDE], weight_shape[:1])
                 self._magnitude_key_by_tensor[weight_name] = keys[MAGNITUDE]
@@ -365,8 +367,8 @@ class LoraAdapter:
             named_changes = self._expert_changes(path, module_name, a, b)
         for tensor_name in dict(named_changes):
             self._check_new(a, tensor_name, self._changes_by_tensor)
-        for tensor_name, change in named_changes:
-            self._changes_by_tensor[tensor_name].append(change)
+        for tensor_name, matrix_change in named_changes:
+            self._changes_by_tensor[tensor_name].append(matrix_change)
         return [] if named_changes else [*keys.values()]
 
     def _expert_changes(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
@@ -433,7 +435,7 @@ class LoraAdapter:
         self._check_shape(a, (rank_sum, in_size))
         self._check_shape(b, (out_size, rank_sum))
         change_scale = self._scale(f"{path}.{matrix_kind}_proj", a, rank_sum / expert_count)
-        layer_change = Change(
+        change_of_all_experts = Change(
             a, b, change_scale, is_exchanged, expert_count=expert_count, is_transposed=is_transposed
         )
         named_changes = []
@@ -446,7 +448,7 @@ class LoraAdapter:
                     for projection in matrix_kind.split("_")
                 ]
             for projection_number, tensor_name in enumerate(tensor_names):
-                expert_change = layer_change._replace(
+                expert_change = change_of_all_experts._replace(
                     expert_number=expert_number, first_row=projection_number * expert_width
                 )
                 named_changes.append((tensor_name, expert_change))

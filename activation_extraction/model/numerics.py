@@ -26,8 +26,10 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
     Returns:
         The product, accumulated in float32 and not rounded to the dtype of the operands.
     """
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, x, y, precision=precision, preferred_element_type=jnp.float32)
+    product_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jnp.einsum(
+        equation, x, y, precision=product_precision, preferred_element_type=jnp.float32
+    )
 
 
 def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
@@ -49,10 +51,10 @@ def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
     def rounded_product(x: Array, y: Array) -> Array:
         return jnp.einsum(equation, x, y, preferred_element_type=x.dtype).astype(jnp.float32)
 
-    float32_product = partial(einsum, equation)
+    multiply_in_float32 = partial(einsum, equation)
     if x.dtype == jnp.float32:
-        return float32_product(x, y)
-    return lax.platform_dependent(x, y, cpu=float32_product, default=rounded_product)
+        return multiply_in_float32(x, y)
+    return lax.platform_dependent(x, y, cpu=multiply_in_float32, default=rounded_product)
 
 
 def rounded(x: Array, dtype: Any) -> Array:

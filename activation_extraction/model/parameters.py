@@ -25,7 +25,7 @@ from activation_extraction.model.numerics import from_bits
 LOGICAL_AXES = {
     "D": "embed",
     "N": "heads",
-    "Q": "heads",  # twice as many if each head has a query and a gate
+    "Q": "heads",  # twice the number of heads if each head has a query and a gate
     "K": "kv_heads",
     "H": "head_dim",
     "F": "mlp",
@@ -45,8 +45,8 @@ LOGICAL_AXES = {
     "W": "taps",
 }
 # The letters of weights that are not split along the mesh axis fsdp unless they are large. Weights
-# with one axis are never split along this mesh axis. Most layers begin with a product with such a
-# weight, which devices compute while they gather the first weight that is split.
+# with one axis are never split along this mesh axis. Most layers begin with a product with a weight
+# that is not split. Devices compute this product while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 SMALL = 2**22  # the largest number of values of a NOT_GATHERED weight that is not split
 # The Flax collection of variables with the weights of all layers, which `StackedWeight` reads.
@@ -70,11 +70,11 @@ def parameter(module: Any, name: str, letters: str) -> Array:
         The value of the parameter.
     """
     logical_axes = tuple(LOGICAL_AXES[letter] for letter in letters)
-    shape = tuple(module.config.sizes[letter] for letter in letters)
-    if len(letters) == 1 or (letters in NOT_GATHERED and math.prod(shape) <= SMALL):
+    parameter_shape = tuple(module.config.sizes[letter] for letter in letters)
+    if len(letters) == 1 or (letters in NOT_GATHERED and math.prod(parameter_shape) <= SMALL):
         logical_axes = tuple("hidden" if axis == "embed" else axis for axis in logical_axes)
     initialize_zeros = nn.with_logical_partitioning(nn.initializers.zeros, logical_axes)
-    return module.param(name, initialize_zeros, shape, module.dtype)
+    return module.param(name, initialize_zeros, parameter_shape, module.dtype)
 
 
 # The result is cached, because tracing a model takes long, and a run asks for it several times.
@@ -145,6 +145,6 @@ class StackedWeight(nn.Module):
         """
         if self.has_variable(STACKS, "weight"):
             stack_variable: Any = self.get_variable(STACKS, "weight")
-            stack, layer = stack_variable
-            return from_bits(stack, self.dtype), layer
+            stack, layer_number = stack_variable
+            return from_bits(stack, self.dtype), layer_number
         return parameter(self, "weight", self.letters)[None], jnp.int32(0)

@@ -85,9 +85,8 @@ class Repository:
             self._files = RemoteFiles(path, self.flag_and_path, kind.flag)
         else:
             self._files = HubFiles(path, revision, keep, kind)
-        self._weight_file_by_name: dict[
-            str, WeightFile
-        ] = {}  # name of a weight file -> the opened file
+        # Name of a weight file -> the opened file.
+        self._weight_file_by_name: dict[str, WeightFile] = {}
 
     @property
     def commit(self) -> str | None:
@@ -132,15 +131,17 @@ class Repository:
         Raises:
             InputError: If the repository lacks the file.
         """
-        if (path := self.find(name)) is not None:
-            return path
+        if (local_path := self.find(name)) is not None:
+            return local_path
         if name == MODEL.config_file and self.find(ADAPTER.config_file):
             raise self.adapter_error()
         raise not_read.lacks_file(self.flag_and_path, name, self._files.offline)
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the local paths of the files that determine how text is tokenised."""
-        return [path for path in map(self.find, TOKENIZER_FILES) if path is not None]
+        return [
+            local_path for local_path in map(self.find, TOKENIZER_FILES) if local_path is not None
+        ]
 
     def open_weights(self, name: str) -> WeightFile:
         """Opens a safetensors file.

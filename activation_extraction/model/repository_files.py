@@ -93,8 +93,8 @@ class RepositoryFiles(Protocol):
 class LocalFiles:
     """The files of a repository in a local folder. `RepositoryFiles` documents the methods."""
 
-    commit = None
-    offline = False
+    commit = None  # because the files are not on the hub
+    offline = False  # because these files are read without the hub
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -118,8 +118,8 @@ class RemoteFiles:
     Small files are copied to a temporary folder.
     """
 
-    commit = None
-    offline = False
+    commit = None  # because the files are not on the hub
+    offline = False  # because these files are read without the hub
 
     def __init__(self, url: str, flag_and_path: str, flag: str) -> None:
         """Stores the URL, without sending a request.

@@ -74,18 +74,18 @@ class Rope:
         rope_type = _rope_type(rope, source)
         rotated_share = _rotated_share(rope, head_dim, allows_partial, source)
         theta = positive_field(rope, "rope_theta", source)
-        factor = 1.0 if rope_type == "default" else positive_field(rope, "factor", source)
+        scaling_factor = 1.0 if rope_type == "default" else positive_field(rope, "factor", source)
         if rope_type in ("default", "dynamic"):
             return cls(theta, rope_type, rotated_share=rotated_share)
         if rope_type == "linear":
-            return cls(theta, rope_type, factor, rotated_share=rotated_share)
+            return cls(theta, rope_type, scaling_factor, rotated_share=rotated_share)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
             range_of_turns = _llama3_turns(rope, source)
             return cls(
                 theta,
                 rope_type,
-                factor,
+                scaling_factor,
                 blended_range=range_of_turns,
                 trained_length=trained_length,
                 rotated_share=rotated_share,
@@ -93,8 +93,8 @@ class Rope:
         return cls(
             theta,
             rope_type,
-            factor,
-            _attention_factor(rope, factor, source),
+            scaling_factor,
+            _attention_factor(rope, scaling_factor, source),
             _blended_indices(rope, theta, trained_length, int(head_dim * rotated_share), source),
             trained_length,
             rotated_share,

@@ -70,13 +70,13 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
     """
     checkpoint_name_by_name: dict[str, str] = {}
     for checkpoint_name in checkpoint_names:
-        name = text_name(checkpoint_name)
-        if name is None:
+        text_tensor_name = text_name(checkpoint_name)
+        if text_tensor_name is None:
             continue
-        if name in checkpoint_name_by_name:
+        if text_tensor_name in checkpoint_name_by_name:
             raise InputError(
-                f"{source}: {checkpoint_name_by_name[name]} and {checkpoint_name} are both the "
-                f"text model's {name}"
+                f"{source}: {checkpoint_name_by_name[text_tensor_name]} and {checkpoint_name} are "
+                f"both the text model's {text_tensor_name}"
             )
-        checkpoint_name_by_name[name] = checkpoint_name
+        checkpoint_name_by_name[text_tensor_name] = checkpoint_name
     return checkpoint_name_by_name

@@ -2,10 +2,9 @@
 
 A .pt file is a zip archive without compression. It contains a pickle of the saved object, in which
 each tensor refers to a storage, and the bytes of the storages. A storage is the flat memory of one
-or more tensors. The
-unpickler replaces a few of PyTorch's functions and classes, which are named in the pickle, by
-functions and dtypes of this module, and rejects all other names. The arrays are views of the file,
-which is mapped into memory.
+or more tensors. The unpickler replaces a few of PyTorch's functions and classes, which are named in
+the pickle, by functions and dtypes of this module, and rejects all other names. The arrays are
+views of the file, which is mapped into memory.
 """
 
 import io

@@ -183,17 +183,19 @@ class RemoteFile(WeightFile):
         # A request is the offset of its first byte in the file, and the view of `downloaded_bytes`
         # that it fills.
         byte_requests: list[tuple[int, np.ndarray]] = []
-        requested_bytes = 0
+        requested_byte_count = 0
         for start, stop in offset_ranges:
             for request_offset in range(start, stop, REQUEST_BYTES):
-                request_size = min(REQUEST_BYTES, stop - request_offset)
+                request_byte_count = min(REQUEST_BYTES, stop - request_offset)
                 byte_requests.append(
                     (
                         request_offset,
-                        downloaded_bytes[requested_bytes : requested_bytes + request_size],
+                        downloaded_bytes[
+                            requested_byte_count : requested_byte_count + request_byte_count
+                        ],
                     )
                 )
-                requested_bytes += request_size
+                requested_byte_count += request_byte_count
 
         def fill(request: tuple[int, np.ndarray]) -> None:
             first_offset, target_bytes = request

@@ -125,10 +125,10 @@ class WeightSpec:
         if self.reverses_axes:
             bounds_by_axis[-2], bounds_by_axis[-1] = bounds_by_axis[-1], bounds_by_axis[-2]
         if self.tensor_slice is not None:
-            sliced_axis, slice_offset, axis_size, per_head = self.tensor_slice
+            sliced_axis, slice_offset, axis_size, is_sliced_per_head = self.tensor_slice
             slice_start, slice_stop = bounds_by_axis[sliced_axis]
             # On this axis, each head has `axis_size` values in the tensor, and fewer in the slice.
-            if per_head:
+            if is_sliced_per_head:
                 slice_offset += ranges[0].start * (axis_size - (slice_stop - slice_start))
             bounds_by_axis[sliced_axis] = slice_start + slice_offset, slice_stop + slice_offset
         return bounds_by_axis
@@ -204,10 +204,11 @@ class WeightSpec:
         """
         stack_ranges = ranges[: self.stacked_axes]
         tensor_ranges = [*ranges[self.stacked_axes :]]
-        head_range = tensor_ranges[0]  # the range of heads, which is only used with `per_head`
-        per_head = self.tensor_slice is not None and self.tensor_slice.per_head
-        # `target[stack_index]` is filled from one tensor, or with `per_head` from one head of it.
-        for stack_index in np.ndindex(target.shape[: self.stacked_axes + per_head]):
+        head_range = tensor_ranges[0]  # the range of heads, used if `is_filled_per_head`
+        is_filled_per_head = self.tensor_slice is not None and self.tensor_slice.per_head
+        # `target[stack_index]` is filled from a whole tensor, or if `is_filled_per_head` from the
+        # values of one head in a tensor.
+        for stack_index in np.ndindex(target.shape[: self.stacked_axes + is_filled_per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
             for axis_length, axis_range, part_index in zip(
                 self.shape, stack_ranges, stack_index, strict=False
@@ -216,7 +217,7 @@ class WeightSpec:
             if tensor_number >= len(self.hf_names):
                 target[stack_index] = 0
                 continue
-            if per_head:
+            if is_filled_per_head:
                 head_index = stack_index[-1]
                 tensor_ranges[0] = head_range[head_index : head_index + 1]
             tensor_index = tuple(slice(*axis_bounds) for axis_bounds in self._bounds(tensor_ranges))
@@ -267,13 +268,13 @@ def orient_experts(
     Returns:
         The same table with the specs of fused experts for this checkpoint.
     """
-    fused_specs = {
+    fused_spec_by_path = {
         path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked_axes :]
     }
-    input_first_specs = dict(fused_specs)
-    for path, spec in fused_specs.items():
+    input_first_spec_by_path = dict(fused_spec_by_path)
+    for path, spec in fused_spec_by_path.items():
         tensor_slice = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
-        input_first_specs[path] = dataclasses.replace(
+        input_first_spec_by_path[path] = dataclasses.replace(
             spec, input_first=True, tensor_slice=tensor_slice
         )
 
@@ -289,8 +290,8 @@ def orient_experts(
                     return False
         return True
 
-    if shapes_agree(input_first_specs) and not shapes_agree(fused_specs):
-        return {**table, **input_first_specs}
+    if shapes_agree(input_first_spec_by_path) and not shapes_agree(fused_spec_by_path):
+        return {**table, **input_first_spec_by_path}
     return {**table}
 
 
@@ -314,9 +315,8 @@ def check_tensors(
             weight_spec.check(tensor_name, header_entry.shape, weight_file.location)
             checkpoint.scales(tensor_name)
     names_in_files = set(checkpoint.tensors)
-    for (
-        weight_file
-    ) in checkpoint.weight_files:  # files may contain tensors that the index does not list
+    # Weight files may contain tensors that the index does not list.
+    for weight_file in checkpoint.weight_files:
         names_in_files.update(text_names(weight_file.tensors, weight_file.location))
     unknown_names = sorted(without_scales(names_in_files, checkpoint.flag_and_path) - allowed_names)
     if unknown_names:
@@ -356,20 +356,22 @@ def load_params(
     """
     stage_count = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
-    stacked_specs = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
+    stacked_spec_by_path = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
 
     def zeros() -> dict[ParamPath, jax.Array]:
-        return {path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacked_specs.items()}
+        return {
+            path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacked_spec_by_path.items()
+        }
 
     sharding_by_path = {}
-    for path, spec in stacked_specs.items():
+    for path, spec in stacked_spec_by_path.items():
         sharding_by_path[path] = layout.sharding(spec.axes, spec.shape)
     array_by_path = jax.jit(zeros, out_shardings=sharding_by_path)()
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
     load_jobs: list[tuple[ParamPath, int | None]] = []
     for path, spec in table.items():
-        if path in stacked_specs:
+        if path in stacked_spec_by_path:
             load_jobs += [(path, layer) for layer in range(spec.shape[0] // stage_count)]
         else:
             load_jobs.append((path, None))
@@ -449,7 +451,7 @@ def load_params(
                 loaded_array = _put_layer(array_by_path[path], loaded_array, np.int32(layer))
             # Without waiting here, arrays of many jobs would accumulate in the devices' memory.
             array_by_path[path] = jax.block_until_ready(loaded_array)
-            del loaded_array  # because it would stay in memory while the next array is loaded
+            del loaded_array  # because the array would stay in memory while the next one is loaded
     return unflatten_dict(array_by_path)
 
 
