@@ -191,11 +191,11 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
             # A second Ctrl-C ends the run without waiting for uploads.
             run.storage.close()
             raise
-        if stopped() and (waiting_bytes := run.storage.gauges()["bytes_waiting"]):
+        if stopped() and (num_waiting_bytes := run.storage.gauges()["bytes_waiting"]):
             log.info(
                 "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
                 "process is killed is computed again",
-                waiting_bytes / 1e9,
+                num_waiting_bytes / 1e9,
             )
         with device_errors():
             finish(run, clock, lockstep.complete, lockstep.failure)
@@ -227,10 +227,10 @@ def start_together(run: Run) -> tuple[Step, Run]:
         failure = error
     # Host 0 opens its output before the others do: if two pods start at the same time, their first
     # hosts decide which of them continues.
-    for is_turn_of_first in (True, False):
+    for is_turn_of_first_host in (True, False):
         raise_together(run.host, failure)
         try:
-            if (run.host.id == 0) == is_turn_of_first:
+            if (run.host.id == 0) == is_turn_of_first_host:
                 run = open_output(run)
         except Exception as error:
             failure = error
@@ -257,8 +257,8 @@ def open_output(run: Run) -> Run:
         run.folders.remove_totals()
     run.storage.open()
     current_plan = run.storage.plan
-    commits_and_end = (current_plan.commits, current_plan.samples_to_read)
-    if commits_and_end == (prepared_plan.commits, prepared_plan.samples_to_read):
+    current_commits_and_end = (current_plan.commits, current_plan.samples_to_read)
+    if current_commits_and_end == (prepared_plan.commits, prepared_plan.samples_to_read):
         return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",

@@ -100,11 +100,11 @@ def _with_slices(words: Sequence[str]) -> list[str]:
         The words, with --positions and its slice as one word.
     """
     joined_words: list[str] = []
-    for word in words:
-        if joined_words[-1:] == ["--positions"] and re.match(r"-\d", word):
-            joined_words[-1] += f"={word}"
+    for command_word in words:
+        if joined_words[-1:] == ["--positions"] and re.match(r"-\d", command_word):
+            joined_words[-1] += f"={command_word}"
         else:
-            joined_words.append(word)
+            joined_words.append(command_word)
     return joined_words
 
 
@@ -145,10 +145,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for group in GROUPS:
-        argument_group = parser.add_argument_group(group.title, group.note)
+    for flag_group in GROUPS:
+        argument_group = parser.add_argument_group(flag_group.title, flag_group.note)
         for flag_name, flag in FLAGS.items():
-            if flag.group == group:
+            if flag.group == flag_group:
                 _add_flag(argument_group, flag_name, flag)
     # --version belongs to the last group, which is GENERAL.
     program_version = f"activation-extraction {__version__}"
@@ -198,8 +198,8 @@ def _epilog() -> str:
     variable_lines = []
     for flag_name, flag in FLAGS.items():
         if flag.variables is not None:
-            variable_names = " or ".join(flag.variables.names)
-            variable_line = f"  {variable_names:<46} --{flag_name}"
+            variable_names_in_words = " or ".join(flag.variables.names)
+            variable_line = f"  {variable_names_in_words:<46} --{flag_name}"
             if flag.variables.required_flag:
                 variable_line += f" (with --{flag.variables.required_flag})"
             variable_lines.append(variable_line)
@@ -246,13 +246,13 @@ def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
     Args:
         values: The values of flags by name.
     """
-    flag_names = set()
+    given_flag_names = set()
     for flag_name, flag_value in values.items():
         opposite_name_and_help = FLAGS[flag_name].opposite
-        flag_names.add(
+        given_flag_names.add(
             flag_name if opposite_name_and_help is None or flag_value else opposite_name_and_help[0]
         )
-    return flag_names
+    return given_flag_names
 
 
 def _take_variable(values: Values, name: str, variable: str) -> None:
@@ -289,8 +289,8 @@ def task_without_machine(config: Config) -> str | None:
     if config.hosts.total_machines > 1:
         return None
     for variable_name in ARRAY_VARIABLES:
-        numbers_hosts = variable_name == "JOB_COMPLETION_INDEX" and config.hosts.multihost
-        if os.environ.get(variable_name) and not numbers_hosts:
+        contains_host_number = variable_name == "JOB_COMPLETION_INDEX" and config.hosts.multihost
+        if os.environ.get(variable_name) and not contains_host_number:
             return variable_name
     return None
 
@@ -305,16 +305,20 @@ def _refuse_conflicts(values: Values) -> None:
         InputError: If flags cannot be used together, or if a needed flag is missing.
     """
     for flag_name in values:
-        for excluded_name in FLAGS[flag_name].excludes:
-            if excluded_name in values:
-                raise InputError(f"--{flag_name} and --{excluded_name} cannot be used together")
+        for excluded_flag_name in FLAGS[flag_name].excludes:
+            if excluded_flag_name in values:
+                raise InputError(
+                    f"--{flag_name} and --{excluded_flag_name} cannot be used together"
+                )
     for flag_name in values:
         if not FLAGS[flag_name].needs:
             continue
-        needed_names = FLAGS[flag_name].needs.split(" or ")
-        if not any(needed_name in values for needed_name in needed_names):
-            needed_flags = " or ".join(f"--{needed_name}" for needed_name in needed_names)
-            raise InputError(f"--{flag_name}: needs {needed_flags}")
+        needed_flag_names = FLAGS[flag_name].needs.split(" or ")
+        if not any(needed_flag_name in values for needed_flag_name in needed_flag_names):
+            needed_flags_in_words = " or ".join(
+                f"--{needed_flag_name}" for needed_flag_name in needed_flag_names
+            )
+            raise InputError(f"--{flag_name}: needs {needed_flags_in_words}")
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
@@ -368,25 +372,29 @@ def _dependent_values(values: Values) -> Values:
     """
     recomputes_samples = "verify" in values and "model_path" in values
     is_compressible = values.get("shard_format") != "safetensors"
-    dependent_values: Values = {
+    value_by_dependent_flag: Values = {
         "verify_samples": 0,
         "compress_shards": is_compressible and values.get("compress_shards", True),
     }
     if recomputes_samples:
         default_verify_samples = LookingOptions.verify_samples
-        dependent_values["verify_samples"] = values.get("verify_samples", default_verify_samples)
+        value_by_dependent_flag["verify_samples"] = values.get(
+            "verify_samples", default_verify_samples
+        )
     if not {"dataset_path", "mix", "demo"} & values.keys():
-        dependent_values["dataset_name"] = values.get("dataset_name", DEFAULT_DATASET.name)
+        value_by_dependent_flag["dataset_name"] = values.get("dataset_name", DEFAULT_DATASET.name)
         if "dataset_name" not in values:
             default_dataset_config = DEFAULT_DATASET.config
-            dependent_values["dataset_config"] = values.get(
+            value_by_dependent_flag["dataset_config"] = values.get(
                 "dataset_config", default_dataset_config
             )
     if "demo" in values:
-        dependent_values["max_seq_length"] = values.get("max_seq_length", DEMO_MAX_SEQ_LENGTH)
+        value_by_dependent_flag["max_seq_length"] = values.get(
+            "max_seq_length", DEMO_MAX_SEQ_LENGTH
+        )
     if "mesh_shape" in values:
-        dependent_values["mesh_type"] = values.get("mesh_type")
-    return dependent_values
+        value_by_dependent_flag["mesh_type"] = values.get("mesh_type")
+    return value_by_dependent_flag
 
 
 def _check_values(config: Config) -> None:

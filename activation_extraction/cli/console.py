@@ -30,20 +30,21 @@ def stop_on_signals() -> Iterator[Callable[[], int]]:
     """
     received_signal_number = 0
 
-    def handle(number: int, _: Any) -> None:
+    def handle(signal_number: int, _: Any) -> None:
         nonlocal received_signal_number
-        received_signal_number = number
+        received_signal_number = signal_number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         log.warning("stopping after this step; complete samples will be stored")
 
     previous_handler_by_signal_number = {
-        number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)
+        signal_number: signal.signal(signal_number, handle)
+        for signal_number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield lambda: received_signal_number
     finally:
-        for number, previous_handler in previous_handler_by_signal_number.items():
-            signal.signal(number, previous_handler)
+        for signal_number, previous_handler in previous_handler_by_signal_number.items():
+            signal.signal(signal_number, previous_handler)
 
 
 class Clock:
@@ -169,9 +170,11 @@ class Progress:
     def _report(self) -> None:
         """Stores the metrics since the last report, and logs a line if there is no bar."""
         current_time = time.perf_counter()
-        elapsed_seconds = current_time - self._last_report_time
-        tokens_per_second = (self.tokens - self._tokens_at_last_report) / elapsed_seconds
-        flops_per_second = (self._num_flops - self._flops_at_last_report) / elapsed_seconds
+        seconds_since_last_report = current_time - self._last_report_time
+        tokens_per_second = (self.tokens - self._tokens_at_last_report) / seconds_since_last_report
+        flops_per_second = (
+            self._num_flops - self._flops_at_last_report
+        ) / seconds_since_last_report
         self._last_report_time = current_time
         self._tokens_at_last_report = self.tokens
         self._flops_at_last_report = self._num_flops

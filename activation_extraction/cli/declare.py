@@ -48,7 +48,9 @@ class Variables:
             flag_names: Names of the flags on the command line.
         """
         has_needed_flag = not self.required_flag or self.required_flag in flag_names
-        return has_needed_flag and not any(name in flag_names for name in self.excluding_flags)
+        return has_needed_flag and not any(
+            flag_name in flag_names for flag_name in self.excluding_flags
+        )
 
 
 @dataclass(frozen=True)

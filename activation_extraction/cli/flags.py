@@ -730,10 +730,10 @@ class StorageOptions:
     @property
     def threads(self) -> int:
         """The number of threads that compress shards and add up statistics."""
-        num_cores = os.cpu_count() or 1
+        num_cpu_cores = os.cpu_count() or 1
         if hasattr(os, "sched_getaffinity"):  # Linux may allow a process to use only some cores
-            num_cores = len(os.sched_getaffinity(0))
-        return self.writer_threads or num_cores
+            num_cpu_cores = len(os.sched_getaffinity(0))
+        return self.writer_threads or num_cpu_cores
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,8 @@ def argument(typed: str) -> tuple[str, Any]:
             The name, which is a Python identifier.
             The value, which is decoded if it is JSON. Otherwise it is the text.
     """
-    variable_name, equals_sign, value_text = typed.partition("=")
-    if not equals_sign or not variable_name.isidentifier():
+    argument_name, equals_sign, value_text = typed.partition("=")
+    if not equals_sign or not argument_name.isidentifier():
         raise FlagValueError(f"{typed!r} is not NAME=VALUE")
     try:
         decoded_value = json.loads(value_text)
@@ -187,7 +187,7 @@ def argument(typed: str) -> tuple[str, Any]:
         raise FlagValueError(
             f"{typed!r} is not NAME=VALUE with a finite number, or with text in Unicode"
         ) from error
-    return variable_name, decoded_value
+    return argument_name, decoded_value
 
 
 def weighted(typed: str) -> tuple[str, float]:

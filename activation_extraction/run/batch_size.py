@@ -95,8 +95,8 @@ def fit_rows(
     memory_limit_of_device = together(
         host, lambda: (devices_of_host[0].memory_stats() or {}).get("bytes_limit", 0)
     )
-    usable_bytes = USABLE * min(gather(host, memory_limit_of_device))
-    if not usable_bytes:
+    usable_bytes_of_device = USABLE * min(gather(host, memory_limit_of_device))
+    if not usable_bytes_of_device:
         log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], device_kind)
         return forward, None
     num_devices_of_run = len(devices_of_host) * host.count
@@ -112,23 +112,23 @@ def fit_rows(
         if device_and_mesh.items() <= recorded_batch_size.items()
     ]
     recorded_rows_of_hosts = gather(host, min(recorded_rows_for_same_devices, default=None))
-    recorded_rows = min(filter(None, recorded_rows_of_hosts), default=None)
+    num_recorded_rows = min(filter(None, recorded_rows_of_hosts), default=None)
 
-    def prepare(rows: int) -> Forward:
-        request_with_rows = replace(request, shape=(rows, request.shape[1]))
+    def prepare(num_rows: int) -> Forward:
+        request_with_rows = replace(request, shape=(num_rows, request.shape[1]))
         return together(host, partial(prepare_model, request_with_rows, forward))
 
-    if recorded_rows is not None:
-        chosen_forward = prepare(recorded_rows)
+    if num_recorded_rows is not None:
+        chosen_forward = prepare(num_recorded_rows)
         reason_for_num_rows = "as when the run began"
     else:
         smallest_num_rows = len(devices_of_host)
         chosen_forward, reason_for_num_rows = _largest_fitting(
-            host, prepare, smallest_num_rows, usable_bytes
+            host, prepare, smallest_num_rows, usable_bytes_of_device
         )
-    rows, _ = chosen_forward.shape
-    log.info("--batch_size auto: %d rows per host and step: %s", rows, reason_for_num_rows)
-    return chosen_forward, {"rows": rows, **device_and_mesh}
+    num_rows, _ = chosen_forward.shape
+    log.info("--batch_size auto: %d rows per host and step: %s", num_rows, reason_for_num_rows)
+    return chosen_forward, {"rows": num_rows, **device_and_mesh}
 
 
 def _largest_fitting(
@@ -180,8 +180,8 @@ def _shortage_on_host(forward: Forward) -> str:
         The message. "" if the activations fit.
     """
     num_rows, row_tokens = forward.shape
-    token_bytes = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
-    needed_bytes = STEPS_ON_HOST * num_rows * row_tokens * token_bytes
+    bytes_per_token = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
+    needed_bytes = STEPS_ON_HOST * num_rows * row_tokens * bytes_per_token
     return _shortage(
         f"{STEPS_ON_HOST} steps of {num_rows}", needed_bytes, "host", available_memory()
     )

@@ -105,12 +105,14 @@ class DataFiles:
         if len(recorded_file_lists) > 1:
             raise InputError("--dataset_path: the hosts of this run have read different files")
         recorded_files = recorded_file_lists.pop()
-        ordered_files = _in_recorded_order(files, recorded_files)
+        files_in_recorded_order = _in_recorded_order(files, recorded_files)
         num_added_bytes_by_url = {}  # number of bytes by which a file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
-            are_files_unchanged = thread_pool.map(_is_recorded, ordered_files, recorded_files)
+            are_files_unchanged = thread_pool.map(
+                _is_recorded, files_in_recorded_order, recorded_files
+            )
             for data_file, recorded_file, is_file_unchanged in zip(
-                ordered_files, recorded_files, are_files_unchanged, strict=True
+                files_in_recorded_order, recorded_files, are_files_unchanged, strict=True
             ):
                 num_added_bytes = data_file.size - recorded_file.bytes
                 if not is_file_unchanged:
@@ -134,7 +136,7 @@ class DataFiles:
                 else counted(len(num_added_bytes_by_url), "file"),
             )
         files_of_run = []
-        for data_file, recorded_file in zip(ordered_files, recorded_files, strict=True):
+        for data_file, recorded_file in zip(files_in_recorded_order, recorded_files, strict=True):
             files_of_run.append(replace(data_file, size=recorded_file.bytes))
         return cls(files_of_run, recorded_files)
 
@@ -201,10 +203,12 @@ def _in_recorded_order(
         InputError: If a recorded file is missing, or if a file was not recorded.
     """
     file_by_name = {data_file.name: data_file for data_file in files}
-    recorded_names = {data_file.name for data_file in records}
-    unrecorded_files = [data_file for data_file in files if data_file.name not in recorded_names]
+    recorded_file_names = {data_file.name for data_file in records}
+    unrecorded_files = [
+        data_file for data_file in files if data_file.name not in recorded_file_names
+    ]
     unrecorded_files.sort(key=lambda data_file: data_file.size)
-    ordered_files = []
+    files_in_recorded_order = []
     for recorded_file in records:
         data_file = file_by_name.get(recorded_file.name)
         if data_file is None:
@@ -220,13 +224,13 @@ def _in_recorded_order(
                     "needs the file that it began with"
                 )
             unrecorded_files.remove(data_file)
-        ordered_files.append(replace(data_file, name=recorded_file.name))
+        files_in_recorded_order.append(replace(data_file, name=recorded_file.name))
     if unrecorded_files:
         raise InputError(
             f"--dataset_path: {unrecorded_files[0].name} was not read when the run began; take it "
             f"out, or give a glob that leaves it out; {NEW_RUN_REMEDY}"
         )
-    return ordered_files
+    return files_in_recorded_order
 
 
 def _is_recorded(file: DataFile, record: RecordedFile) -> bool:

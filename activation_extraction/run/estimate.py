@@ -188,8 +188,8 @@ def read_config(config: Config) -> Mapping[str, Any]:
     model_path = config.model.model_path
     released_sizes = None if os.path.exists(model_path) else released_config(model_path)
     try:
-        repository = Repository(model_path, config.model.model_revision)
-        return read_json(repository.file("config.json"))
+        model_repository = Repository(model_path, config.model.model_revision)
+        return read_json(model_repository.file("config.json"))
     except InputError as error:
         if released_sizes is None:
             raise
@@ -237,14 +237,14 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         - step_ms: Milliseconds of a step at the peak speed of the chips.
         - tokens_per_second: The lowest and the highest guessed speed of the whole machine.
     """
-    layout = program.layout
+    mesh_layout = program.layout
     devices_of_mesh = [*program.rows.mesh.devices.flat]
     rows_per_host, row_tokens = request.shape
     rows_of_step = rows_per_host * program.rows.hosts
     cost_model = CostModel(
         program.model, program.weights, rows_of_step, row_tokens, program.encoders
     )
-    step_cost = cost_model.estimate(layout, devices_of_mesh)
+    step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
     compiled_bytes_of_device = None
     does_fit = step_cost.memory_bytes <= usable_bytes_of_device
@@ -254,11 +254,11 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
             if compiled_bytes_of_device is not None:
                 does_fit = compiled_bytes_of_device <= usable_bytes_of_device
         except (InputError, jax.errors.JaxRuntimeError) as error:
-            log.warning("mesh %s: %s", in_words(layout.shape), one_line(error))
+            log.warning("mesh %s: %s", in_words(mesh_layout.shape), one_line(error))
             does_fit = does_fit and "RESOURCE_EXHAUSTED" not in str(error)
     peak_tokens_per_second = rows_of_step * row_tokens / step_cost.seconds
     return {
-        "shape": layout.shape,
+        "shape": mesh_layout.shape,
         "fits": does_fit,
         "memory_gb": step_cost.memory_bytes / 1e9,
         "compiled_gb": None if compiled_bytes_of_device is None else compiled_bytes_of_device / 1e9,
@@ -311,8 +311,8 @@ def amount_of(config: Config) -> Amount | None:
     tokens_per_sample = tokens_of_a_sample(text_options.max_seq_length)
     kept_fraction = text_options.positions.expected(tokens_per_sample) / tokens_per_sample
     num_computed_tokens = math.inf
-    dataset_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
-    num_documents = KNOWN_DOCUMENTS.get(dataset_and_config)
+    dataset_name_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
+    num_documents = KNOWN_DOCUMENTS.get(dataset_name_and_config)
     if num_documents is not None:
         tokens_per_document = (
             TOKENS_OF_A_DOCUMENT if text_options.long_documents == "split" else tokens_per_sample
@@ -373,10 +373,10 @@ def estimate_totals(
             ]
         if hours_of_run is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
-            chip_hours = [run.topology.chips * hours for hours in hours_of_run]
+            chip_hours_of_run = [run.topology.chips * hours for hours in hours_of_run]
             dollars_of_run = [
-                chip_hours[0] * min(chip_hour_prices),
-                chip_hours[1] * max(chip_hour_prices),
+                chip_hours_of_run[0] * min(chip_hour_prices),
+                chip_hours_of_run[1] * max(chip_hour_prices),
             ]
     return {"hours": hours_of_run, "dollars": dollars_of_run, "terabytes": terabytes_of_run}
 
@@ -400,9 +400,14 @@ def lines_of(
     """
     topology = run.topology
     rows_per_host, row_tokens = run.request.shape
-    chips_and_hosts = f"{counted(topology.chips, 'chip')} on {counted(topology.hosts, 'host')}"
-    rows_of_tokens = f"{counted(rows_per_host, 'row')} of {counted(row_tokens, 'token')}"
-    yield f"{topology.name}: {chips_and_hosts}, each of which feeds {rows_of_tokens} per step"
+    chips_and_hosts_in_words = (
+        f"{counted(topology.chips, 'chip')} on {counted(topology.hosts, 'host')}"
+    )
+    rows_and_tokens_in_words = f"{counted(rows_per_host, 'row')} of {counted(row_tokens, 'token')}"
+    yield (
+        f"{topology.name}: {chips_and_hosts_in_words}, each of which feeds "
+        f"{rows_and_tokens_in_words} per step"
+    )
     for mesh_estimate in meshes:
         memory_in_words = f"{three_digits(mesh_estimate['memory_gb'])} GB per device by formula"
         if mesh_estimate["compiled_gb"] is not None:

@@ -97,8 +97,8 @@ def join(options: HostOptions) -> Host:
     # Under Slurm, JAX uses one GPU per task, but a task that is alone on its node should use all
     # GPUs of the node. SLURM_STEP_TASKS_PER_NODE is "1(x16)" if there is one task on each of 16
     # nodes.
-    tasks_of_nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    is_only_task_on_node = re.fullmatch(r"1(\(x\d+\))?", tasks_of_nodes) is not None
+    task_counts_of_nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    is_only_task_on_node = re.fullmatch(r"1(\(x\d+\))?", task_counts_of_nodes) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     connection_timer = threading.Timer(
@@ -272,18 +272,22 @@ def raise_together(
         problem_kind = BAD_INPUT
     else:
         problem_kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
-    shown_fields = {
+    shown_content_by_field = {
         field_name: _shown(field_content) for field_name, field_content in fields.items()
     }
-    fields_digest = hashlib.sha256(json.dumps(shown_fields, sort_keys=True).encode()).hexdigest()
+    fields_digest = hashlib.sha256(
+        json.dumps(shown_content_by_field, sort_keys=True).encode()
+    ).hexdigest()
     problem_kinds, fields_digests = zip(*gather(host, (problem_kind, fields_digest)), strict=True)
     if problem is None and any(problem_kinds):
-        failed_hosts = [
+        failed_host_numbers = [
             str(host_number)
             for host_number, problem_kind_of_host in enumerate(problem_kinds)
             if problem_kind_of_host
         ]
-        other_failure_message = f"host {', '.join(failed_hosts)} failed: see the message there"
+        other_failure_message = (
+            f"host {', '.join(failed_host_numbers)} failed: see the message there"
+        )
         if BAD_INPUT in problem_kinds:
             problem = InputError(other_failure_message)
         else:
@@ -291,7 +295,7 @@ def raise_together(
     elif problem is None and len({*fields_digests}) > 1:
         # Hosts exchange the fields themselves only if the digests differ, because a data set of
         # many files has many fields.
-        problem = InputError(_difference(gather(host, shown_fields)))
+        problem = InputError(_difference(gather(host, shown_content_by_field)))
     if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds}:
         problem.recurs = True
     if problem is not None:
@@ -491,12 +495,17 @@ class Lockstep:
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
             has_data_at_first_steps.append(self._has_data)
-        initial_flags = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
-        # `any_has_data_at_steps` contains, for each of the first steps, whether any host has data.
-        *any_has_data_at_steps, any_stopping, any_failed = any_host(initial_flags)
-        self.complete = not any_stopping
-        is_ending = any_stopping or (any_failed and not any(any_has_data_at_steps))
-        self._decisions_to_take_steps = deque([] if is_ending else any_has_data_at_steps)
+        flags_of_host = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
+        # `has_any_host_data_at_steps` contains, for each of the first steps, whether any host has
+        # data.
+        *has_any_host_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
+            flags_of_host
+        )
+        self.complete = not is_any_host_stopping
+        is_run_ending = is_any_host_stopping or (
+            has_any_host_failed and not any(has_any_host_data_at_steps)
+        )
+        self._decisions_to_take_steps = deque([] if is_run_ending else has_any_host_data_at_steps)
 
     def __iter__(self) -> Iterator[Batch | None]:
         while self._decisions_to_take_steps and self._decisions_to_take_steps.popleft():
@@ -545,12 +554,16 @@ class Lockstep:
                 data, the number of hosts that were asked to stop, and the number of hosts that
                 failed.
         """
-        any_has_data, any_stopping, any_failed = (bool(num_hosts) for num_hosts in votes)
-        if any_failed and self.failure is None:
+        has_any_host_data, is_any_host_stopping, has_any_host_failed = (
+            bool(num_hosts) for num_hosts in votes
+        )
+        if has_any_host_failed and self.failure is None:
             failure_remedy = "its message says what to do on all hosts"
             self.failure = RunError("another host failed", remedy=failure_remedy)
-        self.complete = self.complete and not any_stopping
-        self._decisions_to_take_steps.append(any_has_data and not any_stopping and not any_failed)
+        self.complete = self.complete and not is_any_host_stopping
+        self._decisions_to_take_steps.append(
+            has_any_host_data and not is_any_host_stopping and not has_any_host_failed
+        )
 
     def fail(self, error: Exception) -> None:
         """Records a failure of this host. Only the first failure counts.

@@ -72,13 +72,15 @@ def _adapter_digest(forward: Forward) -> str:
 def _autoencoder_digest(forward: Forward) -> str:
     if not forward.encoders:
         return ""
-    autoencoder_lines = []
+    autoencoder_digest_lines = []
     for encoder in forward.encoders:
         # The line contains k, the number of active features of a token, because k may be missing in
         # the files and only be a part of the folder's name.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
-        autoencoder_lines.append(f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n")
-    return hashlib.sha256("".join(autoencoder_lines).encode()).hexdigest()
+        autoencoder_digest_lines.append(
+            f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n"
+        )
+    return hashlib.sha256("".join(autoencoder_digest_lines).encode()).hexdigest()
 
 
 def _tokenizer_digest(text: Text) -> str:
@@ -124,8 +126,8 @@ INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 
 # Names of the flags that may differ between the hosts of a run.
 HOST_FLAGS = {
-    *(name for name, flag in FLAGS.items() if flag.per_host),
-    *(path for run_input in INPUTS for path in run_input.paths),
+    *(flag_name for flag_name, flag in FLAGS.items() if flag.per_host),
+    *(path_flag for run_input in INPUTS for path_flag in run_input.paths),
 }
 
 
@@ -271,9 +273,9 @@ def settings_of(config: Config) -> dict[str, Any]:
     flag_values = config.to_json()
     # The weights of a mixture and the names of its hub data sets are compared. Paths may differ.
     comparable_sources_and_weights = []
-    for source_in_flag, weight in config.text.mix:
+    for source_in_flag, source_weight in config.text.mix:
         hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
-        comparable_sources_and_weights.append((hub_name_or_empty, weight))
+        comparable_sources_and_weights.append((hub_name_or_empty, source_weight))
     version_by_setting = {
         f"version of {package_name}": package_version
         for package_name, package_version in package_versions().items()

@@ -124,15 +124,17 @@ def _recorded_metadata(
             The metadata of the starts that read the same data set.
             The revision of the data set that the first of them records; "" if there is none.
     """
-    matching_runs = [
+    metadata_of_matching_runs = [
         metadata
         for metadata in earlier_metadata
         if identity_of(metadata, METADATA).data == data_name
     ]
     recorded_revision = (
-        identity_of(matching_runs[0], METADATA).data_revision if matching_runs else ""
+        identity_of(metadata_of_matching_runs[0], METADATA).data_revision
+        if metadata_of_matching_runs
+        else ""
     )
-    return matching_runs, recorded_revision
+    return metadata_of_matching_runs, recorded_revision
 
 
 def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]) -> None:

@@ -286,8 +286,8 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
     Returns:
         The commit. None if the run used another model, or if the model is local.
     """
-    recorded_path = metadata.get("configuration", {}).get("model_path")
-    if recorded_path != plain_url(model_path) or Repository(model_path).is_local:
+    recorded_model_path = metadata.get("configuration", {}).get("model_path")
+    if recorded_model_path != plain_url(model_path) or Repository(model_path).is_local:
         return None
     return metadata.get("model_commit")
 
@@ -306,17 +306,17 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
         The commit. None if the model of this host is local.
     """
     choice_fields_of_hosts = gather(host, commit_choice)
-    choices_of_hosts = [
+    commit_choices_of_hosts = [
         CommitChoice(*choice_fields)
         for choice_fields in choice_fields_of_hosts
         if choice_fields is not None
     ]
-    if commit_choice is None or not choices_of_hosts:
+    if commit_choice is None or not commit_choices_of_hosts:
         return None
-    for choice_of_host in choices_of_hosts:
-        if not choice_of_host.is_new:
-            return choice_of_host.commit
-    return choices_of_hosts[0].commit
+    for commit_choice_of_host in commit_choices_of_hosts:
+        if not commit_choice_of_host.is_new:
+            return commit_choice_of_host.commit
+    return commit_choices_of_hosts[0].commit
 
 
 def smallest_device_memory(config: Config, host: Host) -> float | None:
@@ -407,17 +407,15 @@ def step_request(
     autoencoders_of_hooks = tuple(
         read_autoencoder(hook, autoencoder_name) for hook, autoencoder_name in config.hooks.encode
     )
-    num_rows = computing_options.batch_size
-    if not isinstance(num_rows, int):
-        is_batch_size_auto = num_rows == "auto"
-        num_rows = default_rows(
-            row_tokens, computing_options.use_data_parallel, is_batch_size_auto, planned
-        )
+    batch_size = computing_options.batch_size
+    if not isinstance(batch_size, int):
+        is_auto = batch_size == "auto"
+        batch_size = default_rows(row_tokens, computing_options.use_data_parallel, is_auto, planned)
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
         computing_options,
-        (num_rows, row_tokens),
+        (batch_size, row_tokens),
         several_hosts=config.hosts.multihost,
         device_memory=device_memory,
         devices=planned,
@@ -478,8 +476,8 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
         **{
-            path_flag: kernel_choice.to_json()
-            for path_flag, kernel_choice in forward.kernels.items()
+            kernel_flag: kernel_choice.to_json()
+            for kernel_flag, kernel_choice in forward.kernels.items()
         },
         "versions": package_versions(),
     }
@@ -490,7 +488,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         added_tokens = chosen_tokenizer.backend.get_added_tokens_decoder().items()
         metadata_facts["tokenizer_path"] = stored_configuration[path_flag]
         metadata_facts["added_tokens"] = {
-            str(token_id): token.content for token_id, token in added_tokens
+            str(token_id): added_token.content for token_id, added_token in added_tokens
         }
     return metadata_facts
 
@@ -521,7 +519,7 @@ def plan_storage(
     """
     worker, storage_options = folders.worker, config.storage
     # --max_samples and --max_tokens are limits of a machine, and each host gets a part of them.
-    options_of_host = replace(
+    storage_options_of_host = replace(
         storage_options,
         max_samples=worker.share_of(storage_options.max_samples),
         max_tokens=worker.share_of(storage_options.max_tokens),
@@ -534,7 +532,7 @@ def plan_storage(
     return ActivationStorage(
         folders.folder,
         {hook_key: hook.name for hook_key, hook in forward.hooks.items()},
-        options_of_host,
+        storage_options_of_host,
         identity,
         folders.remote,
         RunFacts(facts, facts_by_hook_key, text.dataset.files),

@@ -60,7 +60,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     totals = storage.totals
     run_repair = storage.plan.repair
     if run_repair is not None:
-        shard_numbers = ranges_in_words(sorted(commit.number for commit in storage.made)) or "none"
+        shard_numbers = (
+            ranges_in_words(sorted(shard_commit.number for shard_commit in storage.made)) or "none"
+        )
         repair_outcome = "repaired" if complete else "interrupted"
         say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers}")
         if complete and run_repair.gaps:
@@ -80,8 +82,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         f"{totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
     if run.text.options.skip_bad_rows:
-        rows_in_words = counted(totals.skipped_rows, "row")
-        say(f"skipped: {rows_in_words} that could not be used (--skip_bad_rows)")
+        skipped_rows_in_words = counted(totals.skipped_rows, "row")
+        say(f"skipped: {skipped_rows_in_words} that could not be used (--skip_bad_rows)")
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
@@ -166,16 +168,17 @@ def _shortfall_message(run: Run) -> str:
     if not stored_count_and_limit_by_unit:
         return ""
     if any(
-        stored_count >= limit for stored_count, limit in stored_count_and_limit_by_unit.values()
+        stored_count >= limit_of_unit
+        for stored_count, limit_of_unit in stored_count_and_limit_by_unit.values()
     ):
         return ""
     host_in_words = f" of host {run.host.id}" if run.host.several else ""
     share_in_words = "its share of " if run.host.several else ""
     shortfalls_in_words = []
-    for unit, (stored_count, limit) in stored_count_and_limit_by_unit.items():
+    for unit, (stored_count, limit_of_unit) in stored_count_and_limit_by_unit.items():
         flag_in_words = f"{share_in_words}--max_{unit}s"
         shortfalls_in_words.append(
-            f"{stored_count:,} of at most {counted(limit, unit)} ({flag_in_words})"
+            f"{stored_count:,} of at most {counted(limit_of_unit, unit)} ({flag_in_words})"
         )
     return f"the data{host_in_words} ended after {' and '.join(shortfalls_in_words)}"
 
@@ -194,7 +197,8 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
         f"{activity} {clock.seconds[activity]:.1f}" for activity in ACTIVITIES
     )
     waits_in_words = ", ".join(
-        f"{storage_phase} {seconds:.1f}" for storage_phase, seconds in run.storage.waited.items()
+        f"{storage_phase} {waited_seconds:.1f}"
+        for storage_phase, waited_seconds in run.storage.waited.items()
     )
     return (
         f"time: {elapsed_seconds:.1f} s, {new_tokens / elapsed_seconds:,.0f} {token_unit}/s; "
@@ -243,12 +247,14 @@ def list_hooks(
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
         vector_type = hook_kind.vector_type(model_sizes, dtype)
-        module_name, *other_modules = hook_kind.modules or ("",)
+        module_name, *other_module_names = hook_kind.modules or ("",)
         hook_layers = hook_kind.layers(num_layers, table.layer_types)
         hook_name = hook_kind.name.format("K")
         if "{}" in hook_kind.name and len(hook_layers) != num_layers:
             hook_name += f" (K: {ranges_in_words(hook_layers)})"
-        other_names = ", ".join(alias.format("K") for alias in (*hook_kind.aliases, *other_modules))
+        other_names = ", ".join(
+            hook_alias.format("K") for hook_alias in (*hook_kind.aliases, *other_module_names)
+        )
         number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
         table_rows.append((hook_name, module_name.format("K"), *number_cells, other_names))
     column_widths = [max(map(len, table_column)) for table_column in zip(*table_rows, strict=True)]
@@ -258,9 +264,11 @@ def list_hooks(
         for column_name, table_cell, column_width in zip(
             COLUMNS, cells_of_row, column_widths, strict=True
         ):
-            is_number = column_name in NUMBER_COLUMNS
+            is_number_column = column_name in NUMBER_COLUMNS
             padded_cells.append(
-                table_cell.rjust(column_width) if is_number else table_cell.ljust(column_width)
+                table_cell.rjust(column_width)
+                if is_number_column
+                else table_cell.ljust(column_width)
             )
         table_lines.append("  ".join(padded_cells))
     table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
@@ -270,9 +278,9 @@ def list_hooks(
     if model_config.weights:
         table_lines.append(f"the checkpoint has {model_config.weights}")
     if positions != Positions():
-        kept_tokens = positions.expected(sample_tokens)
+        num_expected_kept_tokens = positions.expected(sample_tokens)
         table_lines.append(
-            f"--positions {positions} keeps about {kept_tokens:,.0f} of a sample's "
+            f"--positions {positions} keeps about {num_expected_kept_tokens:,.0f} of a sample's "
             f"{sample_tokens:,} tokens"
         )
     return [table_line.rstrip() for table_line in table_lines]
@@ -286,4 +294,4 @@ def ranges_in_words(numbers: Iterable[int]) -> str:
             number_range_bounds[-1][1:] = [next_number]
         else:
             number_range_bounds.append([next_number])
-    return ", ".join("-".join(map(str, first_and_last)) for first_and_last in number_range_bounds)
+    return ", ".join("-".join(map(str, range_bounds)) for range_bounds in number_range_bounds)

@@ -107,13 +107,13 @@ class Topology:
 
     def described(self) -> list[Device]:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
-        platform = "tpu" if self.is_tpu else "gpu"
+        platform_name = "tpu" if self.is_tpu else "gpu"
         num_devices = self.chips * self.chip_kind.devices_per_chip
         described_devices = []
         for device_number in range(num_devices):
             host_number = device_number * self.hosts // num_devices
             described_devices.append(
-                Device(device_number, platform, self.chip_kind.chip_name, host_number)
+                Device(device_number, platform_name, self.chip_kind.chip_name, host_number)
             )
         return described_devices
 
@@ -185,10 +185,10 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     ]
     chips_of_host = usual_host_size if chips_per_host is None else chips_per_host
     if chips_of_host not in possible_host_sizes:
-        sizes_in_words = ", ".join(map(str, possible_host_sizes)) or "no number"
+        host_sizes_in_words = ", ".join(map(str, possible_host_sizes)) or "no number"
         raise InputError(
             f"--plan {name} --chips_per_host {chips_of_host}: its chips divide among hosts of "
-            f"{sizes_in_words}"
+            f"{host_sizes_in_words}"
         )
     return Topology(machine_name, chip_kind, num_chips // chips_of_host, num_chips)
 

@@ -142,26 +142,26 @@ def _message(row_message: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnusableRowError: If the role of the message is unknown, or if its content is not text.
     """
-    message = dict(row_message)
-    if message.get("role") is None and "from" in message:
-        message["role"] = message.pop("from")
-        message_content = message.pop("value", None)
-        message["content"] = "" if message_content is None else message_content
+    converted_message = dict(row_message)
+    if converted_message.get("role") is None and "from" in converted_message:
+        converted_message["role"] = converted_message.pop("from")
+        message_content = converted_message.pop("value", None)
+        converted_message["content"] = "" if message_content is None else message_content
     for thinking_key in ("thinking", "reasoning"):
-        thinking_text = message.get(thinking_key)
-        if thinking_text is not None and message.get("reasoning_content") is None:
-            message["reasoning_content"] = thinking_text
-    message_role = message.get("role")
+        thinking_text = converted_message.get(thinking_key)
+        if thinking_text is not None and converted_message.get("reasoning_content") is None:
+            converted_message["reasoning_content"] = thinking_text
+    message_role = converted_message.get("role")
     if isinstance(message_role, str):
         message_role = ROLE_ALIASES.get(message_role, message_role)
     if message_role not in MESSAGE_ROLES:
         raise UnusableRowError(
             f"a message has the role {message_role!r:.40}, expected system, user, assistant or tool"
         )
-    message["role"] = message_role
-    if message.get("content") is not None:
-        message["content"] = _content_text(message["content"])
-    return _with_arguments(message, _as_object)
+    converted_message["role"] = message_role
+    if converted_message.get("content") is not None:
+        converted_message["content"] = _content_text(converted_message["content"])
+    return _with_arguments(converted_message, _as_object)
 
 
 def _content_text(content: Any) -> str:
@@ -183,12 +183,14 @@ def _content_text(content: Any) -> str:
     part_texts = []
     for content_part in content:
         if not isinstance(content_part, dict) or content_part.get("type") != "text":
-            part_type = (
+            content_part_type = (
                 content_part.get("type")
                 if isinstance(content_part, dict)
                 else type(content_part).__name__
             )
-            raise UnusableRowError(f"a message has a part of type {part_type!r:.40}, expected text")
+            raise UnusableRowError(
+                f"a message has a part of type {content_part_type!r:.40}, expected text"
+            )
         if not isinstance(content_part.get("text"), str):
             raise UnusableRowError("a message has a part of type text that contains no text")
         part_texts.append(content_part["text"])

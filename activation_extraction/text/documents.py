@@ -97,7 +97,10 @@ def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
         counts: The counts of the rows before this state.
     """
     if "streams" in state:
-        return {**state, "streams": [with_counts(stream, counts) for stream in state["streams"]]}
+        return {
+            **state,
+            "streams": [with_counts(stream_state, counts) for stream_state in state["streams"]],
+        }
     return {**state, **counts._asdict()}
 
 
@@ -233,8 +236,8 @@ class DocumentStream:
         subset_index = index % num_subsets
         self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset_index)
         self._worker_turn += self._num_worker_turns * (index // num_subsets)
-        indices_of_shares_of_subset = range(subset_index, count, num_subsets)
-        self._num_worker_turns *= len(indices_of_shares_of_subset)
+        share_indices_of_subset = range(subset_index, count, num_subsets)
+        self._num_worker_turns *= len(share_indices_of_subset)
         if num_subsets > 1:
             nested_subset_names = (self._subset_name, f"{subset_index} of {num_subsets}")
             self._subset_name = ", ".join(filter(None, nested_subset_names))
@@ -255,7 +258,7 @@ class DocumentStream:
         while True:
             try:
                 stream_row = next(row_iterator)
-                stream_position = self._rows_in_order.state_dict()
+                position_in_stream = self._rows_in_order.state_dict()
             except StopIteration:
                 self._leave_file(last_position, {})
                 return
@@ -278,8 +281,8 @@ class DocumentStream:
             row_number += 1
             if is_row_of_worker:
                 document, problem = self._document_in(source_row)
-                state_after = {"rows": row_number, "dataset": stream_position}
-                yield ReadRow(document, problem, state_after)
+                state_after_row = {"rows": row_number, "dataset": position_in_stream}
+                yield ReadRow(document, problem, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
         """Calls the function `leave` if the worker has read its last row of a file.
@@ -301,8 +304,8 @@ class DocumentStream:
         counted_rows_in_words = (
             "the data set" if self.worker == Worker() else "the rows that this host reads"
         )
-        location = f"row {row_number} (from 0) of {counted_rows_in_words}"
-        return hub_row(columns, self._dataset.features, location, {"row": row_number})
+        location_in_words = f"row {row_number} (from 0) of {counted_rows_in_words}"
+        return hub_row(columns, self._dataset.features, location_in_words, {"row": row_number})
 
     def _document_in(self, row: SourceRow) -> tuple[Document | None, str]:
         """Reads the document of a row.
@@ -315,15 +318,15 @@ class DocumentStream:
         Raises:
             RunError: If the row cannot be used and `skip_bad_rows` is false.
         """
-        schema = self._schema
+        row_schema = self._schema
         try:
-            with activity(f"{schema.activity} {row.location}"):
-                row_columns = row.read()
-                content = schema.content_of(row_columns)
-            if content is None:
+            with activity(f"{row_schema.activity} {row.location}"):
+                value_by_column = row.read()
+                row_content = row_schema.content_of(value_by_column)
+            if row_content is None:
                 return None, ""
-            doc_id = schema.id_of(row_columns)
-            kept_columns = schema.kept_of(row_columns)
+            doc_id = row_schema.id_of(value_by_column)
+            kept_value_by_column = row_schema.kept_of(value_by_column)
         except (UnusableRowError, RecursionError) as error:  # lists may be nested too deeply
             skip_problem = f"{row.location}: {error}"
             if not self.skip_bad_rows:
@@ -334,7 +337,9 @@ class DocumentStream:
         if self._subset_name and "file" not in row.position:
             stored_position["share"] = self._subset_name
         stored_position |= row.position
-        return Document(content, doc_id, stored_position, row.location, kept_columns), ""
+        return Document(
+            row_content, doc_id, stored_position, row.location, kept_value_by_column
+        ), ""
 
 
 class Mixture:
@@ -369,17 +374,17 @@ class Mixture:
     @property
     def beginning(self) -> dict[str, Any]:
         """The state of the documents before the first row."""
-        stream_states = [stream.beginning for stream in self._document_streams]
+        stream_states = [document_stream.beginning for document_stream in self._document_streams]
         return {"given": [0] * len(stream_states), "streams": stream_states}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
         """Reads the rows of the worker that come after a state, as `Documents.read` does."""
-        num_documents_by_index = list(state["given"])
+        num_documents_by_dataset_index = list(state["given"])
         stream_states = list(state["streams"])
         # Index of each data set that may have more rows -> its rows.
-        rows_by_index = {
-            dataset_index: stream.read(stream_states[dataset_index])
-            for dataset_index, stream in enumerate(self._document_streams)
+        rows_by_dataset_index = {
+            dataset_index: document_stream.read(stream_states[dataset_index])
+            for dataset_index, document_stream in enumerate(self._document_streams)
         }
 
         def relative_count(dataset_index: int) -> float:
@@ -391,25 +396,28 @@ class Mixture:
             Args:
                 dataset_index: Index of the data set.
             """
-            num_documents = num_documents_by_index[dataset_index]
+            num_documents = num_documents_by_dataset_index[dataset_index]
             return (num_documents + 0.5) / self._dataset_weights[dataset_index]
 
-        while rows_by_index:
-            dataset_index = min(rows_by_index, key=relative_count)
-            read_row = next(rows_by_index[dataset_index], None)
+        while rows_by_dataset_index:
+            dataset_index = min(rows_by_dataset_index, key=relative_count)
+            read_row = next(rows_by_dataset_index[dataset_index], None)
             if read_row is None:
-                del rows_by_index[dataset_index]
-                if rows_by_index:
+                del rows_by_dataset_index[dataset_index]
+                if rows_by_dataset_index:
                     log.warning(
                         "--mix: %s has no more than %s for this host; the others continue",
                         self._dataset_names[dataset_index],
-                        counted(num_documents_by_index[dataset_index], "document"),
+                        counted(num_documents_by_dataset_index[dataset_index], "document"),
                     )
                 continue
-            num_documents_by_index[dataset_index] += read_row.document is not None
+            num_documents_by_dataset_index[dataset_index] += read_row.document is not None
             stream_states[dataset_index] = read_row.state
             yield read_row._replace(
-                state={"given": list(num_documents_by_index), "streams": list(stream_states)}
+                state={
+                    "given": list(num_documents_by_dataset_index),
+                    "streams": list(stream_states),
+                }
             )
 
 

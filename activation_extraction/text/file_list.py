@@ -101,7 +101,7 @@ def is_path(source: str) -> bool:
     """Returns whether a source of --mix is a path, a glob or a URL, not a name on the hub."""
     if "://" in source or source.startswith(("/", ".")):
         return True
-    if any(character in source for character in WILDCARDS):
+    if any(wildcard in source for wildcard in WILDCARDS):
         return True
     return kind_of(source) is not None or os.path.exists(source)
 
@@ -118,20 +118,20 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
         InputError: If a file is listed twice.
     """
     # Path of a file with all links resolved, or its URL -> its path in `files`.
-    url_by_path: dict[str, str] = {}
-    for file in files:
-        resolved_path = os.path.realpath(file.url) if file.local else file.url
-        if resolved_path in url_by_path:
+    url_by_resolved_path: dict[str, str] = {}
+    for data_file in files:
+        resolved_path = os.path.realpath(data_file.url) if data_file.local else data_file.url
+        if resolved_path in url_by_resolved_path:
             other_path_in_words = (
-                f", also as {url_by_path[resolved_path]}"
-                if url_by_path[resolved_path] != file.url
+                f", also as {url_by_resolved_path[resolved_path]}"
+                if url_by_resolved_path[resolved_path] != data_file.url
                 else ""
             )
             raise InputError(
-                f"--dataset_path {file.url}: is given twice{other_path_in_words}; each of its rows "
-                "would be stored twice; leave one of them out, for example with a glob"
+                f"--dataset_path {data_file.url}: is given twice{other_path_in_words}; each of its "
+                "rows would be stored twice; leave one of them out, for example with a glob"
             )
-        url_by_path[resolved_path] = file.url
+        url_by_resolved_path[resolved_path] = data_file.url
 
 
 @contextmanager
@@ -149,8 +149,8 @@ def as_input_errors(path: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        remedy = getattr(error, "remedy", None)
-        error_in_words = f"{one_line(error)}; {remedy}" if remedy else one_line(error)
+        error_remedy = getattr(error, "remedy", None)
+        error_in_words = f"{one_line(error)}; {error_remedy}" if error_remedy else one_line(error)
         raise InputError(f"--dataset_path {path}: {error_in_words}") from error
 
 
@@ -167,7 +167,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
             The paths of the data files, sorted.
             The path of the folder to which the names of the files are relative.
     """
-    has_wildcard = any(character in root for character in WILDCARDS)
+    has_wildcard = any(wildcard in root for wildcard in WILDCARDS)
     is_glob = has_wildcard and not fs.exists(root)
     if is_glob:
         entry_details_by_path = fs.glob(root, detail=True)
@@ -205,10 +205,10 @@ def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") 
         paths: The paths of the files in the source. The message says how they can be converted.
         left_out: The numbers of files that were left out, with the reasons; "" if no file was.
     """
-    extensions: list[str] = []
+    readable_extensions: list[str] = []
     for file_kind in KINDS:
-        extensions += file_kind.extensions
-    problem_with_extensions = f"{problem} {', '.join(extensions)}"
+        readable_extensions += file_kind.extensions
+    problem_with_extensions = f"{problem} {', '.join(readable_extensions)}"
     problem_with_extensions += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
     if left_out:
         problem_with_extensions += f"; left out: {left_out}"
@@ -219,11 +219,11 @@ def _remedies(paths: Iterable[str]) -> str:
     """Returns advice on converting files, in clauses that each begin with a semicolon."""
     # A dict keeps the order of the files, and contains each clause once.
     advice_clauses: dict[str, None] = {}
-    for path in paths:
-        for extensions, remedy in CONVERSIONS.items():
-            for extension in extensions:
-                if uncompressed_name(path).endswith(extension):
-                    advice_clauses[f"; {extension} is not read: {remedy}"] = None
+    for file_path in paths:
+        for convertible_extensions, conversion_remedy in CONVERSIONS.items():
+            for extension in convertible_extensions:
+                if uncompressed_name(file_path).endswith(extension):
+                    advice_clauses[f"; {extension} is not read: {conversion_remedy}"] = None
     return "".join(advice_clauses)
 
 
@@ -247,34 +247,36 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
             saved.
     """
     # Path of each file that is left out -> the reason; "" if the file is not counted.
-    reason_by_path: dict[str, str] = {}
+    reason_by_left_out_path: dict[str, str] = {}
     for file_path in paths:
         if _is_hidden(file_path, root):
-            reason_by_path[file_path] = (
+            reason_by_left_out_path[file_path] = (
                 "name or folder begins with . or _" if kind_of(file_path) else ""
             )
         elif not kind_of(file_path):
             is_link_to_folder = isinstance(fs, LocalFileSystem) and os.path.isdir(file_path)
             file_extension = os.path.splitext(file_path)[1]
-            reason_by_path[file_path] = (
+            reason_by_left_out_path[file_path] = (
                 "link to a folder" if is_link_to_folder else file_extension or "no ending"
             )
-    data_paths = [file_path for file_path in paths if file_path not in reason_by_path]
+    data_paths = [file_path for file_path in paths if file_path not in reason_by_left_out_path]
     arrow_paths = [file_path for file_path in data_paths if kind_of(file_path) is ARROW]
     if arrow_paths:
         _refuse_saved_splits(path, paths, arrow_paths)
         for file_path in paths:
             if os.path.basename(file_path) in FILES_SAVED_WITH_DATA:
-                reason_by_path[file_path] = ""
+                reason_by_left_out_path[file_path] = ""
         for file_path in _paths_not_in_state(fs, arrow_paths):
-            reason_by_path[file_path] = f"not listed in {STATE_FILE}"
-        data_paths = [file_path for file_path in paths if file_path not in reason_by_path]
+            reason_by_left_out_path[file_path] = f"not listed in {STATE_FILE}"
+        data_paths = [file_path for file_path in paths if file_path not in reason_by_left_out_path]
     # .json files beside other data files usually contain settings, not data.
     if not all(uncompressed_name(file_path).endswith(".json") for file_path in data_paths):
         for file_path in data_paths:
             if file_path.lower().endswith(".json"):
-                reason_by_path[file_path] = ".json beside other data"
-        data_paths = [file_path for file_path in data_paths if file_path not in reason_by_path]
+                reason_by_left_out_path[file_path] = ".json beside other data"
+        data_paths = [
+            file_path for file_path in data_paths if file_path not in reason_by_left_out_path
+        ]
     kinds_of_data = {kind_of(file_path) for file_path in data_paths}
     kinds_in_order = [file_kind for file_kind in KINDS if file_kind in kinds_of_data]
     if len(kinds_in_order) > 1:
@@ -283,12 +285,12 @@ def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[s
             f"{kinds_in_order[-2].name}; choose one of them, for example with a glob such as "
             f"FOLDER/*{kinds_in_order[-1].extensions[0]}"
         )
-    num_files_by_reason = Counter(reason for reason in reason_by_path.values() if reason)
-    left_out_in_words = (
+    num_files_by_reason = Counter(reason for reason in reason_by_left_out_path.values() if reason)
+    counts_and_reasons_in_words = (
         f"{counted(num_files, 'file')} ({reason})"
         for reason, num_files in num_files_by_reason.items()
     )
-    return data_paths, ", ".join(left_out_in_words)
+    return data_paths, ", ".join(counts_and_reasons_in_words)
 
 
 def _is_hidden(path: str, root: str) -> bool:
@@ -305,10 +307,11 @@ def _is_hidden(path: str, root: str) -> bool:
     for path_part in path.removeprefix(root).split("/"):
         if path_part[:1] not in (".", "_"):
             continue
-        is_explicit = any(
-            pattern[:1] == path_part[0] and fnmatch(path_part, pattern) for pattern in name_patterns
+        is_hidden_name_requested = any(
+            name_pattern[:1] == path_part[0] and fnmatch(path_part, name_pattern)
+            for name_pattern in name_patterns
         )
-        if not is_explicit:
+        if not is_hidden_name_requested:
             return True
     return False
 

@@ -144,12 +144,12 @@ def count_row_groups(file: DataFile) -> int:
     """
     if file.kind is not PARQUET:
         return 1
-    with open_file(file.url) as file_bytes:
+    with open_file(file.url) as opened_file:
         try:
-            return pyarrow.parquet.ParquetFile(file_bytes).num_row_groups
+            return pyarrow.parquet.ParquetFile(opened_file).num_row_groups
         except pyarrow.ArrowException:
-            file_bytes.seek(0)
-            refuse_other_formats(file_bytes.read(FORMAT_BYTES))
+            opened_file.seek(0)
+            refuse_other_formats(opened_file.read(FORMAT_BYTES))
             raise
 
 
@@ -175,22 +175,24 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
             yield source_row
             location_of_last_row = source_row.location
     except Exception as error:
-        progress_note = ""
+        last_row_in_words = ""
         if location_of_last_row:
-            progress_note = (
+            last_row_in_words = (
                 f"; the last row before: {location_of_last_row.removeprefix(file.url).lstrip()}"
             )
-        remedy = getattr(error, "remedy", None)
+        error_remedy = getattr(error, "remedy", None)
         is_decompression_error = isinstance(error, OSError) and error.errno is None
         if WINDOW_TOO_LONG in str(error):
-            remedy = "decompress it with zstd -d --long=31, or compress it again without --long"
+            error_remedy = (
+                "decompress it with zstd -d --long=31, or compress it again without --long"
+            )
         elif isinstance(error, DAMAGE_ERRORS) or is_decompression_error:
-            remedy = REPLACE_ADVICE
+            error_remedy = REPLACE_ADVICE
         # A damaged local file raises the error again at the next start. A file at a URL may have
         # been transferred wrongly only this time.
-        does_error_recur = remedy is not None and (file.local or isinstance(error, RunError))
-        error_message = f"{file.url}: {one_line(error)}{progress_note}"
-        raise RunError(error_message, remedy=remedy, recurs=does_error_recur) from error
+        does_error_recur = error_remedy is not None and (file.local or isinstance(error, RunError))
+        error_message = f"{file.url}: {one_line(error)}{last_row_in_words}"
+        raise RunError(error_message, remedy=error_remedy, recurs=does_error_recur) from error
 
 
 # Functions that open files, and reject files in formats that are not read.
@@ -293,24 +295,24 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
         raw_file = files_to_close.enter_context(open_file(file.url))
         if file.read_to is not None:
             raw_file = FirstBytes(raw_file, file.read_to)
-        content_file = io.BufferedReader(raw_file, BUFFER_BYTES)
+        buffered_file = io.BufferedReader(raw_file, BUFFER_BYTES)
         if compression_extension:
-            refuse_other_formats(content_file.peek(), compression_extension)
+            refuse_other_formats(buffered_file.peek(), compression_extension)
             if compression_extension == ".zst":
-                decompressed_file = pyarrow.CompressedInputStream(content_file, "zstd")
+                decompressed_file = pyarrow.CompressedInputStream(buffered_file, "zstd")
             else:
                 decompressed_file = compr[COMPRESSIONS[compression_extension].codec](
-                    content_file, mode="r"
+                    buffered_file, mode="r"
                 )
-            content_file = io.BufferedReader(
+            buffered_file = io.BufferedReader(
                 files_to_close.enter_context(decompressed_file), BUFFER_BYTES
             )
-        first_bytes = content_file.peek()
+        first_bytes = buffered_file.peek()
         refuse_other_formats(first_bytes)
         # One byte of an ASCII letter is 0 in UTF-16, which may have no byte order mark.
         if len(first_bytes) > 1 and (first_bytes[0] == 0) != (first_bytes[1] == 0):
             raise RunError(UTF16.description, remedy=UTF16.remedy)
-        yield content_file
+        yield buffered_file
 
 
 class FirstBytes(io.RawIOBase):
@@ -353,8 +355,8 @@ def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
         if other_magic != expected_magic and lowercase_first_bytes.startswith(other_magic.lower()):
             raise RunError(other_format.description, remedy=other_format.remedy)
     if compression and first_bytes[:1] in (b"{", b"["):
-        remedy = f"remove {compression} from its name"
-        raise RunError("is not compressed, though its name says so", remedy=remedy)
+        renaming_remedy = f"remove {compression} from its name"
+        raise RunError("is not compressed, though its name says so", remedy=renaming_remedy)
 
 
 def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]]) -> SourceRow:
@@ -404,11 +406,13 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
                 for row_number, json_element in enumerate(_array(json_file)):
                     yield _numbered_row(file, row_number, partial(_object, json_element))
                 return
-        for line_number, line in enumerate(_lines(json_file, file), start=1):
-            if line.strip():
+        for line_number, json_line in enumerate(_lines(json_file, file), start=1):
+            if json_line.strip():
                 location_in_words = f"{file.url} line {line_number}"
                 stored_position = {"file": file.name, "line": line_number}
-                yield SourceRow(location_in_words, stored_position, partial(_object_of_line, line))
+                yield SourceRow(
+                    location_in_words, stored_position, partial(_object_of_line, json_line)
+                )
 
 
 def _array(content: IO[bytes]) -> list[Any]:
@@ -596,8 +600,8 @@ def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[S
     with open_file(file.url) as opened_file:
         first_bytes = opened_file.read(FORMAT_BYTES)
         refuse_other_formats(first_bytes)
-        is_stream = not first_bytes.startswith(ARROW_FILE_MAGIC)
-        open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
+        is_arrow_stream = not first_bytes.startswith(ARROW_FILE_MAGIC)
+        open_arrow = pyarrow.ipc.open_stream if is_arrow_stream else pyarrow.ipc.open_file
         opened_file.seek(0)
         column_names = open_arrow(opened_file).schema.names
         column_indices = [
@@ -608,7 +612,7 @@ def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[S
         arrow_reader = open_arrow(opened_file, options=read_options)
         record_batches = (
             arrow_reader
-            if is_stream
+            if is_arrow_stream
             else map(arrow_reader.get_batch, range(arrow_reader.num_record_batches))
         )
         row_number = 0
@@ -644,18 +648,16 @@ def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
     Raises:
         UnusableRowError: If a column cannot be read. The message names the column.
     """
-    values_by_column = {}
+    value_by_column = {}
     for column_name, arrow_column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             if arrow_column.type == pyarrow.time64("ns"):  # Python's times have no nanoseconds
                 arrow_column = arrow_column.cast(pyarrow.string())
-            values_by_column[column_name] = _python_value(
-                arrow_column[0].as_py(), arrow_column.type
-            )
+            value_by_column[column_name] = _python_value(arrow_column[0].as_py(), arrow_column.type)
         # A date after the year 9999, for example, raises an OverflowError or a ValueError.
         except (UnusableRowError, OverflowError, ValueError) as error:
             raise UnusableRowError(f"column {column_name}: {one_line(error)}") from error
-    return values_by_column
+    return value_by_column
 
 
 def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
@@ -680,7 +682,7 @@ def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
         return [
             (map_key, _python_value(map_item, arrow_type.item_type)) for map_key, map_item in value
         ]
-    return [_python_value(element, arrow_type.value_type) for element in value]
+    return [_python_value(list_element, arrow_type.value_type) for list_element in value]
 
 
 @cache

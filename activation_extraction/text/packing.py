@@ -72,47 +72,49 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         RunError: If reading fails. Batches contain all samples that were read before the error.
     """
     read_error: RunError | None = None
-    end_mark: Mark | None = None
+    mark_at_end: Mark | None = None
 
     def samples_before_error() -> Iterator[Sample]:
-        nonlocal end_mark, read_error
+        nonlocal mark_at_end, read_error
         try:
             # `yield from` returns the mark of a generator, and None for another iterable.
-            end_mark = yield from samples  # type: ignore[func-returns-value]
+            mark_at_end = yield from samples  # type: ignore[func-returns-value]
         except ChangedDataError:  # the earlier samples of the group may be wrong as well
             raise
         except RunError as error:
             read_error = error
 
     placements: list[PlacedSample] = []
-    filled_rows = 0  # the number of rows of the next batch that contain tokens
+    num_filled_rows = 0  # the number of rows of the next batch that contain tokens
     for sample_group in _groups(samples_before_error(), length):
         sample_indices_of_rows = best_fit(
             [len(sample.token_ids) for sample in sample_group], length
         )
-        last_sample_index = sample_indices_of_rows[-1][-1]
+        index_of_last_placed_sample = sample_indices_of_rows[-1][-1]
         for sample_indices in sample_indices_of_rows:
             start_in_row = 0
             for sample_index in sample_indices:
                 # The whole group is stored only when the sample that is placed last is stored.
-                stored_mark = (
+                mark_of_placement = (
                     sample_group[-1].mark_after
-                    if sample_index == last_sample_index
+                    if sample_index == index_of_last_placed_sample
                     else sample_group[0].mark
                 )
                 placements.append(
-                    PlacedSample(sample_group[sample_index], filled_rows, start_in_row, stored_mark)
+                    PlacedSample(
+                        sample_group[sample_index], num_filled_rows, start_in_row, mark_of_placement
+                    )
                 )
                 start_in_row = placements[-1].stop
-            filled_rows += start_in_row > 0
-            if filled_rows == rows or len(placements) >= GROUP_SAMPLES:
+            num_filled_rows += start_in_row > 0
+            if num_filled_rows == rows or len(placements) >= GROUP_SAMPLES:
                 yield _lay_out(placements, rows, length)
-                placements, filled_rows = [], 0
+                placements, num_filled_rows = [], 0
     if placements:
         yield _lay_out(placements, rows, length)
     if read_error is not None:
         raise read_error
-    return end_mark
+    return mark_at_end
 
 
 def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
@@ -166,20 +168,20 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     # The number of free tokens and the index of each row that is not full, in ascending order.
     free_tokens_and_row_indices: list[tuple[int, int]] = []
     for sample_index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        sample_length = lengths[sample_index]
-        if not sample_length:
+        num_sample_tokens = lengths[sample_index]
+        if not num_sample_tokens:
             sample_indices_of_rows.append([sample_index])
             continue
-        best_fit_insertion_index = bisect_left(free_tokens_and_row_indices, (sample_length, 0))
+        best_fit_insertion_index = bisect_left(free_tokens_and_row_indices, (num_sample_tokens, 0))
         if best_fit_insertion_index < len(free_tokens_and_row_indices):
-            free_tokens, row_index = free_tokens_and_row_indices.pop(best_fit_insertion_index)
+            num_free_tokens, row_index = free_tokens_and_row_indices.pop(best_fit_insertion_index)
             sample_indices_of_rows[row_index].append(sample_index)
         else:
-            free_tokens = row_length
+            num_free_tokens = row_length
             row_index = len(sample_indices_of_rows)
             sample_indices_of_rows.append([sample_index])
-        if free_tokens > sample_length:
-            insort(free_tokens_and_row_indices, (free_tokens - sample_length, row_index))
+        if num_free_tokens > num_sample_tokens:
+            insort(free_tokens_and_row_indices, (num_free_tokens - num_sample_tokens, row_index))
     return sorted(map(sorted, sample_indices_of_rows))
 
 

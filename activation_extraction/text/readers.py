@@ -50,19 +50,19 @@ class TextColumn:
             ColumnError: If the column is missing, or if it contains a conversation or token ids.
             UnusableRowError: If the column contains any other value that is not text.
         """
-        text = column_of(row, self.name, "--text_column")
-        if text is None:
+        text_value = column_of(row, self.name, "--text_column")
+        if text_value is None:
             return None
-        if not isinstance(text, str):
+        if not isinstance(text_value, str):
             error_message = f"--text_column {self.name}: expected text, found "
-            value_kind = kind_of_value(text)
+            value_kind = kind_of_value(text_value)
             if value_kind in READING_FLAGS:
                 raise ColumnError(
                     f"{error_message}{value_kind}; --{READING_FLAGS[value_kind]} "
                     f"{self.name} reads it"
                 )
-            raise UnusableRowError(f"{error_message}{type(text).__name__} {text!r:.40}")
-        return Content(without_surrogates(text)) if text.strip() else None
+            raise UnusableRowError(f"{error_message}{type(text_value).__name__} {text_value!r:.40}")
+        return Content(without_surrogates(text_value)) if text_value.strip() else None
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class IdsColumn:
             token_ids = token_ids[token_mask]
             token_mask = None
         if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
-            invalid_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
+            invalid_token_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
-                f"--ids_column {self.name}: token id {invalid_id}; the model has token ids 0 to "
-                f"{self.vocabulary_size - 1}"
+                f"--ids_column {self.name}: token id {invalid_token_id}; the model has token ids 0 "
+                f"to {self.vocabulary_size - 1}"
             )
         return Content(token_ids=token_ids.astype(np.int32), mask=token_mask)
 
@@ -222,10 +222,10 @@ def _arc_prompt(row: Mapping[str, Any]) -> str:
     try:
         prompt_sections = []
         for pair_number, grid_pair in enumerate(row["train"], start=1):
-            input_text = grid_text(grid_pair["input"])
-            output_text = grid_text(grid_pair["output"])
+            input_grid_text = grid_text(grid_pair["input"])
+            output_grid_text = grid_text(grid_pair["output"])
             prompt_sections.append(
-                f"Example {pair_number}\nInput:\n{input_text}\nOutput:\n{output_text}\n"
+                f"Example {pair_number}\nInput:\n{input_grid_text}\nOutput:\n{output_grid_text}\n"
             )
         for pair_number, grid_pair in enumerate(row["test"], start=1):
             prompt_sections.append(

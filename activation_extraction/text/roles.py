@@ -62,10 +62,12 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
     """
     block_matches = _blocks(text)
     block_headers = [block_match[1].strip() for block_match in block_matches]
-    turns = _turns(block_headers, messages)
+    turns_of_blocks = _turns(block_headers, messages)
     text_spans = [Span(0, TEMPLATE, 0)]
     end_of_last_block = 0
-    for turn_number, (block_match, turn) in enumerate(zip(block_matches, turns, strict=True)):
+    for turn_number, (block_match, turn) in enumerate(
+        zip(block_matches, turns_of_blocks, strict=True)
+    ):
         content_start = block_match.start(2)
         content_end = block_match.end(2)
         end_of_last_block = block_match.end()
@@ -153,8 +155,8 @@ def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
     if len(headers) != len(turns):
         return False
     return all(
-        header in HEADERS.get(turn.role, (turn.role,))
-        for header, turn in zip(headers, turns, strict=True)
+        block_header in HEADERS.get(turn.role, (turn.role,))
+        for block_header, turn in zip(headers, turns, strict=True)
     )
 
 

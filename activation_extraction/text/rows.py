@@ -294,9 +294,9 @@ def column_of(row: Mapping[str, Any], name: str, flag: str) -> Any:
         return row[name]
     column_descriptions = []
     for column_name, column_value in row.items():
-        kind_of_column = kind_of_value(column_value)
+        kind_of_column_value = kind_of_value(column_value)
         column_descriptions.append(
-            f"{column_name} ({kind_of_column})" if kind_of_column else column_name
+            f"{column_name} ({kind_of_column_value})" if kind_of_column_value else column_name
         )
     raise ColumnError(
         f"{flag} {name}: no such column{near_miss(name, row)}; "

@@ -158,15 +158,18 @@ def samples(
             sample = next(whole_samples)
         except StopIteration as end:  # all rows were read
             return replace(end.value, tokens=current_mark.tokens)
-        mark_before = replace(sample.mark, tokens=current_mark.tokens)
+        mark_before_sample = replace(sample.mark, tokens=current_mark.tokens)
         stored_sample = stored.get(sample.facts.sample_idx)
         if stored_sample is None:
             num_kept_tokens = sample.num_kept
-            if mark_before.samples >= limits_from:
-                num_kept_tokens = int(min(num_kept_tokens, token_limit - mark_before.tokens))
-            current_mark = mark_before.after(num_kept_tokens)
+            if mark_before_sample.samples >= limits_from:
+                num_kept_tokens = int(min(num_kept_tokens, token_limit - mark_before_sample.tokens))
+            current_mark = mark_before_sample.after(num_kept_tokens)
             yield _limited(
-                sample, mark_before, num_kept_tokens, continues=settings.split and not is_over()
+                sample,
+                mark_before_sample,
+                num_kept_tokens,
+                continues=settings.split and not is_over(),
             )
             continue
         stored_row_position = stored_sample.facts.row
@@ -179,7 +182,7 @@ def samples(
                 remedy="the data set has changed: restore it, or give another --output_dir",
                 recurs=True,
             )
-        current_mark = mark_before.after(stored_sample.tokens)
+        current_mark = mark_before_sample.after(stored_sample.tokens)
         on_stored()
     return current_mark
 
@@ -207,15 +210,15 @@ def _whole_samples(
         The mark at the end of the data, without the number of tokens.
     """
     sample_number = start.samples - start.skip
-    documents_state = start.stream or documents.beginning
+    state_of_documents = start.stream or documents.beginning
     row_counts = counts_in(start.stream) if start.stream else RowCounts()
-    unread_rows = documents.read(documents_state)
+    unread_rows = documents.read(state_of_documents)
     cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
     max_document_tokens = None if settings.split else settings.length - len(settings.special_tokens)
     read_error: RunError | None = None
     is_last_chunk = False
     while not is_last_chunk:
-        state_before_chunk = with_counts(documents_state, row_counts)
+        state_before_chunk = with_counts(state_of_documents, row_counts)
         first_sample_number = sample_number
         max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - sample_number))
         chunk_rows: list[ReadRow] = []
@@ -231,27 +234,31 @@ def _whole_samples(
         tokens_of_contents = tokenise(
             tokenizer, document_contents, max_document_tokens, cut_pattern
         )
-        for read_row, tokens in zip(
+        for read_row, tokens_or_problem in zip(
             chunk_rows, _tokens_of_rows(chunk_rows, tokens_of_contents), strict=True
         ):
-            documents_state = read_row.state
-            if isinstance(tokens, str):
+            state_of_documents = read_row.state
+            if isinstance(tokens_or_problem, str):
                 if not documents.skip_bad_rows:
-                    raise unusable_row(tokens)
-                log_skipped_row(tokens, row_counts.skipped)
+                    raise unusable_row(tokens_or_problem)
+                log_skipped_row(tokens_or_problem, row_counts.skipped)
                 row_counts = row_counts._replace(skipped=row_counts.skipped + 1)
                 continue
-            if read_row.document is None or tokens is None:
+            if read_row.document is None or tokens_or_problem is None:
                 row_counts = row_counts._replace(empty=row_counts.empty + 1)
                 continue
-            tokens = settings.special_tokens.around(tokens, len(read_row.document.content.text))
-            eligible_mask = settings.eligible(read_row.document, tokens)
-            for piece_number, token_range in enumerate(settings.pieces(tokens.total_tokens)):
+            document_tokens = settings.special_tokens.around(
+                tokens_or_problem, len(read_row.document.content.text)
+            )
+            eligible_mask = settings.eligible(read_row.document, document_tokens)
+            for piece_number, token_range in enumerate(
+                settings.pieces(document_tokens.total_tokens)
+            ):
                 if sample_number >= start.samples:
                     yield _sample(
                         sample_idx=documents.worker.sample_idx(sample_number),
                         document=read_row.document,
-                        tokens=tokens,
+                        tokens=document_tokens,
                         eligible_mask=eligible_mask,
                         settings=settings,
                         piece_number=piece_number,
@@ -272,7 +279,7 @@ def _whole_samples(
         0,
         row_counts.skipped,
         row_counts.empty,
-        with_counts(documents_state, row_counts),
+        with_counts(state_of_documents, row_counts),
     )
 
 
@@ -367,23 +374,25 @@ def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Samp
             so, these tokens do not count as cut.
     """
     kept_subset = sample.kept_subset
-    num_tokens = len(sample.token_ids)
+    num_returned_tokens = len(sample.token_ids)
     if max_kept < sample.num_kept:
         if kept_subset is None:
-            num_tokens = max_kept
+            num_returned_tokens = max_kept
         else:
             kept_subset = kept_subset[:max_kept]
-            num_tokens = int(kept_subset[-1]) + 1
-    num_cut_tokens = 0 if continues else sample.facts.cut + len(sample.token_ids) - num_tokens
+            num_returned_tokens = int(kept_subset[-1]) + 1
+    num_cut_tokens = (
+        0 if continues else sample.facts.cut + len(sample.token_ids) - num_returned_tokens
+    )
     if not max_kept:
-        num_tokens = 0  # no token is kept, so no token is needed as context
+        num_returned_tokens = 0  # no token is kept, so no token is needed as context
     return replace(
         sample,
         facts=replace(sample.facts, cut=num_cut_tokens),
-        token_ids=sample.token_ids[:num_tokens],
+        token_ids=sample.token_ids[:num_returned_tokens],
         mark=mark,
         labels={
-            label_name: label_of_tokens[:num_tokens]
+            label_name: label_of_tokens[:num_returned_tokens]
             for label_name, label_of_tokens in sample.labels.items()
         },
         kept_subset=kept_subset,

@@ -148,11 +148,15 @@ class FilePartitions:
         first_partition_index, num_rows_to_skip = self._start_position
         self._current_position = self._start_position
         for partition_index in range(first_partition_index, len(self._partitions)):
-            file, row_group = self._partitions[partition_index]
-            rows = islice(file_rows(file, row_group, self._schema), num_rows_to_skip, None)
-            for num_rows_read, row in enumerate(rows, start=num_rows_to_skip + 1):
+            data_file, row_group_number = self._partitions[partition_index]
+            partition_rows = islice(
+                file_rows(data_file, row_group_number, self._schema), num_rows_to_skip, None
+            )
+            for num_rows_read, partition_row in enumerate(
+                partition_rows, start=num_rows_to_skip + 1
+            ):
                 self._current_position = partition_index, num_rows_read
-                yield row
+                yield partition_row
             num_rows_to_skip = 0
             self._current_position = partition_index + 1, 0
 
@@ -176,14 +180,16 @@ def open_files(
             if a Parquet file is damaged or in another format.
     """
     files = list_files(path) if files is None else files
-    partitions: list[tuple[DataFile, int]] = []
+    files_and_row_group_numbers: list[tuple[DataFile, int]] = []
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
-        row_group_counts = thread_pool.map(_count_row_groups, files)
-        for file, num_row_groups in zip(files, row_group_counts, strict=True):
-            partitions += [(file, row_group) for row_group in range(num_row_groups)]
-    if not partitions:
+        num_row_groups_of_files = thread_pool.map(_count_row_groups, files)
+        for data_file, num_row_groups in zip(files, num_row_groups_of_files, strict=True):
+            files_and_row_group_numbers += [
+                (data_file, row_group_number) for row_group_number in range(num_row_groups)
+            ]
+    if not files_and_row_group_numbers:
         raise InputError(f"--dataset_path {path}: is empty; expected rows with text")
-    return FilePartitions(partitions, schema)
+    return FilePartitions(files_and_row_group_numbers, schema)
 
 
 def _count_row_groups(file: DataFile) -> int:
@@ -212,8 +218,8 @@ def open_hub_dataset(
     """
     hub_dataset_name = " ".join(filter(None, (name, config, split)))
     try:
-        if unreachable := hub_unreachable(constants.ENDPOINT):
-            raise unreachable
+        if unreachable_error := hub_unreachable(constants.ENDPOINT):
+            raise unreachable_error
         with hub_requests(f"--dataset_name {hub_dataset_name}"), _scratch_cache():
             dataset_commit = revision or str(HfApi().dataset_info(name).sha)
             dataset_rows = datasets.load_dataset(
@@ -301,35 +307,53 @@ class ShuffledRows:
         self._current_state = dict(state)
 
     def __iter__(self) -> Iterator[SourceRow]:
-        block_state = self._current_state
-        for num_partitions_read in range(block_state["piece"], len(self._partition_order)):
+        state_at_block_start = self._current_state
+        for num_partitions_read in range(state_at_block_start["piece"], len(self._partition_order)):
             partition_index = self._partition_order[num_partitions_read]
-            rows = self._dataset.shard(num_shards=len(self._partition_order), index=partition_index)
-            if block_state["begin"] is not None:
+            partition_rows = self._dataset.shard(
+                num_shards=len(self._partition_order), index=partition_index
+            )
+            if state_at_block_start["begin"] is not None:
                 # The data set changes the state that it loads, so it gets a copy.
-                rows.load_state_dict(deepcopy(block_state["begin"]))
-            row_iterator = iter(rows)
-            block_number = block_state["block"]
+                partition_rows.load_state_dict(deepcopy(state_at_block_start["begin"]))
+            row_iterator = iter(partition_rows)
+            block_number = state_at_block_start["block"]
             while block_rows := list(islice(row_iterator, BLOCK_ROWS)):
                 random_generator = np.random.default_rng(
                     [self._shuffle_seed, partition_index, block_number]
                 )
-                row_order = random_generator.permutation(len(block_rows)).tolist()
-                for num_rows_read in range(block_state["taken"], len(row_order)):
-                    index_in_block = row_order[num_rows_read]
-                    self._current_state = {**block_state, "taken": num_rows_read + 1}
-                    row = block_rows[index_in_block]
-                    if not isinstance(row, SourceRow):  # a row of the hub, without its position
-                        row_number = block_number * BLOCK_ROWS + index_in_block
-                        location = f"row {row_number} of shard {partition_index} (both from 0)"
-                        position = {"shard": partition_index, "row": row_number}
-                        row = hub_row(row, rows.features, location, position)
-                    yield row
+                permuted_block_indices = random_generator.permutation(len(block_rows)).tolist()
+                for num_rows_read in range(
+                    state_at_block_start["taken"], len(permuted_block_indices)
+                ):
+                    index_in_block = permuted_block_indices[num_rows_read]
+                    self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
+                    partition_row = block_rows[index_in_block]
+                    # A row of the hub comes without its position.
+                    if not isinstance(partition_row, SourceRow):
+                        row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
+                        location_in_words = (
+                            f"row {row_number_in_partition} of shard {partition_index} "
+                            "(both from 0)"
+                        )
+                        stored_position = {"shard": partition_index, "row": row_number_in_partition}
+                        partition_row = hub_row(
+                            partition_row,
+                            partition_rows.features,
+                            location_in_words,
+                            stored_position,
+                        )
+                    yield partition_row
                 block_number += 1
-                block_state = {
+                state_at_block_start = {
                     "piece": num_partitions_read,
                     "block": block_number,
                     "taken": 0,
-                    "begin": rows.state_dict(),
+                    "begin": partition_rows.state_dict(),
                 }
-            block_state = {"piece": num_partitions_read + 1, "block": 0, "taken": 0, "begin": None}
+            state_at_block_start = {
+                "piece": num_partitions_read + 1,
+                "block": 0,
+                "taken": 0,
+                "begin": None,
+            }

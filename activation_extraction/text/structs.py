@@ -25,10 +25,12 @@ def as_structs(value: Any, feature: Any = None) -> Any:
     if type(feature).__name__ == "Json":
         return value
     if isinstance(value, dict):
-        feature_by_key = feature if isinstance(feature, Mapping) else {}
+        feature_by_field = feature if isinstance(feature, Mapping) else {}
         converted_struct = Struct()
         for field_name, nested_value in value.items():
-            converted_struct[field_name] = as_structs(nested_value, feature_by_key.get(field_name))
+            converted_struct[field_name] = as_structs(
+                nested_value, feature_by_field.get(field_name)
+            )
         return converted_struct
     if isinstance(value, list):
         element_feature = getattr(feature, "feature", None)
@@ -43,11 +45,11 @@ def without_nulls(value: Any) -> Any:
     """
     if isinstance(value, dict):
         drops_nulls = isinstance(value, Struct)
-        cleaned_object = {}
+        object_without_nulls = {}
         for field_name, nested_value in value.items():
             if nested_value is not None or not drops_nulls:
-                cleaned_object[field_name] = without_nulls(nested_value)
-        return cleaned_object
+                object_without_nulls[field_name] = without_nulls(nested_value)
+        return object_without_nulls
     if isinstance(value, list):
         return [without_nulls(element) for element in value]
     return value

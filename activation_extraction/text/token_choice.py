@@ -33,12 +33,12 @@ class TokenChoice:
     roles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        description = f"positions {self.positions}"
+        choice_in_words = f"positions {self.positions}"
         if self.roles:
-            description += f", of the roles {', '.join(self.roles)}"
+            choice_in_words += f", of the roles {', '.join(self.roles)}"
         if self.dropped_ids:
-            description += f", without the token ids {', '.join(map(str, self.dropped_ids))}"
-        return description
+            choice_in_words += f", without the token ids {', '.join(map(str, self.dropped_ids))}"
+        return choice_in_words
 
     @property
     def everything(self) -> bool:

@@ -138,8 +138,8 @@ def _replace_words(tokenizer: Tokenizer, source: Tokenizer, prefix_space: bool |
             `source`.
     """
     if prefix_space is not None:
-        for byte_level in _byte_levels(source):
-            byte_level.add_prefix_space = prefix_space
+        for byte_level_step in _byte_levels(source):
+            byte_level_step.add_prefix_space = prefix_space
     tokenizer.normalizer = source.normalizer
     tokenizer.pre_tokenizer = source.pre_tokenizer
     tokenizer.model = source.model
@@ -184,7 +184,9 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     settings_for_ids: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
     for setting_name in KEYS_NOT_COMPARED:
         settings_for_ids.pop(setting_name, None)
-    settings_for_ids["special tokens around"] = [tokenizer.encode(text).ids for text in ("", "x")]
+    settings_for_ids["special tokens around"] = [
+        tokenizer.encode(trial_text).ids for trial_text in ("", "x")
+    ]
     splits_special_tokens = tokenizer.encode_special_tokens
     settings_for_ids["special tokens split"] = splits_special_tokens
     if not splits_special_tokens:  # special tokens are then split off like other added tokens

@@ -84,14 +84,17 @@ class SpecialTokens:
         """
         front_ids = np.array(self.front_ids, np.int32)
         end_ids = np.array(self.end_ids, np.int32)
-        all_ids = np.concatenate([front_ids, tokens.ids, end_ids])
+        all_token_ids = np.concatenate([front_ids, tokens.ids, end_ids])
         token_starts = tokens.starts
         if token_starts is not None:
             front_starts = np.zeros_like(front_ids)
             end_starts = np.full_like(end_ids, characters)
             token_starts = np.concatenate([front_starts, token_starts, end_starts])
         return replace(
-            tokens, ids=all_ids, total_tokens=tokens.total_tokens + len(self), starts=token_starts
+            tokens,
+            ids=all_token_ids,
+            total_tokens=tokens.total_tokens + len(self),
+            starts=token_starts,
         )
 
 
@@ -105,21 +108,21 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
     """
     if tokenizer.post_processor is None:
         return SpecialTokens()
-    encoded_text = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
-    encoding_with_specials = tokenizer.post_processor.process(encoded_text)
-    if encoding_with_specials.special_tokens_mask.count(0) != 1:
+    encoding_of_text = Tokenizer(models.WordLevel({"text": 0}, "text")).encode("text")
+    encoding_with_special_tokens = tokenizer.post_processor.process(encoding_of_text)
+    if encoding_with_special_tokens.special_tokens_mask.count(0) != 1:
         raise InputError(
             "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
             "texts or leaves them out; give --special_tokens none, which adds no tokens"
         )
-    text_index = encoding_with_specials.special_tokens_mask.index(0)
-    token_ids = tuple(encoding_with_specials.ids)
+    index_of_text = encoding_with_special_tokens.special_tokens_mask.index(0)
+    token_ids = tuple(encoding_with_special_tokens.ids)
     if len(token_ids) == 1:
         return SpecialTokens()
     token_names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in token_ids]
-    token_names[text_index] = "text"
+    token_names[index_of_text] = "text"
     return SpecialTokens(
-        token_ids[:text_index], token_ids[text_index + 1 :], " + ".join(token_names)
+        token_ids[:index_of_text], token_ids[index_of_text + 1 :], " + ".join(token_names)
     )
 
 
@@ -171,8 +174,8 @@ def _tokenise_all(
     """
     sections_of_contents = [_sections(content.text, cuts) for content in contents]
     section_texts: list[str] = []
-    for content, sections in zip(contents, sections_of_contents, strict=True):
-        section_texts += [content.text[section_slice] for section_slice in sections]
+    for content, section_slices in zip(contents, sections_of_contents, strict=True):
+        section_texts += [content.text[section_slice] for section_slice in section_slices]
     needs_offsets = max_tokens is None or any(content.spans for content in contents)
     # Tokenising without offsets takes a third of the time.
     encode_texts = tokenizer.encode_batch if needs_offsets else tokenizer.encode_batch_fast
@@ -186,8 +189,8 @@ def _tokenise_all(
 
     section_encodings = encode_lazily()
     return [
-        _joined(content, sections, section_encodings, max_tokens, needs_offsets)
-        for content, sections in zip(contents, sections_of_contents, strict=True)
+        _joined(content, section_slices, section_encodings, max_tokens, needs_offsets)
+        for content, section_slices in zip(contents, sections_of_contents, strict=True)
     ]
 
 
@@ -222,9 +225,12 @@ def _joined(
     returned_token_ids = all_token_ids[:max_tokens].copy()
     if not with_offsets:
         return Tokens(returned_token_ids, total_tokens)
-    all_offsets = np.concatenate(offsets_of_sections)
+    token_offsets = np.concatenate(offsets_of_sections)
     return Tokens(
-        returned_token_ids, total_tokens, all_offsets[:max_tokens, 0], _labels(content, all_offsets)
+        returned_token_ids,
+        total_tokens,
+        token_offsets[:max_tokens, 0],
+        _labels(content, token_offsets),
     )
 
 
@@ -264,9 +270,11 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         if added_token.lstrip:
             exclusions_pattern += f"(?!{re.escape(added_token.content)})"
         for cut_match in re.finditer(allowed_cuts_pattern, added_token.content):
-            token_start = added_token.content[: cut_match.start()]
-            token_end = added_token.content[cut_match.start() :]
-            exclusions_pattern += f"(?!(?<={re.escape(token_start)}){re.escape(token_end)})"
+            token_text_before_cut = added_token.content[: cut_match.start()]
+            token_text_after_cut = added_token.content[cut_match.start() :]
+            exclusions_pattern += (
+                f"(?!(?<={re.escape(token_text_before_cut)}){re.escape(token_text_after_cut)})"
+            )
     return re.compile(allowed_cuts_pattern + exclusions_pattern)
 
 
