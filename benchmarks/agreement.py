@@ -190,9 +190,9 @@ def same_experts(values: ValuesByHook, expected: ValuesByHook) -> np.ndarray:
         A mask of bool in the shape (...). It is True for all tokens of a model without experts.
     """
     has_same_experts = np.ones(next(iter(values.values())).shape[:-1], bool)
-    for hook in filter(_is_expert_hook, values):
-        sorted_experts = np.sort(values[hook].astype(np.float32), axis=-1)
-        sorted_expected_experts = np.sort(expected[hook].astype(np.float32), axis=-1)
+    for expert_hook in filter(_is_expert_hook, values):
+        sorted_experts = np.sort(values[expert_hook].astype(np.float32), axis=-1)
+        sorted_expected_experts = np.sort(expected[expert_hook].astype(np.float32), axis=-1)
         has_same_experts &= (sorted_experts == sorted_expected_experts).all(axis=-1)
     return has_same_experts
 
@@ -216,9 +216,10 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
 
     The difference is divided by the root mean square (RMS) of `expected`.
     """
-    values, expected = values.astype(np.float32), expected.astype(np.float32)
-    root_mean_square = np.sqrt(np.mean(np.square(expected), dtype=np.float64))
-    return float(np.abs(values - expected).max() / root_mean_square)
+    float32_values = values.astype(np.float32)
+    float32_expected = expected.astype(np.float32)
+    root_mean_square = np.sqrt(np.mean(np.square(float32_expected), dtype=np.float64))
+    return float(np.abs(float32_values - float32_expected).max() / root_mean_square)
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:
@@ -234,9 +235,9 @@ def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHo
         values_of_document: dict[int, dict[str, np.ndarray]] = {}
         with open(shard_path, "rb") as shard_file:
             records_by_key = read_records(shard_file, shard_path.name, MAX_SHARD_BYTES)
-        for hook_key, records in records_by_key.items():
+        for hook_key, hook_records in records_by_key.items():
             hook_name = RESIDUAL.format(hook_key) if isinstance(hook_key, int) else str(hook_key)
-            for record in records:
+            for record in hook_records:
                 document_number = record["sample_idx"]
                 assert record["token_ids"] is not None
                 token_ids_of_document.setdefault(document_number, record["token_ids"])

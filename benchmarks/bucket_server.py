@@ -128,14 +128,14 @@ class Server(socketserver.ThreadingTCPServer):
             entry_after_prefix, delimiter_of_entry, _ = object_name[len(prefix) :].partition(
                 delimiter or "\0"
             )
-            entry = prefix + entry_after_prefix + delimiter_of_entry
-            if entry <= last_entry or entry in xml_of_entry:
+            listing_entry = prefix + entry_after_prefix + delimiter_of_entry
+            if listing_entry <= last_entry or listing_entry in xml_of_entry:
                 continue
             entry_file = self.objects[object_name]
-            xml_of_entry[entry] = (
-                f"<CommonPrefixes><Prefix>{escape(entry)}</Prefix></CommonPrefixes>"
+            xml_of_entry[listing_entry] = (
+                f"<CommonPrefixes><Prefix>{escape(listing_entry)}</Prefix></CommonPrefixes>"
                 if delimiter_of_entry
-                else f"<Contents><Key>{escape(entry)}</Key><Size>{entry_file.size}</Size>"
+                else f"<Contents><Key>{escape(listing_entry)}</Key><Size>{entry_file.size}</Size>"
                 f"<ETag>{entry_file.tag}</ETag><LastModified>{LISTED_DATE}</LastModified></Contents>"
             )
         entries_xml = "".join([*xml_of_entry.values()][:PAGE_ENTRIES])
@@ -171,12 +171,12 @@ class Connection(socketserver.StreamRequestHandler):
         if target == "/counts":
             return self.send(200, json.dumps(self.server.counts._asdict()).encode())
         time.sleep(self.server.latency_seconds)
-        url = urlsplit(target)
-        bucket_name, _, object_name = unquote(url.path).lstrip("/").partition("/")
+        requested_url = urlsplit(target)
+        bucket_name, _, object_name = unquote(requested_url.path).lstrip("/").partition("/")
         if bucket_name == BUCKET and not object_name:
             query_parameters = {
                 parameter_name: parameter_values[0]
-                for parameter_name, parameter_values in parse_qs(url.query).items()
+                for parameter_name, parameter_values in parse_qs(requested_url.query).items()
             }
             last_entry = query_parameters.get("continuation-token", "")
             listing_page = self.server.listing(
@@ -238,13 +238,13 @@ class Connection(socketserver.StreamRequestHandler):
         """
         start_time = time.perf_counter()
         next_offset = start
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0) as served_file:
             while next_offset < stop:
                 allowed_time = start_time + (next_offset - start) / self.server.rate
                 time.sleep(max(0.0, allowed_time - time.perf_counter()))
-                num_bytes = min(SENT_AT_ONCE, stop - next_offset)
+                num_sent_bytes = min(SENT_AT_ONCE, stop - next_offset)
                 next_offset += os.sendfile(
-                    self.connection.fileno(), file.fileno(), next_offset, num_bytes
+                    self.connection.fileno(), served_file.fileno(), next_offset, num_sent_bytes
                 )
 
 

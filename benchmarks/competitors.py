@@ -87,7 +87,9 @@ def batches_of(
     if not way.pads_batches:
         batch_size = 1
     batch_starts = range(0, len(document_numbers), batch_size)
-    batches = [document_numbers[start : start + batch_size] for start in batch_starts]
+    batches = [
+        document_numbers[batch_start : batch_start + batch_size] for batch_start in batch_starts
+    ]
     return batches[min(computed_every // 2, len(batches) - 1) :: computed_every]
 
 
@@ -221,7 +223,7 @@ class Shards:
         if self._array_bytes and self._array_bytes + array_bytes > SHARD_BYTES:
             self.flush()
         for hook, array in zip(self.hooks, hook_arrays, strict=True):
-            record = {
+            shard_record = {
                 "sample_idx": document_number,
                 "hook": hook,
                 "activation": array,
@@ -230,7 +232,7 @@ class Shards:
                 "token_ids": np.array(token_ids, np.int32),
                 "doc_id": None,
             }
-            self._records.setdefault(hook, []).append(record)
+            self._records.setdefault(hook, []).append(shard_record)
         self._array_bytes += array_bytes
 
     def flush(self) -> None:

@@ -202,10 +202,10 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         dtype -> FLOP/s in the faster library.
     """
     peak_of_dtype: dict[str, float] = defaultdict(float)
-    libraries = [(sys.executable, "jax")]
+    python_and_library_pairs = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
-        libraries.append((str(options.competitors), "torch"))
-    for python_path, library in libraries:
+        python_and_library_pairs.append((str(options.competitors), "torch"))
+    for python_path, library in python_and_library_pairs:
         peak_command = [
             python_path,
             str(ROOT / "benchmarks/peak.py"),
@@ -464,9 +464,9 @@ def report(
     value_of_flag = vars(bench.options).copy()
     # The path of this Python means nothing to readers on other machines.
     del value_of_flag["competitors"]
-    packages = ("jax", "jaxlib", "numpy", "isal")
+    package_names = ("jax", "jaxlib", "numpy", "isal")
     return {
-        "versions": {package: version(package) for package in packages},
+        "versions": {package: version(package) for package in package_names},
         "asked": value_of_flag,
         "documents": {
             "count": len(document_lengths),
@@ -488,18 +488,22 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         figures: The figures of the contender, as `summarise` returns them.
         sampling: The fraction of the documents that the contender computes and writes.
     """
-    speed, compute_speed = figures["tokens_per_second"], figures["compute_tokens_per_second"]
+    end_to_end_speed, compute_speed = (
+        figures["tokens_per_second"],
+        figures["compute_tokens_per_second"],
+    )
     gflops = figures["flops_per_second"] / 1e9
     compute_gflops = figures["compute_flops_per_second"] / 1e9
-    largest_deviation = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
-    changed_experts = (
+    deviation_text = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
+    changed_experts_text = (
         "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
     )
     return (
-        f"{name:8}{dtype:9} {speed:9.0f} {compute_speed:8.0f} {gflops:8.0f} {compute_gflops:8.0f}"
+        f"{name:8}{dtype:9} {end_to_end_speed:9.0f} {compute_speed:8.0f} {gflops:8.0f}"
+        f" {compute_gflops:8.0f}"
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
-        f" {figures['process_seconds']:6.0f} s {largest_deviation:>10} {changed_experts:>8}"
+        f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"
         f" {figures['disturbed']:9.0%}  1/{sampling.computed_every} computed,"
         f" 1/{sampling.written_every} of it written"
     )

@@ -108,7 +108,9 @@ def make_tokenizer(folder: Path) -> None:
     demo.write_tokenizer(folder, demo_text().split("\n\n"))
     tokenizer_path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    tokenizer.add_special_tokens([AddedToken(marker, normalized=False) for marker in (START, END)])
+    tokenizer.add_special_tokens(
+        [AddedToken(special_token, normalized=False) for special_token in (START, END)]
+    )
     tokenizer_path.write_text(tokenizer.to_str())
     (folder / "config.json").write_text("{}")
 
@@ -174,9 +176,11 @@ def main() -> None:
         for _ in range(parsed_flags.rounds):
             for input_kind, flags in flags_of_input_kind.items():
                 extraction_options = parse_args(flags.split())
-                speed = measure(extraction_options.text, parsed_flags.tokenizer or data_folder)
-                speeds_of_input_kind[input_kind].append(speed)
-                print(f"{input_kind}: {speed:,.0f} tokens/s", flush=True)
+                tokens_per_second = measure(
+                    extraction_options.text, parsed_flags.tokenizer or data_folder
+                )
+                speeds_of_input_kind[input_kind].append(tokens_per_second)
+                print(f"{input_kind}: {tokens_per_second:,.0f} tokens/s", flush=True)
         median_speed_of_input_kind = {
             input_kind: statistics.median(speeds_of_rounds)
             for input_kind, speeds_of_rounds in speeds_of_input_kind.items()
@@ -186,8 +190,8 @@ def main() -> None:
             for input_kind, median_speed in median_speed_of_input_kind.items()
         }
         padding_fraction_of_shape = {
-            f"{rows} x {length}": round(padding_fraction(rows, length), 4)
-            for rows, length in PADDING_SHAPES
+            f"{num_rows} x {row_length}": round(padding_fraction(num_rows, row_length), 4)
+            for num_rows, row_length in PADDING_SHAPES
         }
         print_result(
             {

@@ -73,10 +73,12 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         "tokens_per_second": extraction_figures["tokens"]
         / extraction_figures["extraction_seconds"],
         "bytes_per_second": extraction_figures["bytes"] / extraction_figures["extraction_seconds"],
-        "kernels": {name: run_metadata[name] for name in compute_figures["kernels"]},
+        "kernels": {
+            kernel_field: run_metadata[kernel_field] for kernel_field in compute_figures["kernels"]
+        },
         **{
-            name: extraction_figures[name]
-            for name in ("tokens", "compile_seconds", "process_seconds")
+            figure_name: extraction_figures[figure_name]
+            for figure_name in ("tokens", "compile_seconds", "process_seconds")
         },
     }
 

@@ -127,7 +127,7 @@ def main() -> None:
         model_config.hidden_size,
     )
     host_memory = torch.empty(memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
-    document_texts = (json.loads(line)["text"] for line in parsed_flags.documents.open())
+    document_texts = (json.loads(json_line)["text"] for json_line in parsed_flags.documents.open())
     document_lengths = [min(len(text), parsed_flags.length) for text in document_texts]
     speed_of_order = {}
     for order_name, ordered_lengths in (
@@ -135,7 +135,10 @@ def main() -> None:
         ("by length", sorted(document_lengths)),
     ):
         batch_starts = range(0, len(document_lengths), parsed_flags.rows)
-        batches = [ordered_lengths[start : start + parsed_flags.rows] for start in batch_starts]
+        batches = [
+            ordered_lengths[batch_start : batch_start + parsed_flags.rows]
+            for batch_start in batch_starts
+        ]
         # The batches are computed in random order, so that a random sample of them is measured if
         # the time is over before all of them are computed.
         random.Random(0).shuffle(batches)

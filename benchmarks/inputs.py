@@ -164,7 +164,7 @@ def make_documents(path: Path, count: int) -> None:
         {"text": rng.choice(letters, document_length).tobytes().decode()}
         for document_length in document_lengths
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in document_rows))
+    path.write_text("".join(json.dumps(document_row) + "\n" for document_row in document_rows))
 
 
 def tokenise(model: Path, documents: Path, max_tokens: int) -> list[list[int]]:
@@ -176,6 +176,8 @@ def tokenise(model: Path, documents: Path, max_tokens: int) -> list[list[int]]:
         max_tokens: The number of tokens at which a document is cut.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    document_texts = [json.loads(line)["text"] for line in documents.read_text().splitlines()]
-    encodings = tokenizer.encode_batch(document_texts, add_special_tokens=False)
-    return [encoding.ids[:max_tokens] for encoding in encodings]
+    document_texts = [
+        json.loads(json_line)["text"] for json_line in documents.read_text().splitlines()
+    ]
+    document_encodings = tokenizer.encode_batch(document_texts, add_special_tokens=False)
+    return [encoding.ids[:max_tokens] for encoding in document_encodings]

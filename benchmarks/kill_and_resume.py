@@ -268,15 +268,15 @@ def samples_in(*urls: object) -> dict[int, Sample]:
             samples_of_commit = read_samples(
                 folder, run_log, commit, range(commit.count), commit.file
             )
-            for sample, table_row in zip(samples_of_commit, table_rows, strict=True):
-                facts, tokens = table_row.facts, sample.tokens
+            for stored_sample, table_row in zip(samples_of_commit, table_rows, strict=True):
+                facts, tokens = table_row.facts, stored_sample.tokens
                 sample_number = facts.sample_idx
                 if sample_number in samples_by_number or tokens.sample_idx != sample_number:
                     raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
                 samples_by_number[sample_number] = Sample(
                     (np.asarray(tokens.token_ids).tolist(), tokens.positions.tolist()),
                     facts,
-                    dict(zip(commit.names, sample.values, strict=True)),
+                    dict(zip(commit.names, stored_sample.values, strict=True)),
                 )
     return samples_by_number
 
@@ -537,11 +537,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         combinations = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
         combinations = random.Random(parsed_flags.seed).sample(combinations, len(combinations))
         kills_of_run = max(1, parsed_flags.kills // len(combinations))
-        total_kills = 0
+        total_num_kills = 0
         for run_number, (in_bucket, shard_format, input_kind) in enumerate(cycle(combinations)):
-            if total_kills >= parsed_flags.kills:
+            if total_num_kills >= parsed_flags.kills:
                 break
-            num_kills = min(parsed_flags.kills - total_kills, kills_of_run)
+            num_kills = min(parsed_flags.kills - total_num_kills, kills_of_run)
             num_killed, disturbed_samples = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_of_input[input_kind], "--shard_format", shard_format],
@@ -549,23 +549,23 @@ def main(argv: Sequence[str] | None = None) -> None:
                 parsed_flags.seed + run_number,
                 lambda extraction, signs, num_kills=num_kills: extraction.kill(signs, num_kills),  # type: ignore[misc]
             )
-            total_kills += num_killed
+            total_num_kills += num_killed
             compare(input_kind, disturbed_samples)
         for round_number in range(parsed_flags.rounds):
             input_kind = list(flags_of_input)[round_number % len(flags_of_input)]
             num_writers = 2 + round_number % 2
-            counts_of_round, disturbed_samples = disturb(
+            event_counts_of_round, disturbed_samples = disturb(
                 work_folder / f"writers_{round_number}",
                 flags_of_input[input_kind],
                 True,
                 parsed_flags.seed + round_number,
                 lambda extraction, _, num_writers=num_writers: extraction.compete(num_writers, 8),  # type: ignore[misc]
             )
-            count_of_event.update(counts_of_round)
+            count_of_event.update(event_counts_of_round)
             compare(input_kind, disturbed_samples)
     print_result(
         {
-            "kills": total_kills,
+            "kills": total_num_kills,
             "rounds": parsed_flags.rounds,
             "writers": count_of_event,
             "largest_deviation_of_rms": deviation_of_input,

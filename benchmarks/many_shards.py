@@ -90,8 +90,8 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     if (folder / METADATA).exists():
         return
     folder.mkdir()
-    commit = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
-    facts_of_file = commit["files"]
+    commit_of_source = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
+    facts_of_file = commit_of_source["files"]
     for shard_number in range(1, shards + 1):
         # Name of a file of the only shard -> name of the link in the new shard.
         link_name_of_file = {
@@ -101,17 +101,17 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
         for file_name, link_name in link_name_of_file.items():
             os.link(source / file_name, folder / link_name)
         new_commit = {
-            **commit,
+            **commit_of_source,
             "number": shard_number,
-            "file": link_name_of_file[commit["file"]],
+            "file": link_name_of_file[commit_of_source["file"]],
             "files": {
                 link_name_of_file[file_name]: facts_of_file[file_name]
                 for file_name in facts_of_file
             },
         }
         (folder / commit_name(shard_number)).write_bytes(seal(new_commit))
-    metadata = unseal((source / METADATA).read_bytes(), METADATA)
-    (folder / METADATA).write_bytes(seal({**metadata, "shards": shards}))
+    run_metadata = unseal((source / METADATA).read_bytes(), METADATA)
+    (folder / METADATA).write_bytes(seal({**run_metadata, "shards": shards}))
 
 
 def passed(folder: Path, scenario: Scenario) -> float:
@@ -151,9 +151,9 @@ def read(checkout: Path, scenario: Scenario, folder: str, workers: int) -> dict[
         scenario.run.read,
     ]
     reader_command += ["--options", json.dumps(batch_options), "--keep", str(scenario.keep)]
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    reader_environment = {**os.environ, "PYTHONPATH": str(checkout)}
     reader_process = subprocess.run(
-        reader_command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        reader_command, env=reader_environment, check=True, stdout=subprocess.PIPE, text=True
     )
     reader_figures: dict[str, float] = json.loads(reader_process.stdout)
     return reader_figures
@@ -223,28 +223,28 @@ def main(argv: list[str] | None = None) -> None:
         with bucket_server(root_folder, parsed_flags.latency, RATE):
             for scenario_name, scenario in chosen_scenarios.items():
                 figures_of_reader: dict[str, list[dict[str, float]]] = {
-                    reader: [] for reader in checkout_of_reader
+                    reader_name: [] for reader_name in checkout_of_reader
                 }
                 for round_number in range(parsed_flags.rounds):
-                    for reader in sorted(checkout_of_reader, reverse=round_number % 2 == 1):
+                    for reader_name in sorted(checkout_of_reader, reverse=round_number % 2 == 1):
                         reader_figures = read(
-                            checkout_of_reader[reader],
+                            checkout_of_reader[reader_name],
                             scenario,
                             folder_of_scenario[scenario_name],
                             workers_of_scenario[scenario_name],
                         )
-                        figures_of_reader[reader].append(reader_figures)
+                        figures_of_reader[reader_name].append(reader_figures)
                 passed_fraction = round(passed(root_folder / scenario.run.folder, scenario), 3)
-                for reader, figures_of_rounds in figures_of_reader.items():
+                for reader_name, figures_of_rounds in figures_of_reader.items():
                     reader_figures = {
                         figure_name: round(figure, 3)
                         for figure_name, figure in medians(figures_of_rounds).items()
                     }
-                    figures_of_scenario.setdefault(scenario_name, {})[reader] = reader_figures
+                    figures_of_scenario.setdefault(scenario_name, {})[reader_name] = reader_figures
                     figures_of_scenario[scenario_name]["passed"] = passed_fraction
                     table_row = {
                         "scenario": scenario_name,
-                        "reader": reader,
+                        "reader": reader_name,
                         "passed": passed_fraction,
                         **reader_figures,
                     }

@@ -126,11 +126,11 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         body_size = int(self.headers.get("Content-Length") or 0)
         remaining_bytes = body_size
         body_content = b""
-        buffer = memoryview(bytearray(min(READ_BYTES, max(body_size, 1))))
+        read_buffer = memoryview(bytearray(min(READ_BYTES, max(body_size, 1))))
         while remaining_bytes:
-            num_read_bytes = self.rfile.readinto(buffer[: min(remaining_bytes, READ_BYTES)])
+            num_read_bytes = self.rfile.readinto(read_buffer[: min(remaining_bytes, READ_BYTES)])
             if body_size <= MAX_KEPT_BYTES:
-                body_content += buffer[:num_read_bytes]
+                body_content += read_buffer[:num_read_bytes]
             remaining_bytes -= num_read_bytes
         return body_size, body_content
 

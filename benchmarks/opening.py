@@ -40,9 +40,12 @@ from benchmarks.processes import print_result
 
 LAYERS = 14
 HOOKS: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)}
-WIDTH = 4  # values of an activation
-TOKENS = 2  # tokens of a sample
-RUN = "run"  # name of the run's folder in the bucket
+# The number of values of an activation.
+WIDTH = 4
+# The number of tokens of a sample.
+TOKENS = 2
+# The name of the run's folder in the bucket.
+RUN = "run"
 OPTIONS = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
 
 

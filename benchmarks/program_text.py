@@ -82,7 +82,7 @@ class Instruction(NamedTuple):
         if branches_match:
             return re.findall(r"%[\w.-]+", branches_match[1])
         computation_names = self.named("false_computation"), self.named("true_computation")
-        return [name for name in computation_names if name]
+        return [computation_name for computation_name in computation_names if computation_name]
 
     @property
     def source(self) -> str:
@@ -372,7 +372,7 @@ class ProgramText:
         sending_collectives = [
             callee for callee in collectives if callee.channel not in counted_channels
         ]
-        counted_names = frozenset(
+        names_of_counted_collectives = frozenset(
             callee.name for callee in collectives if callee not in sending_collectives
         )
         kernel_bytes = self._bytes_of_kernel(instruction) if instruction_kind == "kernel" else None
@@ -383,9 +383,9 @@ class ProgramText:
         elif kernel_bytes is not None:
             hbm_bytes = kernel_bytes
         else:
-            hbm_bytes = self._bytes_read(instruction, counted_names) + self._bytes_written(
-                instruction
-            )
+            hbm_bytes = self._bytes_read(
+                instruction, names_of_counted_collectives
+            ) + self._bytes_written(instruction)
         sent_bytes = sum(
             _bytes_sent(callee, is_fused=callee is not instruction)
             for callee in sending_collectives
@@ -411,16 +411,18 @@ class ProgramText:
         Returns:
             The bytes. None if `KernelPasses` returns None for this kernel.
         """
-        operand_texts = [self.instructions[name].result for name in kernel.operands]
+        operand_texts = [self.instructions[operand_name].result for operand_name in kernel.operands]
         array_matches = [ARRAY.search(array_text) for array_text in (*operand_texts, kernel.result)]
-        kernel_arrays = [match for match in array_matches if match]
+        kernel_arrays = [array_match for array_match in array_matches if array_match]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        pass_counts = self._kernel_passes(kernel_name, [_shape(array) for array in kernel_arrays])
+        pass_counts = self._kernel_passes(
+            kernel_name, [_shape(kernel_array) for kernel_array in kernel_arrays]
+        )
         if pass_counts is None:
             return None
         kernel_bytes = 0.0
-        for array, pass_count in zip(kernel_arrays, pass_counts, strict=True):
-            kernel_bytes += _padded_hbm_bytes(array) * pass_count
+        for kernel_array, pass_count in zip(kernel_arrays, pass_counts, strict=True):
+            kernel_bytes += _padded_hbm_bytes(kernel_array) * pass_count
         return round(kernel_bytes)
 
     def _flops(self, product: Instruction) -> float:
@@ -431,8 +433,11 @@ class ProgramText:
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0
-        array_texts = product.result, *(self.instructions[name].result for name in product.operands)
-        return 2 * math.prod(_element_count(array) for array in array_texts) ** 0.5
+        array_texts = (
+            product.result,
+            *(self.instructions[operand_name].result for operand_name in product.operands),
+        )
+        return 2 * math.prod(_element_count(array_text) for array_text in array_texts) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
         """Returns the mesh axes along which the devices of a collective's group differ."""
@@ -530,10 +535,10 @@ class ProgramText:
             return operand_bytes
         read_bytes = 0
         for reader in readers:
-            for reader_position, name_of_operand in enumerate(reader.operands):
+            for position_in_reader, name_of_operand in enumerate(reader.operands):
                 if name_of_operand == operand_name:
                     read_bytes += self._operand_bytes_read(
-                        reader, reader_position, operand_bytes, readers, counted_names
+                        reader, position_in_reader, operand_bytes, readers, counted_names
                     )
         return min(operand_bytes, read_bytes)
 
@@ -598,7 +603,7 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
         # The results of the instruction are its operands, the received arrays, and sometimes
         # synchronisation flags.
         result_arrays = result_arrays[len(collective.operands) :][: len(collective.operands)]
-    result_bytes = sum(_bytes_of_elements(array) for array in result_arrays)
+    result_bytes = sum(_bytes_of_elements(result_array) for result_array in result_arrays)
     if opcode.startswith("collective-permute"):
         return result_bytes
     sent_factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1
@@ -641,11 +646,11 @@ def _padded_hbm_bytes(array: re.Match[str]) -> int:
     Returns:
         The number of bytes. 0 for an array in another memory.
     """
-    _, _, axis_order, tiling = array.groups(default="")
-    if OTHER_MEMORY in tiling:
+    _, _, axis_order, tiling_text = array.groups(default="")
+    if OTHER_MEMORY in tiling_text:
         return 0
     padded_shape = _shape(array)
-    tile_match = re.match(r"T\(([\d,]+)\)", tiling)
+    tile_match = re.match(r"T\(([\d,]+)\)", tiling_text)
     if tile_match and axis_order:
         minor_first_axes = [int(axis) for axis in axis_order.split(",")]
         tile_sizes = [int(size) for size in tile_match[1].split(",")]

@@ -126,13 +126,16 @@ class Run(NamedTuple):
             storage=StorageOptions(shard_format="safetensors"),
         )
         storage_options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
-        run_facts = RunFacts(hooks={name: {"width": self.width} for name in self.names})
+        run_facts = RunFacts(hooks={hook_name: {"width": self.width} for hook_name in self.names})
         rng = np.random.default_rng(0)
         normal_values = rng.standard_normal((4 * LENGTH, self.width), np.float32)
         value_pool = normal_values.astype(ml_dtypes.bfloat16)
-        hook_names = dict.fromkeys(self.names)
         with ActivationStorage(
-            folder, {name: name for name in hook_names}, storage_options, identity, facts=run_facts
+            folder,
+            {hook_name: hook_name for hook_name in self.names},
+            storage_options,
+            identity,
+            facts=run_facts,
         ) as storage:
             sample_bytes = self.length * self.width * 2
             for sample_number in range(0 if storage.complete else self.bytes // sample_bytes):
@@ -216,7 +219,10 @@ def ranges_of_hook(folder: Path, hook: str, max_bytes: int) -> list[tuple[str, i
             for range_number in range(num_ranges + 1)
         ]
         path_in_bucket = f"{folder.name}/{shard_path.name}"
-        file_ranges += [(path_in_bucket, start, stop) for start, stop in pairwise(range_offsets)]
+        file_ranges += [
+            (path_in_bucket, range_start, range_stop)
+            for range_start, range_stop in pairwise(range_offsets)
+        ]
     return file_ranges
 
 
@@ -248,7 +254,7 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
             bucket_store, path_in_bucket, start=start_offset, end=stop_offset
         )
         byte_values = np.frombuffer(memoryview(range_content), np.uint8)
-        # The maximum accesses every byte.
+        # Computing the maximum accesses every byte.
         byte_values.max()
         return byte_values.nbytes
 
@@ -266,33 +272,33 @@ def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: i
     """
     # All threads share this iterator, which is safe because `next` is atomic.
     remaining_ranges = iter(ranges)
-    largest_range_bytes = max(stop - start for _, start, stop in ranges)
+    largest_range_bytes = max(range_stop - range_start for _, range_start, range_stop in ranges)
 
     def read_remaining_ranges(_: int) -> int:
         reused_buffer = memoryview(bytearray(largest_range_bytes))
-        total_bytes = 0
+        total_received_bytes = 0
         with closing(http.client.HTTPConnection(address)) as connection:
-            for path, start, stop in remaining_ranges:
-                request_headers = {"Range": f"bytes={start}-{stop - 1}"}
-                connection.request("GET", f"/{BUCKET}/{path}", headers=request_headers)
+            for path_in_bucket, range_start, range_stop in remaining_ranges:
+                request_headers = {"Range": f"bytes={range_start}-{range_stop - 1}"}
+                connection.request("GET", f"/{BUCKET}/{path_in_bucket}", headers=request_headers)
                 range_answer = connection.getresponse()
-                range_bytes = stop - start
+                range_bytes = range_stop - range_start
                 received_bytes = 0
                 while received_bytes < range_bytes:
-                    new_bytes = range_answer.readinto(reused_buffer[received_bytes:range_bytes])
-                    if not new_bytes:
+                    num_new_bytes = range_answer.readinto(reused_buffer[received_bytes:range_bytes])
+                    if not num_new_bytes:
                         break
-                    received_bytes += new_bytes
+                    received_bytes += num_new_bytes
                 range_answer.read()
                 if received_bytes < range_bytes:
                     raise SystemExit(
-                        f"{path}: received {received_bytes:,} of {range_bytes:,} bytes"
+                        f"{path_in_bucket}: received {received_bytes:,} of {range_bytes:,} bytes"
                     )
-                total_bytes += received_bytes
-        return total_bytes
+                total_received_bytes += received_bytes
+        return total_received_bytes
 
-    with ThreadPoolExecutor(readers) as pool:
-        return sum(pool.map(read_remaining_ranges, range(readers)))
+    with ThreadPoolExecutor(readers) as thread_pool:
+        return sum(thread_pool.map(read_remaining_ranges, range(readers)))
 
 
 def bytes_of(batches: Iterable[Any], arrays_of: Callable[[Any], list[Any]]) -> int:
@@ -377,10 +383,10 @@ class Scenario(NamedTuple):
     """A way to read one run or several runs.
 
     Attributes:
-        runs: Runs.
+        runs: Runs that are read.
         prepare: Function without arguments that opens the runs and returns the function to measure.
-            The latter also takes no arguments. It reads all activations, and returns the number of
-            bytes that it has read.
+            The returned function takes no arguments either. It reads all activations, and returns
+            the number of bytes that it has read.
     """
 
     runs: list[Run]
@@ -458,14 +464,14 @@ def measure(
         file_ranges = []
         for run in scenario.runs:
             file_ranges += ranges_of_hook(root / run.folder, run.read, max_bytes)
-        # The first of the two passes does not count.
+        # Only the second pass over the ranges is measured (see the docstring of this module).
         other_process.submit(rate_of, read, address, file_ranges, readers).result()
         return other_process.submit(rate_of, read, address, file_ranges, readers).result()
 
     rate_of_bare_reader = rate_in_other_process(read_by_obstore, *BARE)
     rate_of_16_readers = rate_in_other_process(read_by_obstore, *OF_16)
     rate_of_socket_readers = rate_in_other_process(read_by_sockets, *BARE)
-    # The first of the two passes does not count.
+    # Only the second pass over the runs is measured (see the docstring of this module).
     read_first_pass = scenario.prepare()
     read_first_pass()
     read_second_pass = scenario.prepare()
@@ -513,10 +519,12 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
         arguments: The arguments of the function.
     """
     cpu_start_time, start_time = time.process_time(), time.perf_counter()
-    num_bytes = read(*arguments)
+    num_read_bytes = read(*arguments)
     reading_seconds = time.perf_counter() - start_time
     cpu_seconds = time.process_time() - cpu_start_time
-    return Rate(num_bytes / 1e6 / reading_seconds, cpu_seconds / num_bytes * 1e9, num_bytes)
+    return Rate(
+        num_read_bytes / 1e6 / reading_seconds, cpu_seconds / num_read_bytes * 1e9, num_read_bytes
+    )
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:

@@ -111,15 +111,15 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
     hidden_seconds = exposed_seconds = 0.0
-    for sent in step.sent:
+    for sent_along_axes in step.sent:
         # `link_speed` includes the query axis of JAX's mesh in the model axis.
-        mesh_axes = {"model" if axis == "query" else axis for axis in sent.axes}
+        mesh_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.axes}
         sending_speed = min(
             (link_speed(layout, axis, chip, linked) for axis in mesh_axes),
             default=chip.link_bandwidth,
         )
-        hidden_seconds += sent.hidden_bytes / sending_speed
-        exposed_seconds += (sent.bytes - sent.hidden_bytes) / sending_speed
+        hidden_seconds += sent_along_axes.hidden_bytes / sending_speed
+        exposed_seconds += (sent_along_axes.bytes - sent_along_axes.hidden_bytes) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
         kernel=step.kernel_flops / chip.flops_per_second,
@@ -149,13 +149,13 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     # `times_of` divides all operations by the peak rate of the model's dtype.
     float32_passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
     # The operations that the autoencoders need for each token.
-    encoding_flops = 0.0
+    encoding_flops_per_token = 0.0
     for encoder in program.encoders:
         num_passes = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
-        encoding_flops += encoder.flops * num_passes
+        encoding_flops_per_token += encoder.flops * num_passes
     step_flops = (
         model.flops([row_length] * num_rows_of_step)
-        + encoding_flops * row_length * num_rows_of_step
+        + encoding_flops_per_token * row_length * num_rows_of_step
     )
     program_text = text_of(program, compiled)
     moves = program_text.moves(program_text.entry)
@@ -332,6 +332,6 @@ def equations(program: Any) -> Iterator[Any]:
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation
         if equation.primitive.name != "pallas_call":
-            for parameter in jax.tree.leaves([*equation.params.values()]):
-                if hasattr(parameter, "eqns"):
-                    yield from equations(parameter)
+            for equation_parameter in jax.tree.leaves([*equation.params.values()]):
+                if hasattr(equation_parameter, "eqns"):
+                    yield from equations(equation_parameter)

@@ -6,13 +6,14 @@ cli/flags.py declares the flags. A choice or default that only one package uses 
 # The name of a column of the data set with masks, in which 0 means padding.
 ATTENTION_MASK = "attention_mask"
 # The layers that are stored by default. A model with fewer layers stores its last layer instead of
-# the missing ones.
+# the missing layers.
 DEFAULT_LAYERS = range(10, 24)
 # The default of --top_logits, the number of most likely next tokens at the hook `logits.top_ids`.
 DEFAULT_TOP_LOGITS = 10
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
-# The values of --export. inspect/trainer_files.py lists the modules that write their files.
+# The values of --export. inspect/trainer_files.py lists the module that writes the files of each
+# value.
 EXPORTS = ("sae_lens", "speculators", "specforge", "delphi", "nla")
 # The columns that every table of samples has.
 SAMPLE_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")

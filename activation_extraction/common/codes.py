@@ -71,8 +71,8 @@ class Codes:
     to arrays of JAX or PyTorch.
 
     Attributes:
-        indptr: The index of each token's first entry, then the number of all entries, int64
-            (tokens + 1,).
+        indptr: The index in `indices` and `data` of each token's first entry, followed by the
+            number of all entries, int64 (tokens + 1,).
         indices: The ids of the features, int32 (entries,), ascending for each token.
         data: The values of the features, float32 (entries,). They may be bfloat16 before they are
             written to a file.
@@ -193,7 +193,7 @@ class Codes:
     @property
     def nbytes(self) -> int:
         """The size of all arrays except `active`, in bytes."""
-        return sum(getattr(self, field).nbytes for field in ARRAYS.values())
+        return sum(getattr(self, field_name).nbytes for field_name in ARRAYS.values())
 
     @property
     def dtype(self) -> Any:
@@ -211,7 +211,9 @@ class Codes:
         Args:
             convert: A function that takes an array and returns an array.
         """
-        array_of_field = {field: convert(getattr(self, field)) for field in ARRAYS.values()}
+        array_of_field = {
+            field_name: convert(getattr(self, field_name)) for field_name in ARRAYS.values()
+        }
         return replace(self, **array_of_field, active=None)
 
     def to_scipy(self) -> Any:

@@ -58,17 +58,17 @@ class Float8Array:
             x: The activations, (tokens, width), of any floating-point dtype.
         """
         float8_values = np.empty(x.shape, VALUE_DTYPE)
-        scales = np.empty((len(x), 1), SCALE_DTYPE)
+        token_scales = np.empty((len(x), 1), SCALE_DTYPE)
         # NumPy would warn about activations with NaN or infinity.
         with np.errstate(invalid="ignore", over="ignore"):
             for token_slice in _blocks_of_tokens(x):
                 activations = np.array(x[token_slice], np.float32, order="C")
                 largest_values = np.abs(activations).max(axis=1, keepdims=True, initial=0)
                 exact_scales = largest_values * np.float32(1 / LARGEST_E4M3)
-                scales[token_slice] = np.maximum(exact_scales, SMALLEST_SCALE)
-                activations /= scales[token_slice]
+                token_scales[token_slice] = np.maximum(exact_scales, SMALLEST_SCALE)
+                activations /= token_scales[token_slice]
                 float8_values[token_slice] = activations
-        return cls(float8_values, scales)
+        return cls(float8_values, token_scales)
 
     @classmethod
     def concatenate(cls, arrays: Sequence["Float8Array"]) -> "Float8Array":
@@ -78,8 +78,8 @@ class Float8Array:
             arrays: At least one array, all of the same width.
         """
         float8_values = np.concatenate([array.values for array in arrays])
-        scales = np.concatenate([array.scales for array in arrays])
-        return cls(float8_values, scales)
+        token_scales = np.concatenate([array.scales for array in arrays])
+        return cls(float8_values, token_scales)
 
     def split(self, first_tokens: np.ndarray) -> list["Float8Array"]:
         """Splits the array into consecutive arrays, which share its memory.
@@ -128,13 +128,13 @@ class Float8Array:
             dtype: The dtype of the returned array. The products of values and scales are computed
                 in float32 and then converted.
         """
-        decoded = np.empty(self.values.shape, dtype)
+        decoded_activations = np.empty(self.values.shape, dtype)
         with np.errstate(invalid="ignore", over="ignore"):
             for token_slice in _blocks_of_tokens(self.values):
-                decoded[token_slice] = (
+                decoded_activations[token_slice] = (
                     self.values[token_slice].astype(np.float32) * self.scales[token_slice]
                 )
-        return decoded
+        return decoded_activations
 
 
 def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:

@@ -107,9 +107,9 @@ def reworded(error: BaseException, message: str, error_type: type[RunErrorType])
         message: The message of the new error.
         error_type: The type of the new error.
     """
-    remedy = getattr(error, "remedy", None)
+    original_remedy = getattr(error, "remedy", None)
     is_recurring = getattr(error, "recurs", False)
-    return error_type(message, remedy=remedy, recurs=is_recurring)
+    return error_type(message, remedy=original_remedy, recurs=is_recurring)
 
 
 def for_the_user(error: BaseException) -> Exception:

@@ -31,17 +31,17 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
         host: The number of the host, for the beginning of each line. None if it is unknown. Hosts
             other than host 0 log only warnings and errors unless `verbose` is true.
     """
-    handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
+    log_handler: logging.Handler = AboveProgressBar() if on_terminal() else logging.StreamHandler()
     host_number = "?" if host is None else host
     line_format = f"%(asctime)s %(levelname)s machine {machine} host {host_number}: %(message)s"
-    handler.setFormatter(VisibleFormatter(line_format, "%Y-%m-%d %H:%M:%S"))
-    log.handlers = [handler]
+    log_handler.setFormatter(VisibleFormatter(line_format, "%Y-%m-%d %H:%M:%S"))
+    log.handlers = [log_handler]
     log.propagate = False
     # Python's handler of last resort prints the warnings of libraries that have no handler, so it
     # gets the same formatter as the handlers of libraries.
     library_handlers = [logging.lastResort]
-    for library in LIBRARIES:
-        library_handlers += logging.getLogger(library).handlers
+    for library_name in LIBRARIES:
+        library_handlers += logging.getLogger(library_name).handlers
     for library_handler in filter(None, library_handlers):
         library_handler.setFormatter(VisibleFormatter())
     # gcsfs logs a traceback when a request finally fails, and its caller reports the same failure.

@@ -74,7 +74,7 @@ class Positions:
         """
         if self.share is not None:
             return self.threshold > 0
-        return any(self.expected(length) for length in range(1, longest + 1))
+        return any(self.expected(sample_length) for sample_length in range(1, longest + 1))
 
     @property
     def threshold(self) -> int:
@@ -133,7 +133,9 @@ def parse_positions(typed: str) -> Positions:
     # In the following rules, a start of 0 becomes None. Both mean the first position of the sample,
     # and rules with equal meanings are equal objects.
     if count_rule := RANDOM_COUNT.fullmatch(typed):
-        token_count, seed, first_position = (int(digits or 0) for digits in count_rule.groups())
+        token_count, seed, first_position = (
+            int(digits_in_rule or 0) for digits_in_rule in count_rule.groups()
+        )
         if token_count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
         return Positions(start=first_position or None, count=token_count, seed=seed)

@@ -24,7 +24,7 @@ UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 # The loggers of the libraries that retry requests.
 LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
-# Messages about a retry. The group is the error of the request.
+# The pattern of log messages about a retry. Group 1 is the error of the request.
 RETRY_LINE = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d|Rate limited")
 
 
@@ -67,7 +67,7 @@ def hub_requests(requested: str) -> Iterator[None]:
 def hub_unreachable(endpoint: str) -> OSError | None:
     """Tries to connect to the hub, and returns the error if the hub cannot be reached.
 
-    Callers ask before they use a library, which would retry its requests for a minute.
+    Callers call this function before they use a library that would retry its requests for a minute.
 
     Args:
         endpoint: The URL of the hub.
@@ -78,8 +78,8 @@ def hub_unreachable(endpoint: str) -> OSError | None:
         always None, because only the proxy can tell.
     """
     hub_url = urlsplit(endpoint)
-    proxies = getproxies()
-    if proxies.get(hub_url.scheme) or proxies.get("all"):
+    proxy_of_scheme = getproxies()
+    if proxy_of_scheme.get(hub_url.scheme) or proxy_of_scheme.get("all"):
         return None
     hub_port = hub_url.port or (80 if hub_url.scheme == "http" else 443)
     # There are three attempts, because a failure may be momentary.

@@ -138,12 +138,13 @@ def read_header(
         if not isinstance(metadata, dict):
             raise ValueError(f"{METADATA_KEY} is {metadata!r:.40}")
         tensor_of_name = {}
-        for tensor_name, fields in fields_of_tensor.items():
-            if fields["dtype"] not in DTYPES:
+        for tensor_name, tensor_fields in fields_of_tensor.items():
+            if tensor_fields["dtype"] not in DTYPES:
                 raise error_type(
-                    f"{file_name}: tensor {tensor_name} is {fields['dtype']}, which is not read"
+                    f"{file_name}: tensor {tensor_name} is {tensor_fields['dtype']}, which is not "
+                    "read"
                 )
-            tensor_of_name[tensor_name] = _parse_tensor(fields, header_end)
+            tensor_of_name[tensor_name] = _parse_tensor(tensor_fields, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
     described_size = max((tensor.end for tensor in tensor_of_name.values()), default=header_end)
@@ -166,13 +167,13 @@ def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:
             contradict the shape.
     """
     start_offset, stop_offset = fields["data_offsets"]
-    shape = tuple(fields["shape"]) or (1,)
-    for size_or_offset in (start_offset, stop_offset, *shape):
+    tensor_shape = tuple(fields["shape"]) or (1,)
+    for size_or_offset in (start_offset, stop_offset, *tensor_shape):
         if type(size_or_offset) is not int or size_or_offset < 0:
             raise ValueError(
                 f"{size_or_offset!r:.40} in its header, expected a whole number from 0 on"
             )
-    tensor = Tensor(DTYPES[fields["dtype"]], shape, header_end + start_offset)
+    tensor = Tensor(DTYPES[fields["dtype"]], tensor_shape, header_end + start_offset)
     if tensor.end != header_end + stop_offset:
         raise ValueError("a tensor's size does not follow from its shape")
     return tensor

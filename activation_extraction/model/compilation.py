@@ -94,8 +94,8 @@ def use_compilation_cache(flag: str | None, output: Path, several_hosts: bool) -
         return
     jax.config.update("jax_compilation_cache_dir", cache_folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # JAX compiles a program again if its file in the cache is damaged. `watch_compiling` logs the
-    # warnings about it.
+    # JAX compiles a program again if its file in the cache is damaged. `watch_compiling` logs JAX's
+    # warnings about damaged files.
     warnings.filterwarnings("ignore", CACHE_WARNING)
     if "://" in cache_folder:
         # JAX would also put XLA's own caches into this folder, but they do not support URLs.

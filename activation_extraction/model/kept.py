@@ -99,17 +99,17 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     }
     # The shards of all vector types have the same devices, rows and tokens.
     shards_of_a_type = next(iter(device_shards_of_type.values()))
-    mesh = Mesh(np.array([shard.device for shard in shards_of_a_type]), ("device",))
-    index_sharding = NamedSharding(mesh, PartitionSpec("device"))
+    host_mesh = Mesh(np.array([shard.device for shard in shards_of_a_type]), ("device",))
+    index_sharding = NamedSharding(host_mesh, PartitionSpec("device"))
     host_array_of_type = {
-        vector_type: _array_of_host(mesh, shards_of_type)
+        vector_type: _array_of_host(host_mesh, shards_of_type)
         for vector_type, shards_of_type in device_shards_of_type.items()
     }
     kept_blocks = []
     for block_plan in _block_plans(kept, rows_and_tokens(shards_of_a_type)):
         device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
         gathered_array_of_type = {
-            vector_type: take(mesh, array, device_token_indices)
+            vector_type: take(host_mesh, array, device_token_indices)
             for vector_type, array in host_array_of_type.items()
         }
         kept_blocks.append(
@@ -182,10 +182,10 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
         shards: The shard of each device, (hooks, rows, tokens, width), all of the same shape.
     """
     num_hooks, num_rows, num_tokens, width = shards[0].data.shape
-    sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
+    token_sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
     shape_of_host = num_hooks, num_rows, num_tokens * len(shards), width
     shard_arrays = [shard.data for shard in shards]
-    return jax.make_array_from_single_device_arrays(shape_of_host, sharding, shard_arrays)
+    return jax.make_array_from_single_device_arrays(shape_of_host, token_sharding, shard_arrays)
 
 
 @partial(jax.jit, static_argnums=0)

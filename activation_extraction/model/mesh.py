@@ -42,7 +42,7 @@ RULES: dict[str, tuple[str, ...]] = {
     # The following axes are axes of activations and of the rows that hosts feed.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
-    # The rows of a batch if all devices along fsdp have the same rows.
+    # The axis of a batch's rows if all devices along fsdp have the same rows.
     "fsdp_batch": ("data", "expert"),
     "query_sequence": ("query",),
     "captured_sequence": MODEL_AXES,

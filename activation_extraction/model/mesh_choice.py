@@ -95,11 +95,11 @@ def choose_mesh(
     if mesh_type == "3d":
         if devices >= DEFAULT_3D_DEVICES and devices % 16 == 0:
             return MeshChoice(_default_3d(mesh_axes, devices))
-        reason = (
+        reason_for_2d_mesh = (
             f"a 3d mesh needs a multiple of 16 devices, {DEFAULT_3D_DEVICES} or more, or "
             f"--mesh_shape; {counted(devices, 'device')} become a 2d mesh"
         )
-        return MeshChoice(_default_2d(devices, hosts), reason)
+        return MeshChoice(_default_2d(devices, hosts), reason_for_2d_mesh)
     return MeshChoice(_default_2d(devices, hosts))
 
 
@@ -305,18 +305,18 @@ def _reason(best_cost: StepCost, device_memory: float | None) -> str:
         device_memory: The bytes of memory of each device. None if they are unknown.
     """
     mesh_shape = best_cost.layout.shape
-    reasons = [_memory_in_words(best_cost, device_memory)]
+    reasons_for_mesh = [_memory_in_words(best_cost, device_memory)]
     if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
-        reasons.append("every device holds all weights and computes its own rows")
+        reasons_for_mesh.append("every device holds all weights and computes its own rows")
     if "fsdp" in mesh_shape:
         gathers_are_hidden = best_cost.gather_seconds <= best_cost.product_seconds
         gather_verb = "hide behind" if gathers_are_hidden else "outlast"
-        reasons.append(f"gathers of weights {gather_verb} products")
+        reasons_for_mesh.append(f"gathers of weights {gather_verb} products")
     if best_cost.exchange_seconds:
         exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds
         exchange_axes = " and ".join(axis for axis in mesh_shape if axis in ("expert", "model"))
-        reasons.append(f"exchanges along {exchange_axes} take {exchange_percent:.0f} %")
-    return "; ".join(reasons)
+        reasons_for_mesh.append(f"exchanges along {exchange_axes} take {exchange_percent:.0f} %")
+    return "; ".join(reasons_for_mesh)
 
 
 def _memory_in_words(cost: StepCost, device_memory: float | None) -> str:

@@ -170,18 +170,22 @@ class ModelConfig:
         size_of_letter["Q"] = self.num_attention_heads * (1 + self.q_gate)
         if len(self.sparse_layers) < self.num_hidden_layers:
             size_of_letter["F"] = self.intermediate_size
-        experts = self.experts
-        if experts is not None:
-            size_of_letter |= {"E": experts.count, "R": experts.count}
-            size_of_letter |= {"X": experts.per_token, "M": experts.width}
-            if experts.shared_width:
-                size_of_letter |= {"P": experts.shared_width, "U": 1}
-        delta = self.delta
-        if delta is not None:
-            num_value_heads = delta.key_heads * delta.values_per_key
-            size_of_letter |= {"J": delta.key_heads, "G": delta.values_per_key}
-            size_of_letter |= {"C": delta.key_size, "Z": delta.value_size}
-            size_of_letter |= {"O": num_value_heads * delta.value_size, "I": 1, "W": delta.taps}
+        experts_config = self.experts
+        if experts_config is not None:
+            size_of_letter |= {"E": experts_config.count, "R": experts_config.count}
+            size_of_letter |= {"X": experts_config.per_token, "M": experts_config.width}
+            if experts_config.shared_width:
+                size_of_letter |= {"P": experts_config.shared_width, "U": 1}
+        delta_net = self.delta
+        if delta_net is not None:
+            num_value_heads = delta_net.key_heads * delta_net.values_per_key
+            size_of_letter |= {"J": delta_net.key_heads, "G": delta_net.values_per_key}
+            size_of_letter |= {"C": delta_net.key_size, "Z": delta_net.value_size}
+            size_of_letter |= {
+                "O": num_value_heads * delta_net.value_size,
+                "I": 1,
+                "W": delta_net.taps,
+            }
         return size_of_letter
 
     @property
@@ -260,12 +264,14 @@ class ModelConfig:
         query_size = self.num_attention_heads * self.head_dim
         window_length = self.sliding_window if layer in self.sliding_layers else None
         num_products = 0
-        for length in lengths:
-            num_seen_tokens = length if window_length is None else min(window_length, length)
+        for sample_length in lengths:
+            num_seen_tokens = (
+                sample_length if window_length is None else min(window_length, sample_length)
+            )
             # About twice the number of pairs of a token and a token that it sees. A pair takes two
             # products for each number of the queries: one for the score, and one for the output.
-            twice_num_pairs = num_seen_tokens * (2 * length - num_seen_tokens)
-            num_products += weights * length + query_size * twice_num_pairs
+            twice_num_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
+            num_products += weights * sample_length + query_size * twice_num_pairs
         return 2.0 * num_products
 
 
@@ -636,9 +642,9 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
             f"mlp_only_layers {hf.mlp_only_layers}); such a model is not supported"
         )
     # Families whose configuration class lacks norm_topk_prob always renormalise.
-    renormalise = not hasattr(type(hf), "norm_topk_prob") or bool(hf.norm_topk_prob)
-    experts = _experts_config(hf, source, renormalise)
-    return {"experts": experts, "sparse_layers": sparse_layers}
+    is_renormalised = not hasattr(type(hf), "norm_topk_prob") or bool(hf.norm_topk_prob)
+    experts_config = _experts_config(hf, source, is_renormalised)
+    return {"experts": experts_config, "sparse_layers": sparse_layers}
 
 
 def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:

@@ -119,10 +119,12 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
             f"--model_path {model_options.model_path} lacks; its other hooks can be stored"
         )
     weight_specs = weight_table(model, checkpoint.tensors)
-    weights = orient_experts(
+    oriented_weight_specs = orient_experts(
         weight_specs, lambda tensor_name: checkpoint.locate(tensor_name)[1].shape
     )
-    check_tensors(checkpoint, weights.values(), tensor_names(model_config, checkpoint.tensors))
+    check_tensors(
+        checkpoint, oriented_weight_specs.values(), tensor_names(model_config, checkpoint.tensors)
+    )
     if adapter is not None:
         # The adapter may also change the head and the layers after the last hook, which are not
         # computed.
@@ -133,7 +135,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     stored_hook_of_key, encoders = choose_hooks(request, model_config)
     return Forward(
         model,
-        weights,
+        oriented_weight_specs,
         host_rows_of_mesh,
         request.shape,
         stored_hook_of_key,
@@ -190,7 +192,7 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
         A copy of the model. Fields that are not in `kernels` keep their kernels.
     """
     function_of_kernel_field = {
-        kernel_field: choice.function for kernel_field, choice in kernels.items()
+        kernel_field: kernel_choice.function for kernel_field, kernel_choice in kernels.items()
     }
     return model.clone(kernels=model.kernels._replace(**function_of_kernel_field))
 
@@ -218,7 +220,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         raise InputError(f"--max_seq_length {row_length}: {reason_for_limit}")
     devices = usable_devices(computing_options.use_data_parallel, request.devices)
     platform = devices[0].platform
-    dtype, activation_dtype = choose_dtypes(request, platform)
+    model_dtype, activation_dtype = choose_dtypes(request, platform)
     computed_hooks, encoders = _computed_hooks(request, config)
     for hook in computed_hooks:
         _check_bytes_of_a_row(hook, config, row_length, activation_dtype)
@@ -227,7 +229,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
 
     def choose_automatically() -> MeshChoice:
         """Chooses the fastest mesh by estimates, for `--mesh_type auto`."""
-        model = create_model_with_hooks(config, computed_hooks, dtype, activation_dtype)
+        model = create_model_with_hooks(config, computed_hooks, model_dtype, activation_dtype)
         device_memory = request.device_memory
         if device_memory is None:
             device_memory = memory_of((devices_of_this_host(devices) or devices)[0])
@@ -254,7 +256,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         kernel_of_field[kernel_field] = next(iter(candidates.values()))
     kernels = Kernels(**kernel_of_field)
     model = create_model_with_hooks(
-        config, computed_hooks, dtype, activation_dtype, kernels, layout
+        config, computed_hooks, model_dtype, activation_dtype, kernels, layout
     )
     return model, host_rows(layout)
 
@@ -319,13 +321,13 @@ def choose_dtypes(request: StepRequest, platform: str) -> tuple[Any, Any]:
         A tuple of the dtype of the computation, and the dtype of stored activations or FLOAT8.
     """
     auto_dtype = "float32" if platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(auto_dtype if request.model.dtype == "auto" else request.model.dtype)
+    model_dtype = jnp.dtype(auto_dtype if request.model.dtype == "auto" else request.model.dtype)
     activation_dtype = request.hooks.activation_dtype
     if activation_dtype == FLOAT8:
-        return dtype, FLOAT8
+        return model_dtype, FLOAT8
     if activation_dtype == "auto":
-        return dtype, dtype
-    return dtype, jnp.dtype(activation_dtype)
+        return model_dtype, model_dtype
+    return model_dtype, jnp.dtype(activation_dtype)
 
 
 def choose_hooks(

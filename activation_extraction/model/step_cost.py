@@ -142,8 +142,8 @@ class CostModel:
         """
         model_config = self.model.config
         num_model_devices = layout.size(*MODEL_AXES)
-        # The number of values in the weights on a device. They have the model's dtype, and so have
-        # the values of activations, which are counted per token in values_per_token.
+        # The number of weight values on a device. Weights and activations have the model's dtype.
+        # The values of activations are counted per token in `values_per_token`.
         num_weight_values = float(
             sum(_values_on_device(layout, spec) for spec in self.weights.values())
         )
@@ -186,12 +186,11 @@ class CostModel:
         """Returns the bytes that a device reads from and writes to its memory per layer.
 
         The result is an average over the layers. Each weight counts once, and so do the input and
-        the output of each product for each token.
-        The projections gate and up count as one product, because they have the same input. With
-        `expert`, a device also receives the tokens of other devices and sends sums for these
-        tokens. With `fsdp`, a device also reads its part of the weights and writes the gathered
-        weights. A program can only need fewer bytes if it keeps tokens in faster memory between
-        products.
+        the output of each product for each token. The projections gate and up count as one product,
+        because they have the same input. With `expert`, a device also receives the tokens of other
+        devices and sends sums for these tokens. With `fsdp`, a device also reads its part of the
+        weights and writes the gathered weights. A program can only need fewer bytes if it keeps
+        tokens in faster memory between products.
 
         Args:
             layout: The layout of the mesh.
@@ -220,7 +219,7 @@ class CostModel:
             path: The path of the parameter in the model.
             spec: The parameter. It contains the weights of all layers.
         """
-        experts = self.model.config.experts
+        experts_config = self.model.config.experts
         hidden_size = self.model.config.hidden_size
         num_gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
         num_split_values = _values_on_device(layout, spec)
@@ -230,8 +229,8 @@ class CostModel:
         num_layers, *weight_sizes = spec.shape
         if path[0] == "layers" and len(weight_sizes) > 1 and hidden_size in weight_sizes:
             num_token_rows = num_layers * self._tokens_on_device(layout)
-            if experts is not None and "experts" in path:
-                num_token_rows *= experts.per_token
+            if experts_config is not None and "experts" in path:
+                num_token_rows *= experts_config.per_token
                 weight_sizes = weight_sizes[1:]
             # The length of the side of the weight matrix that is not the hidden size.
             values_per_row = math.prod(weight_sizes) / hidden_size
@@ -345,7 +344,7 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # The devices along the axis are among this number of consecutive devices.
+    # The number of consecutive devices among which all devices along the axis are.
     num_consecutive_devices = 1
     if axis in axis_names:
         num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])

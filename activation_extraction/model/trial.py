@@ -47,7 +47,7 @@ DELTA_TOKENS = 300
 
 
 class Trial(NamedTuple):
-    """Arguments for which the result of a candidate is compared with its definition.
+    """The arguments of one comparison between a candidate and its definition.
 
     A vector of the result is the output of a head for a token, or the output of a token's experts.
 
@@ -283,8 +283,8 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     gate_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
     up_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
     down_weights = draw_normal(2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5)
-    stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
-    layer_arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), stacks
+    weight_stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
+    layer_arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), weight_stacks
     yield Trial(one_expert_after_the_other, layer_arguments, jnp.ones(len(x), bool))
 
 
