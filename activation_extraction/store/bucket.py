@@ -82,18 +82,18 @@ class Bucket:
 
     # The id of the process that sent the first request; None before that. A fork of this process
     # lacks obstore's threads, and would wait forever.
-    _process: ClassVar[int | None] = None
+    _first_process_id: ClassVar[int | None] = None
 
     def __init__(self, url: str, patience: float) -> None:
         scheme, _, bucket_and_prefix = url.partition("://")
-        self._bucket, _, self._prefix = bucket_and_prefix.partition("/")
-        self._kind = BUCKET_KINDS[scheme]
-        self._patience = patience
-        self.max_file_bytes = self._kind.max_request_bytes
+        self._bucket_name, _, self._key_prefix = bucket_and_prefix.partition("/")
+        self._bucket_kind = BUCKET_KINDS[scheme]
+        self._patience_seconds = patience
+        self.max_file_bytes = self._bucket_kind.max_request_bytes
         self._has_succeeded = False  # whether a request of this object has succeeded
 
     def entries(self) -> dict[str, FileEntry | None]:
-        listed_prefix = self._prefix or None
+        listed_prefix = self._key_prefix or None
         bucket_listing = self._ask(
             lambda: obstore.list_with_delimiter(self._store(0), listed_prefix)
         )
@@ -102,7 +102,7 @@ class Bucket:
             entry_by_name[_file_name(folder_path)] = None
         for object_meta in bucket_listing["objects"]:
             # The consoles of stores create an object with the folder's name for an empty folder.
-            if object_meta["path"] != self._prefix:
+            if object_meta["path"] != self._key_prefix:
                 file_name = _file_name(object_meta["path"])
                 e_tag = _quoted_tag(object_meta["e_tag"])
                 entry_by_name[file_name] = FileEntry(object_meta["size"], e_tag)
@@ -186,14 +186,14 @@ class Bucket:
                 which contain the generation on Google.
         """
         e_tag = _quoted_tag(object_meta["e_tag"])
-        if self._kind is not GOOGLE or e_tag is None:
+        if self._bucket_kind is not GOOGLE or e_tag is None:
             return e_tag
         google_version = GoogleVersion(e_tag)
         google_version.generation = object_meta["version"]
         return google_version
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if self._prefix else name
+        return f"{self._key_prefix}/{name}" if self._key_prefix else name
 
     def _store(self, transfer_bytes: int, may_retry: bool = True) -> Any:
         """Returns the obstore client for requests of a certain size.
@@ -210,20 +210,26 @@ class Bucket:
         Raises:
             FolderError: If the settings for the store cannot be used.
         """
-        timeout_seconds = self._patience * math.ceil(
-            1 + transfer_bytes / MIN_BYTES_PER_SECOND / self._patience
+        timeout_seconds = self._patience_seconds * math.ceil(
+            1 + transfer_bytes / MIN_BYTES_PER_SECOND / self._patience_seconds
         )
         max_retries = RETRIES if may_retry else 0
         try:
-            store_settings = tuple(sorted(self._kind.settings(self._bucket).items()))
+            store_settings = tuple(sorted(self._bucket_kind.settings(self._bucket_name).items()))
         except ValueError as error:
             raise FolderError(str(error)) from error
         try:
             return _connect(
-                self._kind, store_settings, timeout_seconds, self._patience, max_retries
+                self._bucket_kind,
+                store_settings,
+                timeout_seconds,
+                self._patience_seconds,
+                max_retries,
             )
         except (BaseError, OSError, ValueError) as error:  # obstore cannot use the settings
-            raise FolderError(f"{setting_error(error)}; {self._kind.credential_help}") from error
+            raise FolderError(
+                f"{setting_error(error)}; {self._bucket_kind.credential_help}"
+            ) from error
 
     def _ask(self, action: Callable[[], Any]) -> Any:
         """Sends a request and returns its answer.
@@ -235,8 +241,8 @@ class Bucket:
             FileNotFoundError: If the object does not exist.
             FolderError: If the request failed for another reason.
         """
-        Bucket._process = Bucket._process or os.getpid()
-        if Bucket._process != os.getpid():
+        Bucket._first_process_id = Bucket._first_process_id or os.getpid()
+        if Bucket._first_process_id != os.getpid():
             raise FolderError(FORKED)
         try:
             request_result = action()
@@ -248,7 +254,7 @@ class Bucket:
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
         """Returns the exception for a failed request, with the remedies for this kind of store."""
         failure_reason = failure.reason
-        bucket_kind = self._kind
+        bucket_kind = self._bucket_kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
         is_final = not self._has_succeeded
@@ -258,7 +264,7 @@ class Bucket:
             case Meaning.CHANGED:
                 return ChangedError()
             case Meaning.NO_BUCKET:
-                return FolderError(f"no such bucket: {self._bucket}")
+                return FolderError(f"no such bucket: {self._bucket_name}")
             case Meaning.CREDENTIALS:
                 problem_message = "the credentials are missing, invalid or have expired"
                 return FolderError(

@@ -61,14 +61,14 @@ class ForeignFolder:
         if "STORAGE_EMULATOR_HOST" in os.environ:
             gcs_options["token"] = "anon"
         connection_options = gcs_options if url.startswith(("gs://", "gcs://")) else {}
-        self._fs, folder_path = url_to_fs(url, **connection_options)
+        self._file_system, folder_path = url_to_fs(url, **connection_options)
         self._url = plain_url(url)
         self._path = folder_path.rstrip("/")
 
     def entries(self) -> dict[str, FileEntry | None]:
-        self._fs.invalidate_cache()
+        self._file_system.invalidate_cache()
         try:
-            file_infos = self._fs.ls(self._path, detail=True)
+            file_infos = self._file_system.ls(self._path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         entry_by_name: dict[str, FileEntry | None] = {}
@@ -80,7 +80,7 @@ class ForeignFolder:
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):
-            return FileEntry(int(self._fs.info(f"{self._path}/{name}")["size"]))
+            return FileEntry(int(self._file_system.info(f"{self._path}/{name}")["size"]))
         return None
 
     def read(
@@ -94,10 +94,10 @@ class ForeignFolder:
             check_size(file_entry.size, max_bytes)
         start_byte, stop_byte = byte_range or (None, None)
         # In buckets of the Hugging Face hub, fsspec would read ahead, again for every range.
-        cache_options = {"cache_type": "none"} if "hf" in self._fs.protocol else {}
+        cache_options = {"cache_type": "none"} if "hf" in self._file_system.protocol else {}
         with suppress(FileNotFoundError):
             file_path = f"{self._path}/{name}"
-            return self._fs.cat_file(
+            return self._file_system.cat_file(
                 file_path, start=start_byte, end=stop_byte, **cache_options
             ), None
         return None
@@ -501,9 +501,9 @@ class Attempts:
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
         self._folder = folder
-        self._request = request
+        self._request_name = request
         self._patience = patience
-        self._pause = FIRST_PAUSE
+        self._pause_seconds = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
         """Waits before the next attempt, about twice as long as before the last one.
@@ -518,16 +518,16 @@ class Attempts:
         failure_time = time.monotonic()
         if self._patience is None:
             self._patience = Patience(failing_folder.patience)
-        if failure_time + self._pause > self._patience.end:
+        if failure_time + self._pause_seconds > self._patience.end:
             seconds_since_start = failure_time - self._patience.began
             raise FolderError(
-                f"{failing_folder.url}: {self._request} kept failing for "
+                f"{failing_folder.url}: {self._request_name} kept failing for "
                 f"{seconds_since_start:.0f} s"
                 f"{failing_folder.by_flag}: {reason}",
                 final=False,
             )
-        time.sleep(self._pause * random.uniform(0.5, 1))
-        self._pause = min(2 * self._pause, MAX_PAUSE)
+        time.sleep(self._pause_seconds * random.uniform(0.5, 1))
+        self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE)
 
 
 class SourceFolder(Folder):

@@ -66,17 +66,23 @@ class HubFolder:
         url_match = REPOSITORY_URL.fullmatch(url)
         if url_match is None:
             raise ValueError(f"{url}: is not the URL of a repository on the hub")
-        self._kind = KINDS[url_match["kind"]]
-        self._prefix = f"{url_match['kind']}/" if url_match["kind"] else ""
-        self._name = url_match["name"]
+        self._repository_kind = KINDS[url_match["kind"]]
+        self._url_prefix = f"{url_match['kind']}/" if url_match["kind"] else ""
+        self._repository_name = url_match["name"]
         self._revision = unquote(url_match["revision"] or "main")
-        self._path = (url_match["path"] or "").strip("/")
+        self._path_in_repository = (url_match["path"] or "").strip("/")
 
     @property
     def url(self) -> str:
         """The URL of the folder, with the revision from which it is read."""
-        repository_url = f"hf://{self._prefix}{self._name}@{quote(self._revision, safe='')}"
-        return f"{repository_url}/{self._path}" if self._path else repository_url
+        repository_url = (
+            f"hf://{self._url_prefix}{self._repository_name}@{quote(self._revision, safe='')}"
+        )
+        return (
+            f"{repository_url}/{self._path_in_repository}"
+            if self._path_in_repository
+            else repository_url
+        )
 
     def pin(self) -> None:
         """Replaces the revision by its current commit, which one request determines.
@@ -94,7 +100,10 @@ class HubFolder:
         try:
             with self._as_folder_errors():
                 repository_info = HfApi().repo_info(
-                    self._name, repo_type=self._kind, revision=self._revision, timeout=TIMEOUT
+                    self._repository_name,
+                    repo_type=self._repository_kind,
+                    revision=self._revision,
+                    timeout=TIMEOUT,
                 )
         except FolderError:
             raise
@@ -110,10 +119,12 @@ class HubFolder:
         from huggingface_hub.errors import EntryNotFoundError
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        tree_path = "/".join(["tree", quote(self._revision, safe=""), quote(self._path)]).rstrip(
-            "/"
+        tree_path = "/".join(
+            ["tree", quote(self._revision, safe=""), quote(self._path_in_repository)]
+        ).rstrip("/")
+        page_url = (
+            f"{constants.ENDPOINT}/api/{self._repository_kind}s/{self._repository_name}/{tree_path}"
         )
-        page_url = f"{constants.ENDPOINT}/api/{self._kind}s/{self._name}/{tree_path}"
         request_headers = build_hf_headers()
         entry_by_name: dict[str, FileEntry | None] = {}
         with self._as_folder_errors():
@@ -147,9 +158,14 @@ class HubFolder:
         from huggingface_hub.errors import EntryNotFoundError
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        path_in_repository = f"{self._path}/{name}" if self._path else name
+        path_in_repository = (
+            f"{self._path_in_repository}/{name}" if self._path_in_repository else name
+        )
         file_url = hf_hub_url(
-            self._name, path_in_repository, repo_type=self._kind, revision=self._revision
+            self._repository_name,
+            path_in_repository,
+            repo_type=self._repository_kind,
+            revision=self._revision,
         )
         # Without this header, the answer may be compressed, and sizes and ranges would refer to the
         # compressed bytes.
@@ -203,7 +219,7 @@ class HubFolder:
             RevisionNotFoundError,
         )
 
-        repo_noun = NOUNS[self._kind]
+        repo_noun = NOUNS[self._repository_kind]
         try:
             yield
         except OfflineModeIsEnabled as error:

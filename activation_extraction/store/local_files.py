@@ -275,7 +275,7 @@ class LocalFolder:
     max_file_bytes: int | None = None  # no limit on the size of a file
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._folder_path = path
 
     def entries(self) -> dict[str, FileEntry | None]:
         """Lists the folder.
@@ -285,7 +285,10 @@ class LocalFolder:
             this folder. It is empty if this folder does not exist.
         """
         entry_by_name: dict[str, FileEntry | None] = {}
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._path) as dir_entries:
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(self._folder_path) as dir_entries,
+        ):
             for dir_entry in dir_entries:
                 # The file may have been renamed or deleted since the folder was listed.
                 with suppress(FileNotFoundError):
@@ -301,7 +304,7 @@ class LocalFolder:
     def head(self, name: str) -> FileEntry | None:
         """Returns the size and version of a file; None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            file_status = os.stat(self._path / name)
+            file_status = os.stat(self._folder_path / name)
             return FileEntry(file_status.st_size, version_of(file_status))
         return None
 
@@ -330,8 +333,8 @@ class LocalFolder:
             FolderError: If the file is too large, or is a folder, a pipe or a device.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
-            _check_regular(os.stat(self._path / name))  # opening a pipe would wait
-            with open(self._path / name, "rb") as open_file:
+            _check_regular(os.stat(self._folder_path / name))  # opening a pipe would wait
+            with open(self._folder_path / name, "rb") as open_file:
                 file_status = os.fstat(open_file.fileno())
                 if version not in (None, version_of(file_status)):
                     raise ChangedError
@@ -357,13 +360,13 @@ class LocalFolder:
         Raises:
             ChangedError: If the file has another version than `expected`.
         """
-        file_path = self._path / name
+        file_path = self._folder_path / name
         os.makedirs(file_path.parent, exist_ok=True)
         return write_file(file_path, buffers, expected)
 
     def remove(self, name: str) -> None:
         """Deletes a file if it exists."""
-        (self._path / name).unlink(missing_ok=True)
+        (self._folder_path / name).unlink(missing_ok=True)
 
 
 def version_of(file_status: os.stat_result) -> str:

@@ -30,9 +30,9 @@ class MetricsFile:
     """
 
     def __init__(self, folder: Path, bucket: Folder | None) -> None:
-        self._path = folder / METRICS
-        self._bucket = bucket
-        self._last_upload = time.monotonic()
+        self._metrics_path = folder / METRICS
+        self._bucket_folder = bucket
+        self._last_upload_time = time.monotonic()
 
     def begin(self, anew: bool) -> None:
         """Prepares the file before lines are appended.
@@ -44,15 +44,15 @@ class MetricsFile:
             anew: Whether a new run begins, so that earlier metrics are deleted.
         """
         if anew:
-            self._path.unlink(missing_ok=True)
-            if self._bucket is not None:
+            self._metrics_path.unlink(missing_ok=True)
+            if self._bucket_folder is not None:
                 # The result does not matter: if the file is not deleted, the next upload replaces
                 # it.
-                self._bucket.remove_once(METRICS)
-        elif self._bucket is not None and not self._path.exists():
-            uploaded_bytes = self._bucket.read(METRICS)
+                self._bucket_folder.remove_once(METRICS)
+        elif self._bucket_folder is not None and not self._metrics_path.exists():
+            uploaded_bytes = self._bucket_folder.read(METRICS)
             if uploaded_bytes is not None:
-                write_file(self._path, [uploaded_bytes])
+                write_file(self._metrics_path, [uploaded_bytes])
         self.upload()
 
     def append(self, metrics: Mapping[str, Any]) -> None:
@@ -65,19 +65,19 @@ class MetricsFile:
             StorageError: If the line cannot be written.
         """
         try:
-            append_line(self._path, json.dumps(metrics))
+            append_line(self._metrics_path, json.dumps(metrics))
         except OSError as error:
-            raise StorageError(f"{self._path}: {reason_of(error)}") from error
+            raise StorageError(f"{self._metrics_path}: {reason_of(error)}") from error
 
     def upload(self) -> None:
         """Uploads the file to the bucket if there is one."""
-        self._last_upload = time.monotonic()
-        if self._bucket is not None and self._path.exists():
-            self._bucket.write(METRICS, self._path.read_bytes(), ANY)
+        self._last_upload_time = time.monotonic()
+        if self._bucket_folder is not None and self._metrics_path.exists():
+            self._bucket_folder.write(METRICS, self._metrics_path.read_bytes(), ANY)
 
     def upload_if_due(self) -> None:
         """Uploads the file to the bucket if the last upload was more than UPLOAD_SECONDS ago."""
-        if time.monotonic() - self._last_upload > UPLOAD_SECONDS:
+        if time.monotonic() - self._last_upload_time > UPLOAD_SECONDS:
             self.upload()
 
 

@@ -212,14 +212,14 @@ class _LimitedReader:
     """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
-        self._stream = stream
-        self._limit = self._bytes_left = limit
+        self._content_stream = stream
+        self._max_bytes = self._bytes_left = limit
 
     def read(self, size: int) -> bytes:
         if not 0 <= size <= self._bytes_left:
-            raise UnsafeError(f"unpacks to more than {self._limit} bytes")
+            raise UnsafeError(f"unpacks to more than {self._max_bytes} bytes")
         self._bytes_left -= size
-        return self._stream.read(size)
+        return self._content_stream.read(size)
 
     def readline(self) -> bytes:
         raise UnsafeError("refused: holds a pickle instruction that no shard of ours has")

@@ -125,23 +125,23 @@ class ShardNumbers:
     """
 
     def __init__(self, plan: StoragePlan) -> None:
-        self._gaps = [*plan.gaps]
-        self._next = plan.next_number
+        self._gap_numbers = [*plan.gaps]
+        self._next_number = plan.next_number
 
     def take(self) -> int:
         """Returns the number for the next shard, which must not be the last shard to be stored."""
-        if len(self._gaps) > 1:
-            return self._gaps.pop(0)
-        self._next += 1
-        return self._next - 1
+        if len(self._gap_numbers) > 1:
+            return self._gap_numbers.pop(0)
+        self._next_number += 1
+        return self._next_number - 1
 
     def take_gaps(self) -> list[int]:
         """Returns the numbers of all gaps that are still open, which are closed for later calls.
 
         This must be called when the remaining samples fit into one shard.
         """
-        open_gaps = self._gaps
-        self._gaps = []
+        open_gaps = self._gap_numbers
+        self._gap_numbers = []
         return open_gaps
 
 

@@ -59,10 +59,10 @@ def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
     Raises:
         StorageError: If a value does not fit into the table.
     """
-    table, output_stream = _table(samples), pyarrow.BufferOutputStream()
+    sample_table, output_stream = _table(samples), pyarrow.BufferOutputStream()
     if writer:
-        table = table.replace_schema_metadata({"writer": writer})
-    pyarrow.parquet.write_table(table, output_stream, compression="zstd")
+        sample_table = sample_table.replace_schema_metadata({"writer": writer})
+    pyarrow.parquet.write_table(sample_table, output_stream, compression="zstd")
     return output_stream.getvalue().to_pybytes()
 
 
@@ -81,13 +81,15 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
     """
     if not commit.count:
         return _table([])
-    content, where = read_beside(folder, commit, commit.table_file)
+    file_content, table_url = read_beside(folder, commit, commit.table_file)
     try:
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content)).read(use_threads=False)
+        stored_table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(file_content)).read(
+            use_threads=False
+        )
     except (pyarrow.ArrowException, OSError) as error:
-        raise RunError(f"{where}: cannot be read: {one_line(error):.200}") from error
-    _check_against(commit, table, where)
-    return table
+        raise RunError(f"{table_url}: cannot be read: {one_line(error):.200}") from error
+    _check_against(commit, stored_table, table_url)
+    return stored_table
 
 
 def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
@@ -111,12 +113,14 @@ def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
     facts_of_samples = zip(
         *(_decoded(table, column_name) for column_name in fact_names), strict=True
     )
-    samples = []
+    decoded_samples = []
     for fact_values, sample_columns in zip(facts_of_samples, columns_of_samples, strict=True):
-        facts = dict(zip(fact_names, fact_values, strict=True))
-        token_count = facts.pop(TOKENS)
-        samples.append(StoredSample(SampleFacts(**facts, columns=sample_columns), token_count))
-    return samples
+        fact_by_name = dict(zip(fact_names, fact_values, strict=True))
+        token_count = fact_by_name.pop(TOKENS)
+        decoded_samples.append(
+            StoredSample(SampleFacts(**fact_by_name, columns=sample_columns), token_count)
+        )
+    return decoded_samples
 
 
 def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
@@ -128,8 +132,8 @@ def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
     Args:
         table: Table of samples.
     """
-    samples = stored_samples(table.select(TO_CONTINUE))
-    return {sample.facts.sample_idx: sample for sample in samples}
+    samples_without_columns = stored_samples(table.select(TO_CONTINUE))
+    return {sample.facts.sample_idx: sample for sample in samples_without_columns}
 
 
 def values_of(table: pyarrow.Table, name: str) -> list[Any]:
@@ -166,24 +170,31 @@ def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
 
 def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
     all_facts = [sample.facts for sample in samples]
-    for facts in all_facts:
-        _check_facts(facts)
+    for sample_facts in all_facts:
+        _check_facts(sample_facts)
     values_by_column: dict[str, list[Any]] = {}
     for column_name in SAMPLE_COLUMNS:
         if column_name == TOKENS:
             values_by_column[column_name] = [len(sample.positions) for sample in samples]
         else:
-            values_by_column[column_name] = [getattr(facts, column_name) for facts in all_facts]
-    kept_names = dict.fromkeys(name for facts in all_facts for name in facts.columns)
-    for column_name in kept_names:
+            values_by_column[column_name] = [
+                getattr(sample_facts, column_name) for sample_facts in all_facts
+            ]
+    kept_column_names = dict.fromkeys(
+        kept_name for sample_facts in all_facts for kept_name in sample_facts.columns
+    )
+    for column_name in kept_column_names:
         values_by_column[column_name] = [
-            facts.columns.get(column_name, ABSENT) for facts in all_facts
+            sample_facts.columns.get(column_name, ABSENT) for sample_facts in all_facts
         ]
-    fields_and_arrays = [
-        _column_of(column_name, values) for column_name, values in values_by_column.items()
+    fields_and_columns = [
+        _column_of(column_name, column_values)
+        for column_name, column_values in values_by_column.items()
     ]
-    schema = pyarrow.schema([field for field, _ in fields_and_arrays])
-    return pyarrow.table([array for _, array in fields_and_arrays], schema=schema)
+    arrow_schema = pyarrow.schema([column_field for column_field, _ in fields_and_columns])
+    return pyarrow.table(
+        [column_array for _, column_array in fields_and_columns], schema=arrow_schema
+    )
 
 
 def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Array]:
@@ -199,12 +210,12 @@ def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Arr
     """
     if name in FIXED:
         return pyarrow.field(name, FIXED[name]), pyarrow.array(values, FIXED[name])
-    if ABSENT not in values and (array := _array_or_none(values)) is not None:
-        if json.dumps(_plain(array), sort_keys=True) == json.dumps(values, sort_keys=True):
-            return pyarrow.field(name, array.type), array
+    if ABSENT not in values and (column_array := _array_or_none(values)) is not None:
+        if json.dumps(_plain(column_array), sort_keys=True) == json.dumps(values, sort_keys=True):
+            return pyarrow.field(name, column_array.type), column_array
     json_texts = [None if value is ABSENT else json.dumps(value) for value in values]
-    array = pyarrow.array(json_texts, pyarrow.string())
-    return pyarrow.field(name, array.type, metadata=JSON), array
+    column_array = pyarrow.array(json_texts, pyarrow.string())
+    return pyarrow.field(name, column_array.type, metadata=JSON), column_array
 
 
 def _array_or_none(values: Sequence[Any]) -> pyarrow.Array | None:
@@ -228,8 +239,8 @@ def _has_few_fields(arrow_type: pyarrow.DataType) -> bool:
 
 
 def _is_json(table: pyarrow.Table, name: str) -> bool:
-    metadata = table.schema.field(name).metadata or {}
-    return metadata.items() >= JSON.items()
+    column_metadata = table.schema.field(name).metadata or {}
+    return column_metadata.items() >= JSON.items()
 
 
 def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
@@ -241,10 +252,13 @@ def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
         table: Table of samples.
         name: Name of the column, which the table must contain.
     """
-    column = table[name].combine_chunks()
+    stored_column = table[name].combine_chunks()
     if _is_json(table, name):
-        return [ABSENT if text is None else json.loads(text) for text in column.to_pylist()]
-    return _plain(column)
+        return [
+            ABSENT if json_text is None else json.loads(json_text)
+            for json_text in stored_column.to_pylist()
+        ]
+    return _plain(stored_column)
 
 
 def _plain(array: pyarrow.Array) -> list[Any]:
@@ -259,7 +273,11 @@ def _plain(array: pyarrow.Array) -> list[Any]:
 
 
 def _without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in struct.items() if value is not None}
+    return {
+        field_name: field_value
+        for field_name, field_value in struct.items()
+        if field_value is not None
+    }
 
 
 def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.ChunkedArray:
@@ -271,8 +289,8 @@ def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.C
         tables: Tables, of which some may lack the column. Their rows get null.
         name: Name of the column.
     """
-    with_column = [table for table in tables if name in table.column_names]
-    if not any(_is_json(table, name) for table in with_column):
+    tables_with_column = [table for table in tables if name in table.column_names]
+    if not any(_is_json(table, name) for table in tables_with_column):
         single_column_tables = [
             pyarrow.table(
                 {name: table[name] if name in table.column_names else pyarrow.nulls(len(table))}
@@ -286,10 +304,17 @@ def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.C
             )
             if _has_few_fields(common_schema.field(name).type):
                 return pyarrow.concat_tables(single_column_tables, promote_options=PROMOTED)[name]
-    values = [value for table in tables for value in values_of(table, name)]
-    if (array := _array_or_none(values)) is None:
-        array = pyarrow.array([None if value is None else _as_text(value) for value in values])
-    return pyarrow.chunked_array([array])
+    concatenated_values = [
+        column_value for table in tables for column_value in values_of(table, name)
+    ]
+    if (column_array := _array_or_none(concatenated_values)) is None:
+        column_array = pyarrow.array(
+            [
+                None if column_value is None else _as_text(column_value)
+                for column_value in concatenated_values
+            ]
+        )
+    return pyarrow.chunked_array([column_array])
 
 
 def _as_text(value: Any) -> str:

@@ -105,8 +105,8 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     next_log_seconds = LOGGED_AFTER
     while not wait([write_future], min(CHECK_SECONDS, patience.silence / 4)).done:
         check_time = time.monotonic()
-        sends_bytes = is_sending()
-        if sends_bytes is False:
+        has_unsent_bytes = is_sending()
+        if has_unsent_bytes is False:
             silent_seconds += check_time - last_check_time
         else:
             silent_seconds = 0.0
@@ -120,7 +120,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             raise FolderError(f"no answer {waiting_time}", final=False)
         if waited_seconds >= next_log_seconds:
             next_log_seconds *= 2
-            log_level, state_in_words = STATES[sends_bytes]
+            log_level, state_in_words = STATES[has_unsent_bytes]
             log.log(
                 log_level,
                 "%s has been waiting for %.0f s: %s",
@@ -156,29 +156,31 @@ def _is_sending_at(_tick: int) -> bool | None:
 
 def _own_sockets() -> set[str]:
     """Returns the inodes of the sockets that this process has open."""
-    inodes = set()
-    for descriptor in os.listdir(OPEN_FILES):
+    socket_inodes = set()
+    for descriptor_name in os.listdir(OPEN_FILES):
         with suppress(OSError):  # the descriptor may have been closed since the folder was listed
-            file_type, _, inode = os.readlink(OPEN_FILES / descriptor).partition(":")
+            file_type, _, inode_in_brackets = os.readlink(OPEN_FILES / descriptor_name).partition(
+                ":"
+            )
             if file_type == "socket":
-                inodes.add(inode.strip("[]"))
-    return inodes
+                socket_inodes.add(inode_in_brackets.strip("[]"))
+    return socket_inodes
 
 
 def _sockets_with_unsent_bytes() -> set[str]:
     """Returns the inodes of the TCP connections of this machine that have unacknowledged bytes."""
-    inodes = set()
+    sending_inodes = set()
     for tcp_table in TCP_TABLES:
         for table_line in tcp_table.read_text().splitlines()[1:] if tcp_table.exists() else ():
             # The columns are: number, local address, remote address, state, bytes to send and bytes
             # to read (in hexadecimal digits, "SEND:READ"), four other columns, inode, ...
-            columns = table_line.split()
-            connection_state = columns[3]
-            unacknowledged_bytes = int(columns[4].split(":")[0], 16)
-            inode = columns[9]
+            table_columns = table_line.split()
+            connection_state = table_columns[3]
+            unacknowledged_bytes = int(table_columns[4].split(":")[0], 16)
+            inode = table_columns[9]
             if connection_state == CONNECTED and unacknowledged_bytes:
-                inodes.add(inode)
-    return inodes
+                sending_inodes.add(inode)
+    return sending_inodes
 
 
 @lru_cache(1)
@@ -190,14 +192,14 @@ def _shows_unsent_bytes() -> bool:
     """
     try:
         with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname()) as client,
+            socket.create_server(("127.0.0.1", 0)) as server_socket,
+            socket.create_connection(server_socket.getsockname()) as client_socket,
         ):
-            client.setblocking(False)
-            inode = str(os.fstat(client.fileno()).st_ino)
+            client_socket.setblocking(False)
+            client_inode = str(os.fstat(client_socket.fileno()).st_ino)
             with suppress(BlockingIOError):
                 while True:
-                    client.send(bytes(2**20))
-            return inode in _sockets_with_unsent_bytes()
+                    client_socket.send(bytes(2**20))
+            return client_inode in _sockets_with_unsent_bytes()
     except OSError:
         return False

@@ -89,13 +89,13 @@ class Shard:
             encoding errors by the key of the hook. The errors are an empty dict at a hook whose
             values are not encoded.
         """
-        encoded_values: dict[Key, list[Any]] = {}
+        encoded_by_key: dict[Key, list[Any]] = {}
         errors_by_key: dict[Key, Errors] = {}
-        for key, hook in self.hooks.items():
-            encoded_values[key], errors_by_key[key] = hook.encode(
+        for key, hook_values in self.hooks.items():
+            encoded_by_key[key], errors_by_key[key] = hook_values.encode(
                 self.values[key], self.positions, threads
             )
-        return replace(self, values=encoded_values), errors_by_key
+        return replace(self, values=encoded_by_key), errors_by_key
 
     def measure(
         self, errors: Mapping[Key, Errors], threads: Executor
@@ -126,17 +126,19 @@ class Shard:
             sums_by_key[key] = (
                 sums_by_key[key].merge(slice_sums) if key in sums_by_key else slice_sums
             )
-        descriptions = []
+        hook_descriptions = []
         for key, hook_sums in sums_by_key.items():
-            statistics = replace(hook_sums.statistics, error=errors[key])
-            if not statistics.finite:
+            hook_statistics = replace(hook_sums.statistics, error=errors[key])
+            if not hook_statistics.finite:
                 self._refuse_not_finite(key)
-            description = self.hooks[key].to_json(self.values[key][0])
-            descriptions.append(description | statistics.to_json())
+            hook_description = self.hooks[key].to_json(self.values[key][0])
+            hook_descriptions.append(hook_description | hook_statistics.to_json())
         sums_by_name = {
-            hook.name: sums_by_key[key] for key, hook in self.hooks.items() if hook.is_array
+            hook_values.name: sums_by_key[key]
+            for key, hook_values in self.hooks.items()
+            if hook_values.is_array
         }
-        return descriptions, sums_by_name
+        return hook_descriptions, sums_by_name
 
     def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
         """Returns the sums over some samples at one hook.
@@ -156,9 +158,10 @@ class Shard:
         """
         for sample_index, sample in enumerate(self.samples):
             if not self._sums(key, slice(sample_index, sample_index + 1)).statistics.finite:
-                dtype = self.values[key][sample_index].dtype.name
+                dtype_name = self.values[key][sample_index].dtype.name
                 raise StorageError(
-                    f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype} values",
-                    remedy=OVERFLOW if dtype == "float16" else NOT_FINITE,
+                    f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype_name} "
+                    "values",
+                    remedy=OVERFLOW if dtype_name == "float16" else NOT_FINITE,
                     recurs=True,
                 )

@@ -73,12 +73,12 @@ class ShardQueue(Generic[T]):
             None  # exception of the first shard that could not be stored
         )
         self._was_stopped = False  # whether `close` was called, and did not wait for the threads
-        self._storing = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
-        self._committing = ThreadPoolExecutor(1, thread_name_prefix="commit")
+        self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
+        self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
         self._batch_bytes: list[int] = []  # bytes of each batch that belongs to no shard yet
         self._shards: deque[QueuedShard[T]] = deque()
         # Notified when a shard was committed or could not be stored. The lock guards `_shards`.
-        self._changed = threading.Condition()
+        self._shards_changed = threading.Condition()
 
     def take(self, batch_bytes: int) -> None:
         """Counts the memory of a batch, and waits while too many bytes wait to be stored.
@@ -89,16 +89,16 @@ class ShardQueue(Generic[T]):
         Raises:
             StorageError: If a shard could not be stored.
         """
-        with self._changed:
+        with self._shards_changed:
             self._batch_bytes.append(batch_bytes)
             self.bytes_waiting += batch_bytes
             while self.bytes_waiting > self._max_bytes and self._shards:
                 self.check()
                 self._on_wait()
                 start_time = time.perf_counter()
-                phase = self._shards[0].phase
-                self._changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
-                self.waited[phase] += time.perf_counter() - start_time
+                oldest_phase = self._shards[0].phase
+                self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
+                self.waited[oldest_phase] += time.perf_counter() - start_time
         self.check()
 
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:
@@ -117,11 +117,11 @@ class ShardQueue(Generic[T]):
         self.check()
         queued_shard = QueuedShard[T](sum(self._batch_bytes[:-1]))
         del self._batch_bytes[:-1]
-        queued_shard.files_future = self._storing.submit(store, queued_shard)
-        with self._changed:
+        queued_shard.files_future = self._storing_threads.submit(store, queued_shard)
+        with self._shards_changed:
             # `_finish` may run at once in another thread. It cannot remove the shard from `_shards`
             # before the shard is added, because it needs the lock that is held here.
-            self._committing.submit(self._finish, queued_shard)
+            self._commit_thread.submit(self._finish, queued_shard)
             self._shards.append(queued_shard)
 
     def check(self) -> None:
@@ -134,10 +134,10 @@ class ShardQueue(Generic[T]):
         """
         if self._failure is not None:
             raise self._failure
-        for shard in list(self._shards):
+        for queued_shard in list(self._shards):
             if (
-                shard.files_future.done()
-                and (storing_error := shard.files_future.exception()) is not None
+                queued_shard.files_future.done()
+                and (storing_error := queued_shard.files_future.exception()) is not None
             ):
                 raise self._error_of(storing_error)
 
@@ -147,9 +147,9 @@ class ShardQueue(Generic[T]):
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.
         """
-        with self._changed:
+        with self._shards_changed:
             while self._shards and self._failure is None:
-                self._changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
+                self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
         self.check()
 
     def gauges(self) -> dict[str, Any]:
@@ -158,10 +158,10 @@ class ShardQueue(Generic[T]):
         The metrics are the number of bytes in memory, the number of shards in each phase, and the
         seconds for which `take` waited, by the phase in which the oldest shard was at that time.
         """
-        phases = [shard.phase for shard in list(self._shards)]
+        phases_of_shards = [queued_shard.phase for queued_shard in list(self._shards)]
         gauges: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}
         for phase in PHASES:
-            gauges[f"shards_{phase}"] = phases.count(phase)
+            gauges[f"shards_{phase}"] = phases_of_shards.count(phase)
         for phase in PHASES:
             gauges[f"waited_{phase}_seconds_since_start"] = round(self.waited[phase], 3)
         return gauges
@@ -173,8 +173,8 @@ class ShardQueue(Generic[T]):
             patient: Whether the threads finish their work first.
         """
         self._was_stopped = self._was_stopped or not patient
-        for pool in (self._storing, self._committing):
-            pool.shutdown(wait=patient, cancel_futures=True)
+        for thread_pool in (self._storing_threads, self._commit_thread):
+            thread_pool.shutdown(wait=patient, cancel_futures=True)
 
     def _finish(self, shard: QueuedShard[T]) -> None:
         """Waits until a shard is stored and commits it, unless an earlier shard has failed.
@@ -187,10 +187,10 @@ class ShardQueue(Generic[T]):
         except BaseException as error:  # after any failure, no later shard may be committed
             self._failure = self._error_of(error)
         finally:
-            with self._changed:
+            with self._shards_changed:
                 self.bytes_waiting -= shard.bytes_held
                 self._shards.remove(shard)
-                self._changed.notify_all()
+                self._shards_changed.notify_all()
 
     def _error_of(self, error: BaseException) -> Exception:
         """Returns the error that the methods raise after an exception in a thread.

@@ -75,8 +75,8 @@ class ShardWriter:
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit
         self._shard_bytes = options.shard_bytes
-        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
-        self._packing = threading.Semaphore(options.threads)
+        self._store_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
+        self._packing_slots = threading.Semaphore(options.threads)
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
     def follow(self, plan: StoragePlan) -> None:
@@ -91,7 +91,7 @@ class ShardWriter:
         self._clear_pending()
 
     def _clear_pending(self) -> None:
-        self._pending: list[tuple[ShardSample, Mapping[Key, Any]]] = []
+        self._pending_samples: list[tuple[ShardSample, Mapping[Key, Any]]] = []
         self._pending_bytes = 0
 
     def take(self, batch_bytes: int) -> None:
@@ -102,8 +102,8 @@ class ShardWriter:
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
-        is_encoded = any(hook.is_encoded for hook in self._hooks.values())
-        copy_count = 1 + self.format.compressed + is_encoded
+        encodes_values = any(hook_values.is_encoded for hook_values in self._hooks.values())
+        copy_count = 1 + self.format.compressed + encodes_values
         self.queue.take(batch_bytes * copy_count)
 
     def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
@@ -117,9 +117,9 @@ class ShardWriter:
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
         sample_bytes = sum(self._hooks[key].bytes_of(values[key]) for key in values)
-        if self._pending and self._pending_bytes + sample_bytes > self._shard_bytes:
+        if self._pending_samples and self._pending_bytes + sample_bytes > self._shard_bytes:
             self._submit_pending(self._shard_numbers.take())
-        self._pending.append((sample, values))
+        self._pending_samples.append((sample, values))
         self._pending_bytes += sample_bytes
         self._mark = self._plan.mark_after(mark)
 
@@ -135,11 +135,11 @@ class ShardWriter:
         """
         with suppress(StorageError):  # `queue.wait` raises the error again
             gap_numbers = self._shard_numbers.take_gaps() if complete else []
-            for number in gap_numbers[:-1]:
-                self._submit(Shard([], {}, {}), number)
+            for gap_number in gap_numbers[:-1]:
+                self._submit(Shard([], {}, {}), gap_number)
             if gap_numbers:
                 self._submit_pending(gap_numbers[-1])
-            elif self._pending:
+            elif self._pending_samples:
                 self._submit_pending(self._shard_numbers.take())
         self.queue.wait()
 
@@ -149,13 +149,13 @@ class ShardWriter:
         Args:
             number: Number of the shard.
         """
-        self._pending.sort(key=lambda pending: pending[0].facts.sample_idx)
-        samples = [sample for sample, _ in self._pending]
+        self._pending_samples.sort(key=lambda pending: pending[0].facts.sample_idx)
+        shard_samples = [shard_sample for shard_sample, _ in self._pending_samples]
         values_by_key: dict[Key, list[Any]] = {key: [] for key in self._hooks}
-        for _, sample_values in self._pending:
+        for _, sample_values in self._pending_samples:
             for key in self._hooks:
                 values_by_key[key].append(sample_values[key])
-        shard = Shard(samples, self._hooks, values_by_key)
+        shard = Shard(shard_samples, self._hooks, values_by_key)
         # Ctrl-C may interrupt `_submit`. The samples are removed before it, so that no sample can
         # be in two shards.
         self._clear_pending()
@@ -171,7 +171,7 @@ class ShardWriter:
             patient: Whether the threads finish their work first.
         """
         self.queue.close(patient)
-        self._pool.shutdown(wait=patient, cancel_futures=True)
+        self._store_threads.shutdown(wait=patient, cancel_futures=True)
 
     def _store(
         self, shard: Shard, mark: Mark | None, number: int, queued_shard: QueuedShard[StoredShard]
@@ -188,41 +188,43 @@ class ShardWriter:
             A tuple of the commit, which is not written yet, and the samples of the shard.
         """
         writer_id = self._log_writer.id
-        commit = Commit(number, self._log_writer.began, mark, identity=self._identity.digest)
+        shard_commit = Commit(number, self._log_writer.began, mark, identity=self._identity.digest)
         if not shard.samples:
-            return commit, []
-        with self._packing:
-            shard, errors = shard.encode(self._pool)
-            hooks, sums = shard.measure(errors, self._pool)
-            packed_file = self.format.pack(shard, self._pool, writer_id)
-        cut_counts = [sample.facts.cut for sample in shard.samples if sample.facts.cut > 0]
-        token_counts = [len(sample.positions) for sample in shard.samples]
-        commit = replace(
-            commit,
+            return shard_commit, []
+        with self._packing_slots:
+            shard, encoding_errors = shard.encode(self._store_threads)
+            hook_descriptions, sums_by_hook = shard.measure(encoding_errors, self._store_threads)
+            packed_file = self.format.pack(shard, self._store_threads, writer_id)
+        cut_counts = [
+            shard_sample.facts.cut for shard_sample in shard.samples if shard_sample.facts.cut > 0
+        ]
+        token_counts = [len(shard_sample.positions) for shard_sample in shard.samples]
+        shard_commit = replace(
+            shard_commit,
             file=shard_name(number, self.format.suffix),
             unpacked=packed_file.uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
             count=len(token_counts),
             tokens=sum(token_counts),
-            hooks=hooks,
+            hooks=hook_descriptions,
             cut_samples=len(cut_counts),
             cut_tokens=sum(cut_counts),
             empty_samples=token_counts.count(0),
         )
-        small_files = {
-            commit.statistics_file: pack_sums(sums, writer_id),
-            commit.table_file: pack_table(shard.samples, writer_id),
+        content_by_small_file = {
+            shard_commit.statistics_file: pack_sums(sums_by_hook, writer_id),
+            shard_commit.table_file: pack_table(shard.samples, writer_id),
         }
         queued_shard.phase = "writing"
-        version = self._log_writer.write_file(commit.file, packed_file.buffers)
-        files = {commit.file: replace(packed_file.facts, version=version)}
-        for file_name, file_content in small_files.items():
-            sha256 = hashlib.sha256(file_content).hexdigest()
-            version = self._log_writer.write_file(file_name, [file_content])
-            files[file_name] = FileFacts(len(file_content), sha256, version)
+        file_version = self._log_writer.write_file(shard_commit.file, packed_file.buffers)
+        facts_by_file = {shard_commit.file: replace(packed_file.facts, version=file_version)}
+        for file_name, file_content in content_by_small_file.items():
+            content_digest = hashlib.sha256(file_content).hexdigest()
+            file_version = self._log_writer.write_file(file_name, [file_content])
+            facts_by_file[file_name] = FileFacts(len(file_content), content_digest, file_version)
         queued_shard.phase = "committing"
-        return replace(commit, files=files), shard.samples
+        return replace(shard_commit, files=facts_by_file), shard.samples
 
     def _commit(self, stored_shard: StoredShard) -> None:
         """Commits a shard whose files are stored.
@@ -233,8 +235,15 @@ class ShardWriter:
         Raises:
             StorageError: If a file from which samples come has changed.
         """
-        commit, samples = stored_shard
+        shard_commit, samples = stored_shard
         self._source_check.check(samples)
-        commit = self._log_writer.commit(replace(commit, committed=round(time.time(), 3)))
-        log.debug("shard %d: %d samples, %d bytes", commit.number, commit.count, commit.bytes)
+        shard_commit = self._log_writer.commit(
+            replace(shard_commit, committed=round(time.time(), 3))
+        )
+        log.debug(
+            "shard %d: %d samples, %d bytes",
+            shard_commit.number,
+            shard_commit.count,
+            shard_commit.bytes,
+        )
         self._on_commit()

@@ -39,15 +39,17 @@ class SourceCheck:
                 since the last check that found no change.
         """
         if self._sources is not None:
-            rows = [sample.facts.row for sample in samples]
+            rows_of_samples = [sample.facts.row for sample in samples]
             try:
-                self._sources.check(row for row in rows if row is not None)
+                self._sources.check(
+                    row_position for row_position in rows_of_samples if row_position is not None
+                )
             except RunError as error:
                 shard_numbers = [commit.number for commit in self._commits[self._checked_count :]]
                 numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
-                message = (
+                problem_message = (
                     f"{error}; shards committed since it was last seen unchanged: "
                     f"{numbers_in_words}"
                 )
-                raise reworded(error, message, StorageError) from error
+                raise reworded(error, problem_message, StorageError) from error
         self._checked_count = len(self._commits)

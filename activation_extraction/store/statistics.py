@@ -82,12 +82,14 @@ class Sums:
         value_count = token_count * self.sums.shape[1]
         # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
         with np.errstate(invalid="ignore"):
-            mean = float(self.sums.sum()) / value_count
+            overall_mean = float(self.sums.sum()) / value_count
         return Statistics(
             tokens=token_count,
             values=value_count,
-            overall_mean=mean,
-            overall_variance=max(0.0, float(self.squares.sum()) / value_count - mean * mean),
+            overall_mean=overall_mean,
+            overall_variance=max(
+                0.0, float(self.squares.sum()) / value_count - overall_mean * overall_mean
+            ),
             mean_norm=float(self.norms.sum()) / token_count,
             max_norm=float(self.largest),
         )
@@ -103,28 +105,28 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
         positions: Positions of all tokens in their samples, int32 (tokens,).
     """
     token_count = len(positions)
-    totals = Sums.zeros(width)
+    sums_of_tokens = Sums.zeros(width)
     squared_norms = np.empty(token_count)
     block_tokens = max(1, SUMMED_BYTES // (8 * width))
     block_buffer = np.empty((min(block_tokens, token_count), width))
     # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
     with np.errstate(invalid="ignore"):
-        for start in range(0, token_count, block_tokens):
-            block_slice = slice(start, start + block_tokens)
+        for start_token in range(0, token_count, block_tokens):
+            block_slice = slice(start_token, start_token + block_tokens)
             block_values = decode(block_slice)
-            block = block_buffer[: len(block_values)]
-            np.copyto(block, block_values)
+            float64_block = block_buffer[: len(block_values)]
+            np.copyto(float64_block, block_values)
             sink_indices = np.flatnonzero(positions[block_slice] == 0)
-            _add_rows(totals.sums, block, sink_indices)
-            np.multiply(block, block, out=block)
-            _add_rows(totals.squares, block, sink_indices)
-            np.add.reduce(block, 1, out=squared_norms[block_slice])
-    norms = np.sqrt(squared_norms)
+            _add_rows(sums_of_tokens.sums, float64_block, sink_indices)
+            np.multiply(float64_block, float64_block, out=float64_block)
+            _add_rows(sums_of_tokens.squares, float64_block, sink_indices)
+            np.add.reduce(float64_block, 1, out=squared_norms[block_slice])
+    token_norms = np.sqrt(squared_norms)
     kind_of_token = np.where(positions == 0, SINK, OTHER)
-    totals.counts += np.bincount(kind_of_token, minlength=2)
-    totals.norms += np.bincount(kind_of_token, norms, minlength=2)
-    totals.largest = np.maximum(totals.largest, norms.max(initial=0.0))
-    return totals
+    sums_of_tokens.counts += np.bincount(kind_of_token, minlength=2)
+    sums_of_tokens.norms += np.bincount(kind_of_token, token_norms, minlength=2)
+    sums_of_tokens.largest = np.maximum(sums_of_tokens.largest, token_norms.max(initial=0.0))
+    return sums_of_tokens
 
 
 def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> None:
@@ -211,15 +213,15 @@ class CodeSums:
             codes: Codes of the tokens.
             token_mask: Mask of the tokens to sum over, bool (tokens,).
         """
-        stored_counts = np.diff(codes.indptr)[token_mask]
-        cut_counts = np.zeros(1, np.int64)
+        features_per_token = np.diff(codes.indptr)[token_mask]
+        cut_features_per_token = np.zeros(1, np.int64)
         if codes.active is not None:
-            cut_counts = codes.active[token_mask] - stored_counts
+            cut_features_per_token = codes.active[token_mask] - features_per_token
         return cls(
-            tokens=len(stored_counts),
-            features=int(stored_counts.sum()),
-            cut=int(cut_counts.sum()),
-            cut_tokens=int((cut_counts > 0).sum()),
+            tokens=len(features_per_token),
+            features=int(features_per_token.sum()),
+            cut=int(cut_features_per_token.sum()),
+            cut_tokens=int((cut_features_per_token > 0).sum()),
             error=float(codes.error[token_mask].astype(np.float64).sum()),
             square=float(np.square(codes.norm)[token_mask].astype(np.float64).sum()),
         )
@@ -322,8 +324,13 @@ class Statistics:
             + variance_between,
             mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
-            error={kind: error.merge(other.error[kind]) for kind, error in self.error.items()},
-            codes={kind: sums.merge(other.codes[kind]) for kind, sums in self.codes.items()},
+            error={
+                kind: encoding_error.merge(other.error[kind])
+                for kind, encoding_error in self.error.items()
+            },
+            codes={
+                kind: code_sums.merge(other.codes[kind]) for kind, code_sums in self.codes.items()
+            },
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -333,9 +340,13 @@ class Statistics:
         """
         json_fields = {key: getattr(self, field_name) for key, field_name in STATISTICS.items()}
         if self.error:
-            json_fields["error"] = {kind: asdict(error) for kind, error in self.error.items()}
+            json_fields["error"] = {
+                kind: asdict(encoding_error) for kind, encoding_error in self.error.items()
+            }
         if self.codes:
-            json_fields["codes"] = {kind: asdict(sums) for kind, sums in self.codes.items()}
+            json_fields["codes"] = {
+                kind: asdict(code_sums) for kind, code_sums in self.codes.items()
+            }
         return json_fields
 
     @classmethod
@@ -346,10 +357,12 @@ class Statistics:
             json_fields: Result of `to_json`. Other keys in it are ignored.
         """
         errors_by_kind = {
-            kind: EncodingError(**sums) for kind, sums in json_fields.get("error", {}).items()
+            kind: EncodingError(**number_by_name)
+            for kind, number_by_name in json_fields.get("error", {}).items()
         }
         sums_by_kind = {
-            kind: CodeSums(**sums) for kind, sums in json_fields.get("codes", {}).items()
+            kind: CodeSums(**number_by_name)
+            for kind, number_by_name in json_fields.get("codes", {}).items()
         }
         field_values = {field_name: json_fields[key] for key, field_name in STATISTICS.items()}
         return cls(**field_values, error=errors_by_kind, codes=sums_by_kind)
@@ -391,11 +404,13 @@ class DimensionStatistics:
         """
         token_count = int(sums.counts[kinds].sum())
         with np.errstate(invalid="ignore"):
-            mean = sums.sums[kinds].sum(0) / token_count
-            mean_square = sums.squares[kinds].sum(0) / token_count
+            dimension_means = sums.sums[kinds].sum(0) / token_count
+            dimension_mean_squares = sums.squares[kinds].sum(0) / token_count
             mean_norm = sums.norms[kinds].sum() / token_count
-        variance = np.maximum(mean_square - mean * mean, 0)
-        return cls(token_count, mean, variance, float(mean_norm))
+        dimension_variances = np.maximum(
+            dimension_mean_squares - dimension_means * dimension_means, 0
+        )
+        return cls(token_count, dimension_means, dimension_variances, float(mean_norm))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -448,14 +463,14 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
         sums: Sums by the full names of the hooks.
         writer: Id of the process that writes the file; "" to leave it out.
     """
-    arrays: dict[str, Any] = {}
+    array_by_name: dict[str, Any] = {}
     for hook_name, hook_sums in sums.items():
         for field_name in FIELDS:
-            arrays[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
+            array_by_name[f"{hook_name}/{field_name}"] = getattr(hook_sums, field_name)
     if writer:
-        arrays["writer"] = np.array(writer)
+        array_by_name["writer"] = np.array(writer)
     npz_file = io.BytesIO()
-    np.savez(npz_file, **arrays)
+    np.savez(npz_file, **array_by_name)
     return npz_file.getvalue()
 
 
@@ -467,10 +482,10 @@ def unpack_sums(npz_bytes: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
         hooks: Full names of the hooks whose sums are read.
     """
     sums_by_hook = {}
-    with PARSING, np.load(io.BytesIO(npz_bytes)) as arrays:
+    with PARSING, np.load(io.BytesIO(npz_bytes)) as stored_arrays:
         for hook_name in hooks:
-            field_arrays = {
-                field_name: arrays[f"{hook_name}/{field_name}"] for field_name in FIELDS
+            array_by_field = {
+                field_name: stored_arrays[f"{hook_name}/{field_name}"] for field_name in FIELDS
             }
-            sums_by_hook[hook_name] = Sums(**field_arrays)
+            sums_by_hook[hook_name] = Sums(**array_by_field)
     return sums_by_hook

@@ -23,19 +23,23 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     Args:
         statistics: Statistics by the full names of the hooks.
     """
-    errors = {name: hook.error for name, hook in statistics.items() if hook.error}
-    hook_names = sorted(errors, key=lambda name: -errors[name]["others"].mean)
+    errors_by_hook = {
+        name: hook_statistics.error
+        for name, hook_statistics in statistics.items()
+        if hook_statistics.error
+    }
+    hook_names = sorted(errors_by_hook, key=lambda name: -errors_by_hook[name]["others"].mean)
     for hook_name in hook_names[:MAX_LISTED_HOOKS]:
-        sink_error = errors[hook_name]["sinks"]
-        other_error = errors[hook_name]["others"]
+        sink_error = errors_by_hook[hook_name]["sinks"]
+        other_error = errors_by_hook[hook_name]["others"]
         yield (
             f"{hook_name}: relative error of a token {other_error.mean:.2%} on average, at most "
             f"{other_error.worst:.2%}; first tokens of samples {sink_error.mean:.2%}, "
             f"{sink_error.worst:.2%}"
         )
-    if len(errors) > MAX_LISTED_HOOKS:
-        unlisted_hooks = counted(len(errors) - MAX_LISTED_HOOKS, "other hook")
-        yield f"the errors of {unlisted_hooks} are smaller (--json)"
+    if len(errors_by_hook) > MAX_LISTED_HOOKS:
+        unlisted_hooks_in_words = counted(len(errors_by_hook) - MAX_LISTED_HOOKS, "other hook")
+        yield f"the errors of {unlisted_hooks_in_words} are smaller (--json)"
 
 
 def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
@@ -47,24 +51,26 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     Args:
         statistics: Statistics by the full names of the hooks.
     """
-    for hook_name, hook in statistics.items():
-        if not hook.codes:
+    for hook_name, hook_statistics in statistics.items():
+        if not hook_statistics.codes:
             continue
-        code_sums = hook.codes["sinks"].merge(hook.codes["others"])
-        line = (
+        code_sums = hook_statistics.codes["sinks"].merge(hook_statistics.codes["others"])
+        codes_line = (
             f"{hook_name}: {code_sums.features / max(code_sums.tokens, 1):.1f} features per token"
         )
         if code_sums.cut:
-            cut_tokens = counted(code_sums.cut_tokens, "token")
-            line += f", {code_sums.cut:,} cut from {cut_tokens} (--encode_most)"
-        shares = [
-            f"{sums.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
-            for kind, sums in hook.codes.items()
-            if sums.explained >= 0
+            cut_tokens_in_words = counted(code_sums.cut_tokens, "token")
+            codes_line += f", {code_sums.cut:,} cut from {cut_tokens_in_words} (--encode_most)"
+        shares_in_words = [
+            f"{sums_of_kind.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
+            for kind, sums_of_kind in hook_statistics.codes.items()
+            if sums_of_kind.explained >= 0
         ]
-        if shares:
-            line += f"; the share of squared norms that they explain: {', '.join(shares)}"
-        yield line
+        if shares_in_words:
+            codes_line += (
+                f"; the share of squared norms that they explain: {', '.join(shares_in_words)}"
+            )
+        yield codes_line
 
 
 def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
@@ -75,11 +81,12 @@ def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     Args:
         statistics: Statistics by the full names of the hooks.
     """
-    for hook_name, hook in statistics.items():
-        for kind, sums in hook.codes.items():
-            if sums.explained < 0:
+    for hook_name, hook_statistics in statistics.items():
+        for kind, code_sums in hook_statistics.codes.items():
+            if code_sums.explained < 0:
                 yield (
                     f"{hook_name}: the features explain nothing of {KINDS_OF_TOKENS[kind]}: what "
-                    f"they leave has {sums.error / sums.square:.3g} times the squared norm of the "
-                    "values; check that the autoencoder is for this model, hook and kind of tokens"
+                    f"they leave has {code_sums.error / code_sums.square:.3g} times the squared "
+                    "norm of the values; check that the autoencoder is for this model, "
+                    "hook and kind of tokens"
                 )

@@ -133,22 +133,24 @@ class ActivationStorage:
         facts = facts or RunFacts()
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._hooks = {
-            key: self._identity.hook_values(key, name, facts.hooks.get(key, {}).get("width", 0))
-            for key, name in hooks.items()
+            hook_key: self._identity.hook_values(
+                hook_key, name, facts.hooks.get(hook_key, {}).get("width", 0)
+            )
+            for hook_key, name in hooks.items()
         }
         tensor_names = set(OF_TOKENS)
-        for hook in self._hooks.values():
-            if not hook.in_pickles and options.shard_format != "safetensors":
+        for hook_values in self._hooks.values():
+            if not hook_values.in_pickles and options.shard_format != "safetensors":
                 raise InputError(
                     f"activation_dtype {self._identity.activation_dtype}: needs shard_format "
                     f"safetensors, found {options.shard_format!r:.40}"
                 )
-            for tensor_name in tensor_names.intersection(hook.tensor_names):
+            for tensor_name in tensor_names.intersection(hook_values.tensor_names):
                 raise InputError(
-                    f"hook {hook.name}: shards already have another tensor named {tensor_name}; "
-                    "give the hook another name"
+                    f"hook {hook_values.name}: shards already have another tensor named "
+                    f"{tensor_name}; give the hook another name"
                 )
-            tensor_names.update(hook.tensor_names)
+            tensor_names.update(hook_values.tensor_names)
         check_output_dir(self.folder, METRICS)
         if remote is not None and options.shard_bytes > (remote.max_file_bytes or math.inf):
             raise InputError(
@@ -162,7 +164,7 @@ class ActivationStorage:
         else:
             keeps_shards = not options.delete_local_after_upload
             self._log_writer = LogWriter(remote, run_description, local_folder, keeps_shards)
-        self._metrics = MetricsFile(self.folder, remote)
+        self._metrics_file = MetricsFile(self.folder, remote)
         self._shard_writer = ShardWriter(
             self._log_writer,
             self._hooks,
@@ -170,7 +172,7 @@ class ActivationStorage:
             options,
             facts.sources,
             on_wait,
-            self._metrics.upload_if_due,
+            self._metrics_file.upload_if_due,
         )
         self.made = self._log_writer.new_commits
         self.waited = self._shard_writer.queue.waited
@@ -188,10 +190,10 @@ class ActivationStorage:
             self._follow(self._planner(RunLog.read(self.destination)))
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
-        self._incomplete: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
+        self._incomplete_samples: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
         # Number of the last sample that has all its activations; -1 if there is none.
         self._last_complete_number = -1
-        self._lock: int | None = None
+        self._lock_descriptor: int | None = None
         # "planned": the stored shards are known, and this storage has not written anything yet.
         # "open": this process owns the folder.
         # "closed": this process has released the folder, and the storage cannot be opened again.
@@ -200,10 +202,13 @@ class ActivationStorage:
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
         self._log_writer.follow(plan)
-        hooks = plan.commits[-1].hooks if plan.commits else []
+        last_hook_descriptions = plan.commits[-1].hooks if plan.commits else []
         # Width and dtype of the stored samples, by the key of the hook. New samples must have the
         # same width and dtype.
-        self._widths_and_dtypes = {hook["key"]: (hook["width"], hook["dtype"]) for hook in hooks}
+        self._width_and_dtype_by_key = {
+            hook_description["key"]: (hook_description["width"], hook_description["dtype"])
+            for hook_description in last_hook_descriptions
+        }
         self._samples_after_mark: dict[int, StoredSample] | None = None
         self._stored_count = sum(commit.count for commit in plan.commits)
         # The sample number that `add_activation` expects next. In a repair, the program adds all
@@ -272,8 +277,8 @@ class ActivationStorage:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.folder)
-            if self._lock is None:
+            self._lock_descriptor = lock_folder(self.folder)
+            if self._lock_descriptor is None:
                 log.warning(
                     "%s: its file system has no locks, so nothing prevents two processes from "
                     "writing there; see to it that only one does",
@@ -283,7 +288,7 @@ class ActivationStorage:
             if self.plan.up_to_date:
                 return self._unlock()
             self._state = "open"
-            self._metrics.begin(anew=self.options.overwrite)
+            self._metrics_file.begin(anew=self.options.overwrite)
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
 
@@ -327,7 +332,7 @@ class ActivationStorage:
             StorageError: If the file cannot be written.
         """
         if not self.plan.gaps:
-            self._metrics.append(metrics)
+            self._metrics_file.append(metrics)
 
     def add_batch(self, batch: Batch, activations: Mapping[Key, np.ndarray]) -> None:
         """Adds the samples of a batch, with their activations at all hooks.
@@ -349,20 +354,22 @@ class ActivationStorage:
             ValueError: If the run is already complete.
         """
         self.open()
-        self._shard_writer.take(sum(array.nbytes for array in activations.values()))
+        self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
         for placement, (kept_index, positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
-            sample = placement.sample
-            self._check_takes_samples(sample.facts.sample_idx)
-            labels = {
+            text_sample = placement.sample
+            self._check_takes_samples(text_sample.facts.sample_idx)
+            kept_labels = {
                 label_name: label_values[positions]
-                for label_name, label_values in sample.labels.items()
+                for label_name, label_values in text_sample.labels.items()
             }
-            shard_sample = ShardSample(sample.facts, sample.token_ids[positions], positions, labels)
+            shard_sample = ShardSample(
+                text_sample.facts, text_sample.token_ids[positions], positions, kept_labels
+            )
             values_by_key = {}
-            for key, hook in self._hooks.items():
-                values_by_key[key] = hook.for_shard(activations[key][kept_index])
+            for hook_key, hook_values in self._hooks.items():
+                values_by_key[hook_key] = hook_values.for_shard(activations[hook_key][kept_index])
             self._shard_writer.add(shard_sample, values_by_key, placement.mark)
 
     def _check_takes_samples(self, sample_idx: int) -> None:
@@ -439,7 +446,7 @@ class ActivationStorage:
             raise ValueError(f"{sample_and_hook}: {error}") from error
         for problem in self._problems(layer_idx, activation, copied_ids, sample_number):
             raise ValueError(f"{sample_and_hook}: {problem}")
-        if sample_number not in self._incomplete:
+        if sample_number not in self._incomplete_samples:
             positions = np.arange(len(activation), dtype=np.int32)
             sample_facts = SampleFacts(
                 sample_number,
@@ -449,15 +456,20 @@ class ActivationStorage:
                 cut,
                 deepcopy(columns or {}),
             )
-            self._incomplete[sample_number] = ShardSample(sample_facts, copied_ids, positions), {}
+            self._incomplete_samples[sample_number] = (
+                ShardSample(sample_facts, copied_ids, positions),
+                {},
+            )
             self._next_number += 1
-        shard_sample, activations = self._incomplete[sample_number]
-        activations[layer_idx] = activation
-        if len(activations) == len(self._hooks):
-            del self._incomplete[sample_number]
-            self._shard_writer.take(sum(array.nbytes for array in activations.values()))
+        shard_sample, activation_by_key = self._incomplete_samples[sample_number]
+        activation_by_key[layer_idx] = activation
+        if len(activation_by_key) == len(self._hooks):
+            del self._incomplete_samples[sample_number]
+            self._shard_writer.take(
+                sum(hook_activation.nbytes for hook_activation in activation_by_key.values())
+            )
             self._last_complete_number = sample_number
-            self._shard_writer.add(shard_sample, activations)
+            self._shard_writer.add(shard_sample, activation_by_key)
 
     def _is_stored(self, sample_number: int) -> bool:
         """Returns whether an earlier process has stored the sample with this number.
@@ -484,42 +496,47 @@ class ActivationStorage:
             token_ids: Token ids of the sample; None if there are none.
             sample_number: Number of the sample.
         """
-        shape = activation.shape
-        dtype = activation.dtype.name
+        activation_shape = activation.shape
+        dtype_name = activation.dtype.name
         if (
-            len(shape) != 2
-            or not shape[1]
-            or (token_ids is not None and token_ids.shape != shape[:1])
+            len(activation_shape) != 2
+            or not activation_shape[1]
+            or (token_ids is not None and token_ids.shape != activation_shape[:1])
         ):
             yield (
-                f"the activation has shape {shape}, expected (tokens, width) with as many "
-                "tokens as there are token ids"
+                f"the activation has shape {activation_shape}, expected (tokens, width) with as "
+                "many tokens as there are token ids"
             )
         if token_ids is None and self.format is SAFETENSORS:
             yield "has no token ids, and safetensors need them"
         if token_ids is not None and token_ids.dtype != np.int32:
             yield f"token ids of dtype {token_ids.dtype}, expected int32"
-        incomplete_sample, activations = self._incomplete.get(sample_number, (None, {}))
-        if key in activations or sample_number <= self._last_complete_number:
+        incomplete_sample, activation_by_key = self._incomplete_samples.get(
+            sample_number, (None, {})
+        )
+        if key in activation_by_key or sample_number <= self._last_complete_number:
             yield "given twice or out of order"
         if incomplete_sample is None and sample_number != self._next_number:
             yield f"expected sample {self._next_number} next: samples are 0, 1, 2, ..."
-        if incomplete_sample is not None and len(incomplete_sample.positions) != shape[0]:
-            expected_tokens = counted(len(incomplete_sample.positions), "token")
-            yield f"{shape[0]}, expected {expected_tokens} as at other hooks"
-        if dtype not in DTYPES:
-            yield f"dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
-        hook = self._hooks[key]
-        dtype = hook.stored_as(dtype)
-        first_width_and_dtype = (shape[1], hook.stored_dtype or dtype)
-        width_and_dtype = self._widths_and_dtypes.get(key, first_width_and_dtype)
-        if (shape[1], dtype) != width_and_dtype:
+        if (
+            incomplete_sample is not None
+            and len(incomplete_sample.positions) != activation_shape[0]
+        ):
+            expected_count_in_words = counted(len(incomplete_sample.positions), "token")
+            yield f"{activation_shape[0]}, expected {expected_count_in_words} as at other hooks"
+        if dtype_name not in DTYPES:
+            yield f"dtype {dtype_name}, expected one of {', '.join(sorted(DTYPES))}"
+        hook_values = self._hooks[key]
+        dtype_name = hook_values.stored_as(dtype_name)
+        first_width_and_dtype = (activation_shape[1], hook_values.stored_dtype or dtype_name)
+        width_and_dtype = self._width_and_dtype_by_key.get(key, first_width_and_dtype)
+        if (activation_shape[1], dtype_name) != width_and_dtype:
             expected_width, expected_dtype = width_and_dtype
             yield (
-                f"width {shape[1]}, dtype {dtype}, expected width {expected_width}, dtype "
-                f"{expected_dtype}, as in the rest of the run"
+                f"width {activation_shape[1]}, dtype {dtype_name}, expected width "
+                f"{expected_width}, dtype {expected_dtype}, as in the rest of the run"
             )
-        self._widths_and_dtypes[key] = width_and_dtype
+        self._width_and_dtype_by_key[key] = width_and_dtype
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits all complete samples, writes metadata.json, and closes the storage.
@@ -544,18 +561,18 @@ class ActivationStorage:
             self.open()
         if self._state != "open":
             return self.close()
-        missing_samples = 0
+        missing_count = 0
         if complete and self.plan.repair is not None:
-            missing_samples = self.plan.repair.samples_missing(self._next_number)
-        complete = (complete and not missing_samples) or self.plan.complete
+            missing_count = self.plan.repair.samples_missing(self._next_number)
+        complete = (complete and not missing_count) or self.plan.complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
-        is_stored = False
+        has_finished = False
         try:
             self._shard_writer.finish(complete)
             self._log_writer.finish(complete)
-            self._metrics.upload()
-            is_stored = True
+            self._metrics_file.upload()
+            has_finished = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
         except RunError:
@@ -565,16 +582,18 @@ class ActivationStorage:
         finally:
             # If the shards could not be stored, or after a second Ctrl-C, the program does not wait
             # for uploads.
-            self.close(patient=is_stored)
-        if complete and self._incomplete:
-            sample_number, (_, activations) = next(iter(self._incomplete.items()))
-            missing_keys = [key for key in self._hooks if key not in activations]
+            self.close(patient=has_finished)
+        if complete and self._incomplete_samples:
+            sample_number, (_, activation_by_key) = next(iter(self._incomplete_samples.items()))
+            missing_keys = [
+                hook_key for hook_key in self._hooks if hook_key not in activation_by_key
+            ]
             raise ValueError(
                 f"sample {sample_number} has no activation for {missing_keys}; it is not stored"
             )
-        if missing_samples:
+        if missing_count:
             raise ValueError(
-                f"{self.folder}: {counted(missing_samples, 'sample')} not given again; a repair "
+                f"{self.folder}: {counted(missing_count, 'sample')} not given again; a repair "
                 "needs all samples from 0 on, and skips those that are stored"
             )
 
@@ -590,5 +609,5 @@ class ActivationStorage:
         self._unlock()
 
     def _unlock(self) -> None:
-        unlock(self._lock)
-        self._lock = None
+        unlock(self._lock_descriptor)
+        self._lock_descriptor = None

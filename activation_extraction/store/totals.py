@@ -49,10 +49,10 @@ class Totals:
     @classmethod
     def of(cls, commits: Iterable[Commit]) -> "Totals":
         """Returns the totals of several shards of one host."""
-        totals = cls()
+        totals_of_shards = cls()
         for commit in commits:
-            totals.add(commit)
-        return totals
+            totals_of_shards.add(commit)
+        return totals_of_shards
 
     @classmethod
     def of_log(cls, run_log: RunLog) -> "Totals":
@@ -64,10 +64,12 @@ class Totals:
         Args:
             run_log: Log of the folder.
         """
-        totals = cls.of(run_log.in_order)
-        metadata = run_log.metadata or {}
-        totals.count_rows(metadata.get("skipped_rows", 0), metadata.get("empty_rows", 0))
-        return totals
+        totals_of_folder = cls.of(run_log.in_order)
+        stored_metadata = run_log.metadata or {}
+        totals_of_folder.count_rows(
+            stored_metadata.get("skipped_rows", 0), stored_metadata.get("empty_rows", 0)
+        )
+        return totals_of_folder
 
     def add(self, commit: Commit) -> None:
         """Adds a shard of the same host to the totals.
@@ -81,9 +83,11 @@ class Totals:
             setattr(self, count_name, getattr(self, count_name) + getattr(commit, count_name))
         if commit.mark is not None:
             self.count_rows(commit.mark.skipped_rows, commit.mark.empty_rows)
-        for hook in commit.hooks:
-            previous_statistics = self.statistics.get(hook["name"], Statistics())
-            self.statistics[hook["name"]] = previous_statistics.merge(Statistics.from_json(hook))
+        for hook_description in commit.hooks:
+            previous_statistics = self.statistics.get(hook_description["name"], Statistics())
+            self.statistics[hook_description["name"]] = previous_statistics.merge(
+                Statistics.from_json(hook_description)
+            )
 
     def add_host(self, host_totals: "Totals") -> None:
         """Adds the totals of another host to these totals.
@@ -92,9 +96,9 @@ class Totals:
         """
         for count_name, count in host_totals.counts.items():
             setattr(self, count_name, getattr(self, count_name) + count)
-        for hook_name, statistics in host_totals.statistics.items():
+        for hook_name, hook_statistics in host_totals.statistics.items():
             previous_statistics = self.statistics.get(hook_name, Statistics())
-            self.statistics[hook_name] = previous_statistics.merge(statistics)
+            self.statistics[hook_name] = previous_statistics.merge(hook_statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
         """Sets the counts of skipped and empty rows, unless a count is already larger.
@@ -109,7 +113,7 @@ class Totals:
     @property
     def counts(self) -> dict[str, int]:
         """The counts that metadata.json records, by name: all fields except `statistics`."""
-        count_names = [attribute.name for attribute in fields(self) if attribute.type is int]
+        count_names = [total_field.name for total_field in fields(self) if total_field.type is int]
         return {count_name: getattr(self, count_name) for count_name in count_names}
 
 
@@ -120,8 +124,8 @@ def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> It
         commits: Commits of all shards in the folder of a host.
         metadata: Content of metadata.json in the same folder.
     """
-    totals = Totals.of(commits)
+    computed_totals = Totals.of(commits)
     for count_name in COUNTED:
-        if metadata[count_name] != (counted_total := getattr(totals, count_name)):
+        if metadata[count_name] != (counted_total := getattr(computed_totals, count_name)):
             recorded_total = counted(metadata[count_name], count_name.removesuffix("s"))
             yield f"has {recorded_total}, there are {counted_total}"
