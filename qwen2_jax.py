@@ -1,8 +1,8 @@
 """Declares the language model in Flax, and the checkpoint tensors of its parameters.
 
 The modules come in the order in which a token passes them: its embedding, then in every layer
-attention and an MLP or experts, then the whole model, `Qwen2`. It serves all families: a
-ModelConfig contains the differences between them, and family.py lists them. At the end,
+attention and an MLP or experts, then the whole model, `Qwen2`. `Qwen2` serves all families: a
+ModelConfig contains the differences between them, and family.py lists the families. At the end,
 `weight_table` derives from the modules the checkpoint tensors that each parameter is made of.
 weights.py reads the tensors, mesh.py shards parameters, and qwen2_jax_with_hooks.py captures
 activations.
@@ -19,7 +19,7 @@ width, V vocabulary, L layers, Q the heads of the query projection, which are 2 
 gates. In layers with experts: E experts, X experts of a token, M width of an expert, P width of the
 shared expert, R outputs of the router (as many as E, but never split over devices), U one.
 
-References: `transformers.models.qwen2.modeling_qwen2`, the modules with such names for qwen3,
+References: `transformers.models.qwen2.modeling_qwen2`, the corresponding modules for qwen3,
 qwen2_moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe and llama, and the technical reports of Qwen2
 (arXiv:2407.10671) and Qwen3 (arXiv:2505.09388).
 """
@@ -220,8 +220,10 @@ class MLP(nn.Module):
     def setup(self) -> None:
         self.gate_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
         self.up_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
-        is_split = self.layout.adds_up_parts
-        self.down_proj = Linear(self.config, f"{self.width}->D", dtype=self.dtype, split=is_split)
+        has_split_inputs = self.layout.adds_up_parts
+        self.down_proj = Linear(
+            self.config, f"{self.width}->D", dtype=self.dtype, split=has_split_inputs
+        )
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Intermediates]:
         """Computes the MLP, and returns its output with the intermediates.
@@ -286,22 +288,30 @@ class SparseMLP(nn.Module):
         """
         experts_config = self.config.experts
         router_logits = self.gate(x).astype(self.dtype)
-        weights, chosen = route(router_logits, experts_config.per_token, experts_config.renormalise)
-        intermediates: Intermediates = {"logits": router_logits, "chosen": chosen}
-        intermediates["weights"] = partial(scattered, weights, chosen, experts_config.count)
+        routing_weights, chosen_experts = route(
+            router_logits, experts_config.per_token, experts_config.renormalise
+        )
+        intermediates: Intermediates = {"logits": router_logits, "chosen": chosen_experts}
+        intermediates["weights"] = partial(
+            scattered, routing_weights, chosen_experts, experts_config.count
+        )
         # Padding is sent to the number after the last expert, which is no expert and costs nothing.
-        needed_expert_numbers = jnp.where(segment_ids[..., None] > 0, chosen, experts_config.count)
+        needed_expert_numbers = jnp.where(
+            segment_ids[..., None] > 0, chosen_experts, experts_config.count
+        )
         if experts_config.shared_width:
-            shared_output, intermediates["shared"] = self.shared_expert(x)
+            shared_expert_output, intermediates["shared"] = self.shared_expert(x)
             # The shared expert is computed while tokens are sent to other devices' experts. The
             # routing weights are sent after the tokens. The barrier delays them until the shared
             # expert is computed.
-            shared_output, weights = lax.optimization_barrier((shared_output, weights))
-        y = self.layout.constrain(self.experts(x, weights, needed_expert_numbers), *STREAM)
+            shared_expert_output, routing_weights = lax.optimization_barrier(
+                (shared_expert_output, routing_weights)
+            )
+        y = self.layout.constrain(self.experts(x, routing_weights, needed_expert_numbers), *STREAM)
         intermediates["routed"] = y
         if experts_config.shared_width:
-            shared_logit = intermediates["shared_share"] = self.shared_expert_gate(x)
-            y = y + jax.nn.sigmoid(shared_logit) * shared_output.astype(jnp.float32)
+            shared_gate_logit = intermediates["shared_share"] = self.shared_expert_gate(x)
+            y = y + jax.nn.sigmoid(shared_gate_logit) * shared_expert_output.astype(jnp.float32)
         intermediates["out"] = y.astype(self.dtype)
         return intermediates["out"], intermediates
 
@@ -456,8 +466,8 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     box_by_path = declared(local_model)
     return {
-        path: _weight_spec(path, box, model, tensor_and_slice_by_parameter)
-        for path, box in box_by_path.items()
+        path: _weight_spec(path, parameter_box, model, tensor_and_slice_by_parameter)
+        for path, parameter_box in box_by_path.items()
     }
 
 

@@ -272,18 +272,18 @@ class Capture:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
                 # of the batch. So the axis of micro-batches must come after the axis of their rows
                 # before the two axes become one.
-                bits = buffers[vector_type].swapaxes(2, 3)
-                bits = bits.reshape(*bits.shape[:2], rows, *bits.shape[-2:])
-                bits = self.layout.constrain(bits, "stages", "slots", *LEAVING_AXES)
+                stage_bits = buffers[vector_type].swapaxes(2, 3)
+                stage_bits = stage_bits.reshape(*stage_bits.shape[:2], rows, *stage_bits.shape[-2:])
+                stage_bits = self.layout.constrain(stage_bits, "stages", "slots", *LEAVING_AXES)
                 hook_counts_by_stage = np.bincount(stage_number_by_hook)
                 bit_stacks = [
-                    bits[stage_number, :hook_count]
+                    stage_bits[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_by_stage)
                 ]
             for hook in hooks:
                 if hook.kind.at_end:
-                    bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
-                    bit_stacks.append(bits[None])
+                    end_bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
+                    bit_stacks.append(end_bits[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
                 jnp.concatenate(bit_stacks), vector_type.dtype
             )

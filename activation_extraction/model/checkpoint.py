@@ -48,8 +48,8 @@ class Adapter(Protocol):
         Args:
             tensor: The name of the tensor in the language model.
             index: A (start, stop) slice for each axis.
-            read_base: A function that maps such an index to this part of the tensor as stored in
-                the base model.
+            read_base: A function that maps an index of this form to the part of the tensor as
+                stored in the base model.
 
         Returns:
             The values of the part.

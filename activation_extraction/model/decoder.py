@@ -83,8 +83,8 @@ class Decoder:
         for layer_type in set(layer_types):
             layer_count = stages * layer_types.count(layer_type)
             box_by_path = {}
-            for path, box in self.parameters(layer_type).items():
-                box_by_path[path] = _stacked_zeros(box, layer_count)
+            for path, parameter_box in self.parameters(layer_type).items():
+                box_by_path[path] = _stacked_zeros(parameter_box, layer_count)
             stacks_by_type[layer_type] = unflatten_dict(box_by_path)
         return stacks_by_type if self.has_several_types else stacks_by_type[layer_types[0]]
 
@@ -106,7 +106,7 @@ class Decoder:
         return x, rotary_table(zero_ids, self.config), zero_ids, has_window
 
     def stacked(self, params: Any) -> Layers:
-        """Returns the first layers of the model in the form that `scan` takes.
+        """Returns the first layers of the model as the argument `layers` of `scan`.
 
         Args:
             params: The stacked parameters of these layers.
@@ -235,8 +235,8 @@ class Decoder:
         copied_stack_by_path = flatten_dict(params)
         stack_in_place_by_path = {}
         if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
-            for path, box in self.parameters(layer_type).items():
-                if "experts" in box.names:
+            for path, parameter_box in self.parameters(layer_type).items():
+                if "experts" in parameter_box.names:
                     stack_in_place_by_path[path] = copied_stack_by_path.pop(path)
         return stack_in_place_by_path, unflatten_dict(copied_stack_by_path)
 
@@ -376,7 +376,7 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """Wraps a layer so that it computes a few rows of a batch at a time where this is faster.
 
     `rows_at_once` determines the number of rows. For rows of nothing but padding, as at the end of
-    the data, the layer is not computed. Then the result is x unchanged, and zeros for the other
+    the data, the layer is not computed. Their result is x unchanged, and zeros for the other
     arrays.
 
     Args:

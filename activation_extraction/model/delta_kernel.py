@@ -253,7 +253,7 @@ def _bfloat16_arrays(x: Array) -> list[Array]:
 
 
 def _indices() -> tuple[Array, Array, Array]:
-    """Returns the indices of every value in an array of two matrices side by side.
+    """Returns the row, the column and the matrix of every value of two matrices side by side.
 
     Letters: C tokens of a chunk.
 
@@ -379,7 +379,9 @@ def _repeat_row(x: Array, offset: int) -> Array:
 
 
 def _alternate_blocks(x: Array, block_size: int) -> tuple[Array, Array]:
-    """Separates the blocks of rows with even numbers from the blocks with odd numbers.
+    """Separates blocks with even numbers from blocks with odd numbers.
+
+    A block is `block_size` consecutive rows.
 
     Letters: C tokens of a chunk.
 

@@ -289,7 +289,7 @@ def gated_delta_rule(
 
 
 def inverse_length(x: Array) -> Array:
-    """Returns the inverse lengths of vectors, by which unit vectors are made.
+    """Returns the inverse lengths of vectors, which turn the vectors into unit vectors.
 
     Letters: D key size.
 

@@ -1,6 +1,6 @@
 """Encodes the values at hooks by autoencoders, inside the compiled step.
 
-The features of a block of tokens are computed at a time, and only the largest features of each
+The features are computed for one block of tokens at a time, and only the largest features of each
 token are kept after the block. So memory does not grow with the number of features. Devices that
 share rows split the features among themselves; `largest` in predictions.py finds the largest
 features of all these devices. The docstring of `Autoencoder` has the formula. common/codes.py has
@@ -58,7 +58,7 @@ class Encoder:
         autoencoder: The autoencoder with its weights on the host.
         source: The hook whose values are encoded.
         target: The hook whose values are reconstructed. It equals `source` for all but transcoders.
-        max_codes: The largest number of features that are kept of a token.
+        max_codes: The largest number of features that are kept for each token.
     """
 
     autoencoder: Autoencoder
@@ -179,8 +179,8 @@ def make_encoders(
 
     Args:
         autoencoders: The autoencoders.
-        max_codes: The largest number of features that are kept of a token, from --encode_most. None
-            for the k of an autoencoder, or for DEFAULT_MOST if it has no k.
+        max_codes: The largest number of features that are kept for each token, from --encode_most.
+            None for the k of an autoencoder, or for DEFAULT_MOST if the autoencoder has no k.
         table: The hooks of the model.
         depth: The number of layers of the model.
         sizes: Letter of an axis -> its size in the model (see `HookKind.letters`).

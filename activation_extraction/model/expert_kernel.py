@@ -194,7 +194,7 @@ def columns_per_block(columns: int, bytes_per_column: int) -> int:
     """Returns the number of columns in the largest block of weights that fits in fast memory.
 
     Two blocks may take MOST_OF_WEIGHTS bytes, because the next block is read while a block is used.
-    The number is a multiple of LANES that divides `columns`. It is LANES if no such number fits.
+    The number is a multiple of LANES that divides `columns`. LANES is returned if no multiple fits.
 
     Args:
         columns: The number of all columns, a multiple of LANES.

@@ -148,13 +148,13 @@ class Experts(nn.Module):
         Returns:
             The sums, (B, T, D) float32.
         """
-        gate, layer = self.gate_proj()
+        gate, layer_number = self.gate_proj()
         up, _ = self.up_proj()
         down, _ = self.down_proj()
-        expert_inputs = x, weights, chosen, layer, gate, up, down
-        input_axes = "layer", "experts", "hidden", "mlp"
-        output_axes = "layer", "experts", "mlp", "hidden"
-        axes_by_input = [STREAM, STREAM, STREAM, (), input_axes, input_axes, output_axes]
+        expert_inputs = x, weights, chosen, layer_number, gate, up, down
+        gate_and_up_axes = "layer", "experts", "hidden", "mlp"
+        down_axes = "layer", "experts", "mlp", "hidden"
+        axes_by_input = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
         sum_on_device = partial(_sum_on_device, self.layout, self.expert_sum)
         return self.layout.per_device(sum_on_device, expert_inputs, axes_by_input, template=0)
 
@@ -230,13 +230,13 @@ def _sum_in_ring(
     """
     device_count = len(ring)
     token_count, hidden_size = x.shape
-    half_count = token_count // 2
+    half_token_count = token_count // 2
     # Kernels fetch rows from arrays of this shape. It is cheaper to reshape the tokens of this
     # device before they are sent than the tokens of all devices afterwards.
     x = x.reshape(token_count, -1, math.gcd(hidden_size, LANES))
     # For each direction, the half of the tokens that goes this way, and the number of places in the
     # ring by which a hop moves it.
-    half_slices_and_shifts = [(slice(half_count), 1), (slice(half_count, None), -1)]
+    half_slices_and_shifts = [(slice(half_token_count), 1), (slice(half_token_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:
         ring_pairs = [

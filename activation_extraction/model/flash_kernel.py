@@ -185,7 +185,7 @@ def _attend(
         Returns:
             The state after this block of keys, as the same tuple.
         """
-        weighted_value_sums, max_scores, weight_sums = state
+        weighted_value_sums, max_scores, key_weight_sums = state
         key_slice = pl.ds(number * KEYS, KEYS)
         query_key_distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
         sees_key = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (
@@ -203,14 +203,14 @@ def _attend(
         return (
             weighted_value_sums,
             new_max_scores,
-            weight_sums * rescale_factors + key_weights.sum(axis=1),
+            key_weight_sums * rescale_factors + key_weights.sum(axis=1),
         )
 
     initial_state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
-    weighted_value_sums, _, weight_sums = lax.fori_loop(
+    weighted_value_sums, _, key_weight_sums = lax.fori_loop(
         begin_ref[0], end_ref[0], add_keys, initial_state
     )
     # A block of nothing but padding has an empty span, so the sums of its weights are 0.
     out_ref[...] = (
-        weighted_value_sums / jnp.where(weight_sums == 0, 1, weight_sums)[:, None]
+        weighted_value_sums / jnp.where(key_weight_sums == 0, 1, key_weight_sums)[:, None]
     ).astype(out_ref.dtype)

@@ -271,21 +271,21 @@ class Scales:
         if not names_of_scales:
             return None
         scale_name = names_of_scales[0]
-        scale_file, scale_entry = locate(scale_name)
+        scale_file, scale_header_entry = locate(scale_name)
         values_per_scale_by_shape = _layouts(header_entry.shape, float8.block_size)
-        scale_dtype = DTYPE_NAMES[scale_entry.dtype]
+        scale_dtype = DTYPE_NAMES[scale_header_entry.dtype]
         if (
             scale_dtype not in float8.scale_types
-            or scale_entry.shape not in values_per_scale_by_shape
+            or scale_header_entry.shape not in values_per_scale_by_shape
         ):
             raise InputError(
                 f"{scale_file.location}: tensor {scale_name} is {scale_dtype} of shape "
-                f"{scale_entry.shape}; scales of {header_entry.shape} in blocks of "
+                f"{scale_header_entry.shape}; scales of {header_entry.shape} in blocks of "
                 f"{float8.block_size} are read in {', '.join(float8.scale_types)} and have one of "
                 "the shapes "
                 f"{', '.join(map(str, values_per_scale_by_shape))}"
             )
-        values_per_scale = values_per_scale_by_shape[scale_entry.shape]
+        values_per_scale = values_per_scale_by_shape[scale_header_entry.shape]
         return cls(tensor, header_entry.shape, scale_file, tensors[scale_name], values_per_scale)
 
     def dequantize(self, codes: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
@@ -317,7 +317,7 @@ class Scales:
         code_count = len(FLOAT32_OF_CODE)
         scales = self._read()[..., column_scale_numbers[0] : column_scale_numbers[-1] + 1]
         scales_per_row = scales.shape[-1]
-        column_offsets = (column_scale_numbers - column_scale_numbers[0]) * code_count
+        column_table_offsets = (column_scale_numbers - column_scale_numbers[0]) * code_count
         part_values = np.empty(codes.shape, dtype)
         # The rows are computed in pieces, so that neither the values of a piece nor its tables
         # leave a core's caches.
@@ -346,12 +346,12 @@ class Scales:
                 # The smallest dtype that can index the table moves the fewest bytes.
                 index_dtype = np.min_scalar_type(len(value_table))
                 table_indices = np.add(
-                    piece_codes, column_offsets.astype(index_dtype), dtype=index_dtype
+                    piece_codes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
-                row_offsets = (
+                row_table_offsets = (
                     (piece_scale_numbers - piece_scale_numbers[0]) * code_count * scales_per_row
                 )
-                table_indices += row_offsets.astype(index_dtype)[:, None]
+                table_indices += row_table_offsets.astype(index_dtype)[:, None]
                 # The mode "raise" would copy the values once more.
                 np.take(
                     value_table,

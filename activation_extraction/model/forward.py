@@ -236,11 +236,13 @@ def compile_step(forward: Forward) -> Step:
     padding_array = np.zeros(forward.shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
-        host_arrays = [padding_array] * 3
+        arrays_to_feed = [padding_array] * 3
         if batch is not None:
-            host_arrays = [batch.token_ids, batch.segment_ids, batch.positions]
-        host_arrays.append(np.array([flags], np.int32))
-        activations, flag_counts = compiled_program(step_params, *map(host_rows.feed, host_arrays))
+            arrays_to_feed = [batch.token_ids, batch.segment_ids, batch.positions]
+        arrays_to_feed.append(np.array([flags], np.int32))
+        activations, flag_counts = compiled_program(
+            step_params, *map(host_rows.feed, arrays_to_feed)
+        )
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, before the next step is sent to the devices.
             activations = take_kept(activations, batch.kept_mask)

@@ -231,14 +231,16 @@ class HubFiles:
         if self.offline:
             return True
         cache_folder = Path(constants.HF_HUB_CACHE)
-        file_bytes = self._remote.size(name)
-        free_bytes = shutil.disk_usage(cache_folder).free
-        if file_bytes > free_bytes:
+        file_byte_count = self._remote.size(name)
+        free_byte_count = shutil.disk_usage(cache_folder).free
+        if file_byte_count > free_byte_count:
             log_format = (
                 "%s takes %.3g GB, but %s has only %.3g free: it is read straight into memory"
             )
-            log.warning(log_format, name, file_bytes / 1e9, cache_folder, free_bytes / 1e9)
-        return file_bytes <= free_bytes
+            log.warning(
+                log_format, name, file_byte_count / 1e9, cache_folder, free_byte_count / 1e9
+            )
+        return file_byte_count <= free_byte_count
 
 
 @functools.cache

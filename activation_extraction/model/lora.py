@@ -215,8 +215,8 @@ class LoraAdapter:
         Args:
             tensor: The name of the tensor in the base model.
             index: A (start, stop) slice for each axis.
-            read_base: A function that maps such an index to this part of the tensor as stored in
-                the base model.
+            read_base: A function that maps an index of this form to the part of the tensor as
+                stored in the base model.
 
         Returns:
             The values of the part. If the adapter adds a change to the tensor, they are float32. If
@@ -252,7 +252,8 @@ class LoraAdapter:
         """Adds a change to a part of a tensor of the base model.
 
         Args:
-            change: The change. If the part does not contain its expert, nothing is added.
+            change: The change. If the part does not contain the expert of the change, nothing is
+                added.
             target_values: The values of the part, float32, which are changed in place.
             index: The slice of the part on each axis of the tensor.
         """

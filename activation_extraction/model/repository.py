@@ -173,8 +173,8 @@ class Repository:
 
     def adapter_error(self) -> InputError:
         """Returns the error about an adapter in a repository that the user gave as a model."""
-        base_model = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
-        return not_read.adapter_in_model(self.flag_and_path, ADAPTER.config_file, base_model)
+        base_model_name = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
+        return not_read.adapter_in_model(self.flag_and_path, ADAPTER.config_file, base_model_name)
 
 
 def check_adapter(lora: str | None) -> None:

@@ -131,16 +131,16 @@ class Rope:
         divided_frequencies = undivided_frequencies / np.float32(self.factor)
         if self.blended_range is None:
             return divided_frequencies
-        range_start, range_end = self.blended_range
+        blend_start, blend_end = self.blended_range
         undivided_share: np.ndarray
         if self.rope_type == "llama3":
             turns_of_frequencies = (
                 np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
             )
-            undivided_share = (turns_of_frequencies - range_start) / (range_end - range_start)
+            undivided_share = (turns_of_frequencies - blend_start) / (blend_end - blend_start)
         else:
             frequency_indices = np.arange(rotated_dims // 2, dtype=np.float32)
-            undivided_share = 1 - (frequency_indices - range_start) / (range_end - range_start)
+            undivided_share = 1 - (frequency_indices - blend_start) / (blend_end - blend_start)
         undivided_share = np.clip(undivided_share, 0, 1)
         return divided_frequencies * (1 - undivided_share) + undivided_frequencies * undivided_share
 

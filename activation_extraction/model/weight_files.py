@@ -241,8 +241,8 @@ def byte_ranges(
     range_axis = 0
     while range_axis + 1 < len(bounds):
         next_start, next_stop = bounds[range_axis + 1]
-        needed_bytes = (next_stop - next_start) * byte_strides[range_axis + 1]
-        if byte_strides[range_axis] - needed_bytes < GAP_BYTES:
+        needed_byte_count = (next_stop - next_start) * byte_strides[range_axis + 1]
+        if byte_strides[range_axis] - needed_byte_count < GAP_BYTES:
             break
         range_axis += 1
     range_start, range_stop = bounds[range_axis]

@@ -48,9 +48,9 @@ class TensorSlice(NamedTuple):
         axis: Axis of the tensor along which the parameters are concatenated.
         start: Index on this axis at which the slice begins.
         axis_size: Size of the tensor along this axis.
-        per_head: Whether the axis contains one head after the other, and the parameter gets such a
-            slice of each head. Then `start` and `axis_size` refer to one head, and the parameter
-            has an axis of heads directly after its stacked axes.
+        per_head: Whether the axis contains one head after the other, and the parameter consists of
+            one slice per head. If so, `start` and `axis_size` refer to a single head, and the
+            parameter has an axis of heads directly after its stacked axes.
     """
 
     axis: int
@@ -105,8 +105,9 @@ class WeightSpec:
 
         Args:
             ranges: The range of the part on each axis of the parameter that is not stacked. On
-                head_dim, which the mesh never splits, this is the whole axis. With `per_head`, the
-                range on the axis of heads contains a single head.
+                head_dim, which the mesh never splits, the range is the whole axis. If
+                `tensor_slice.per_head` is set, the range on the axis of heads contains a single
+                head.
 
         Returns:
             The start and stop on each axis of the tensor.
@@ -198,7 +199,7 @@ class WeightSpec:
         """Reads a part of the parameter into an array.
 
         Args:
-            target: The array, which has the shape of the part.
+            target: The array to fill, with the shape of the part.
             read: A function that reads a part of a tensor.
             ranges: The range of the part on each axis of the parameter.
         """
@@ -243,9 +244,9 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
         dtype: The dtype of the array.
     """
     byte_count = math.prod(shape) * np.dtype(dtype).itemsize
-    buffer_bytes = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
-    aligned_offset = -buffer_bytes.ctypes.data % BUFFER_ALIGNMENT
-    return buffer_bytes[aligned_offset : aligned_offset + byte_count].view(dtype).reshape(shape)
+    byte_buffer = np.empty(byte_count + BUFFER_ALIGNMENT, np.uint8)
+    aligned_offset = -byte_buffer.ctypes.data % BUFFER_ALIGNMENT
+    return byte_buffer[aligned_offset : aligned_offset + byte_count].view(dtype).reshape(shape)
 
 
 def orient_experts(
@@ -338,10 +339,10 @@ def load_params(
     """Reads all parameters directly into their shards on the devices.
 
     Each job reads one layer of a stacked parameter, or a whole parameter without layers. In a
-    pipeline, it reads one layer of every stage. The jobs are in the order of the files, so that
-    each file is read from beginning to end. A process reads only the parts that its devices need,
-    each part once, with several threads. Besides the loaded parameters, its memory contains the
-    arrays of at most WEIGHT_READERS jobs.
+    pipeline, each job reads one layer of every stage. The jobs are in the order of the files, so
+    that each file is read from beginning to end. A process reads only the parts that its devices
+    need, each part once, with several threads. Besides the loaded parameters, the process holds the
+    arrays of at most WEIGHT_READERS jobs in memory.
 
     Args:
         table: Path of a parameter -> its spec.
@@ -398,7 +399,7 @@ def load_params(
         return False, first_file.name, header_entry.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
-        """Loads a job as an array on the devices.
+        """Reads a parameter, or one layer of it in every stage, into an array on the devices.
 
         Args:
             path: The path of the parameter.
@@ -460,7 +461,7 @@ def _loaded_ahead(
 ) -> Iterator[jax.Array]:
     """Loads jobs in threads, and yields their arrays in the order of the jobs.
 
-    Up to WEIGHT_READERS jobs are loading or loaded before their arrays are taken.
+    At any time, at most WEIGHT_READERS jobs are being loaded or are loaded but not yet yielded.
 
     Args:
         pool: The pool of threads.
