@@ -239,8 +239,8 @@ class Text:
             on_stored=on_stored,
             **storage.limits,
         )
-        # So many batches are prepared in advance that the whole next group of samples is read while
-        # the devices compute the batches of the current group.
+        # This number is large enough that the whole next group of samples is read while the devices
+        # compute the batches of the current group.
         num_batches_ahead = BATCHES_AHEAD + rows_of_group(row_tokens) // rows_of_batch
         prefetched_batches = Prefetch(
             pack(sample_stream, rows_of_batch, row_tokens),

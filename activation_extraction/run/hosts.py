@@ -111,9 +111,8 @@ def join(options: HostOptions) -> Host:
             coordinator_address=coordinator_address,
             num_processes=num_hosts,
             process_id=options.host_id,
-            local_device_ids=[]
-            if is_only_task_on_node
-            else None,  # with None, JAX chooses the devices
+            # With None, JAX chooses the devices.
+            local_device_ids=[] if is_only_task_on_node else None,
             # JAX aborts the process after this time, so `connection_timer` must end it earlier.
             initialization_timeout=connect_timeout + 60,
             heartbeat_timeout_seconds=options.heartbeat_timeout,

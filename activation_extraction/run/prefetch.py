@@ -35,7 +35,8 @@ class Prefetch(Generic[T, R]):
     """Yields the items of a generator, which a background thread runs in advance.
 
     If the generator raises an exception, iterating yields the items before it and then raises it.
-    An exception that is no Exception, such as SystemExit, is raised as a RunError.
+    An exception of a class that does not derive from Exception, such as SystemExit, is raised as a
+    RunError.
 
     Attributes:
         result: The value that the generator has returned. None until the caller has iterated to the

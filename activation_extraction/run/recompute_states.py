@@ -25,7 +25,8 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.store.chosen_samples import RecomputeStates
 from activation_extraction.text.packing import pack, samples_of
 
-LENGTH_STEP = 128  # rows of a step have a multiple of so many tokens, which any mesh can divide
+# The number of tokens of a row is a multiple of this number, so that any mesh can divide it.
+LENGTH_STEP = 128
 
 
 def load_for_hidden_states(

@@ -160,7 +160,7 @@ def _shortfall_message(run: Run) -> str:
         The message. "" if the host reached one of the limits, or if it has no limit.
     """
     storage_options, totals = run.storage.options, run.storage.totals
-    stored_count_and_limit_by_unit: dict[str, tuple[int, int]] = {}  # by unit
+    stored_count_and_limit_by_unit: dict[str, tuple[int, int]] = {}
     if storage_options.max_samples is not None:
         stored_count_and_limit_by_unit["sample"] = (totals.samples, storage_options.max_samples)
     if storage_options.max_tokens is not None:

@@ -212,9 +212,8 @@ def _tpu_sides(
     for shape_of_kind in kind.shapes.split():
         sides_of_shape = _sides(shape_of_kind)
         shape_by_number[str(math.prod(sides_of_shape) * kind.number_per_chip)] = shape_of_kind
-    sides_of_largest_shape = (
-        sides_of_shape  # the shapes are in ascending order, so the last one is the largest
-    )
+    # The shapes are in ascending order, so the last one is the largest.
+    sides_of_largest_shape = sides_of_shape
     shape = shape or shape_by_number.get(number or "", "0")
     sides_of_shape = _sides(shape)
     if len(sides_of_shape) != len(sides_of_largest_shape) or not 0 < math.prod(

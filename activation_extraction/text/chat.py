@@ -200,8 +200,8 @@ def _content_text(content: Any) -> str:
 def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns a message with the arguments of its tool calls converted.
 
-    The arguments are under the key `arguments` of the call, or of the object under its key
-    `function`.
+    A tool call contains the arguments under the key `arguments`. In OpenAI's format, this key is
+    not in the call itself, but in an object under the call's key `function`.
 
     Args:
         message: The message.

@@ -34,7 +34,7 @@ from activation_extraction.text.sources import Rows, ShuffledRows, hub_row
 # groups, which makes the shares more even. The partitions of local Parquet files are row groups
 # already.
 MIN_PARTITIONS_PER_SHARE = 16
-CHECKED_ROWS = 1000  # the number of rows at the start, one of which must be usable
+CHECKED_ROWS = 1000  # the number of first rows, of which at least one must be usable
 LOGGED_ROWS = 10  # the number of skipped rows to warn about, since there may be millions
 SKIP_ADVICE = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
@@ -285,7 +285,7 @@ class DocumentStream:
                 yield ReadRow(document, problem, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
-        """Calls the function `leave` if the worker has read its last row of a file.
+        """Calls the constructor's `leave` if the worker has read its last row of a file.
 
         Args:
             last: The position of the row that was read last; empty if no row was read.

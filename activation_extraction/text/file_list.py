@@ -85,9 +85,8 @@ def list_files(path: str) -> list[DataFile]:
             if not kind_of(root_path):
                 raise _no_data(path, "does not end in", [root_path])
             data_paths = [root_path]
-            parent_folder = plain_url(root_path).rpartition("/")[
-                0
-            ]  # the query of a URL may contain a slash
+            # The query of a URL may contain a slash, so it is removed first.
+            parent_folder = plain_url(root_path).rpartition("/")[0]
         else:
             data_paths, parent_folder = _list_folder(path, fs, root_path)
         data_files = list(

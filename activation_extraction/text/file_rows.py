@@ -265,7 +265,7 @@ BUFFER_BYTES = 2**16  # the size in bytes of the buffer for reading text files
 
 
 def compression_of(url: str) -> str:
-    """Returns the key of COMPRESSIONS with which a name ends; "" if the file is not compressed."""
+    """Returns the extension of a compressed file, a key of COMPRESSIONS; otherwise ""."""
     lowercase_name = plain_url(url).lower()
     return next((extension for extension in COMPRESSIONS if lowercase_name.endswith(extension)), "")
 
@@ -316,7 +316,7 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
 
 
 class FirstBytes(io.RawIOBase):
-    """The first bytes of a file as a file object, which ends after them."""
+    """A file object that contains only the first bytes of another file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         """Initialises the file object.
@@ -390,8 +390,8 @@ AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of a JSON file (see `FileKind.read_rows`).
 
-    The rows are the elements if the file is a .json file with one array. Otherwise, they are the
-    lines.
+    If the file is a .json file that contains one array, the rows are the elements of the array.
+    Otherwise, the rows are the lines of the file.
     """
     with text_content(file) as json_file:
         if uncompressed_name(file.url).endswith(".json"):

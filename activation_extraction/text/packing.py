@@ -40,7 +40,7 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
 
 
 def rows_of_group(length: int) -> int:
-    """Returns how many rows the tokens of a group fill at most, without padding.
+    """Returns the largest number of rows that the tokens of a group fill without padding.
 
     Args:
         length: The number of tokens of a row.
@@ -194,9 +194,8 @@ def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batc
         length: The number of tokens of a row.
     """
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    num_segments_of_rows = [
-        0
-    ] * rows  # for each row, the number of samples that were laid out in it
+    # For each row, the number of samples that were laid out in it.
+    num_segments_of_rows = [0] * rows
     keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
     kept_mask = None if keeps_all_tokens else np.zeros((rows, length), bool)
     for placement in placements:

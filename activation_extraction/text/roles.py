@@ -146,11 +146,11 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
 
 
 def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
-    """Returns whether there is one header for each turn, which a template may write for its role.
+    """Returns whether each turn has a block whose header a template may write for the turn's role.
 
     Args:
         headers: The header of each block.
-        turns: The turns.
+        turns: The turns, of which each needs one block.
     """
     if len(headers) != len(turns):
         return False

@@ -160,8 +160,8 @@ class RowSchema:
             names: The columns of the file.
 
         Returns:
-            The columns in `names` for the content, for the id, and to keep. If the file lacks a
-            required column, all of `names`, so that the error message can list the columns.
+            The columns in `names` that contain the content, the id or a value to keep. If the file
+            lacks a required column, all of `names`, so that the error message can list the columns.
         """
         columns_of_flags = list(self.keep_columns)
         if self.id_column is not None:
@@ -216,7 +216,8 @@ class RowSchema:
     def _id_value(self, row: Mapping[str, Any]) -> Any:
         if self.id_column is not None:
             return column_of(row, self.id_column, "--id_column")
-        # A row with a text column may be an ARC-AGI task as well. Its id is then the task's id.
+        # A row with a text column may be an ARC-AGI task as well. In this case, its id is the id of
+        # the task.
         for reader in self.readers:
             if not reader.can_read(row):
                 continue

@@ -127,7 +127,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _replace_words(tokenizer: Tokenizer, source: Tokenizer, prefix_space: bool | None) -> None:
-    """Makes a tokenizer split texts into words, and words into tokens, as another one does.
+    """Makes a tokenizer split texts into words, and words into tokens, as another tokenizer does.
 
     The special tokens of the tokenizer do not change.
 
@@ -189,7 +189,7 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     ]
     splits_special_tokens = tokenizer.encode_special_tokens
     settings_for_ids["special tokens split"] = splits_special_tokens
-    if not splits_special_tokens:  # special tokens are then split off like other added tokens
+    if not splits_special_tokens:  # if not, special tokens are split off like other added tokens
         for added_token in settings_for_ids.get("added_tokens", ()):
             added_token.pop("special", None)
     return settings_for_ids

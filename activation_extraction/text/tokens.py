@@ -21,10 +21,10 @@ SECTION_CHARACTERS = 2**16  # the smallest number of characters in a section, ex
 # The number of sections that are tokenised together. It is limited because the tokenizer's results
 # take 100 bytes per token.
 SECTIONS_AT_ONCE = 64
-# Each key is a pattern of positions where texts might be cut: before a space, or after a newline.
-# Its value lists texts before and after such a position, with which `safe_cuts` checks whether a
-# tokenizer allows this. Tokenizers of Qwen and Llama 3 do, but others may have words that extend
-# over such a position.
+# Each key is a pattern of positions where a text might be cut: before a space, or after a newline.
+# Its value lists texts before and after the position. `safe_cuts` checks with these texts whether
+# the words of a tokenizer stay the same if a text is cut there. This is the case with tokenizers of
+# Qwen and Llama 3, but words of other tokenizers may extend over the position.
 CUT_TRIALS = {
     r"(?<=\S)(?= )": (
         ["a", "1", "1234", ".", "!!", "'", "é", "a\u0301", "中", "🙂", "a_", "a\n b"],
@@ -261,9 +261,8 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not allowed_cut_patterns:
         return None
     allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
-    exclusions_pattern = (
-        ""  # assertions that fail at positions where an added token must not be cut
-    )
+    # Assertions that fail at positions where an added token must not be cut.
+    exclusions_pattern = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
             exclusions_pattern += f"(?<!{re.escape(added_token.content)})"
