@@ -50,20 +50,20 @@ class Comparison:
     Attributes:
         deviations: Deviation of each hook of each compared document from the reference (see
             `deviation`). Empty if the contender is the reference.
-        compared_tokens: Number of compared tokens.
-        rerouted_tokens: Number of compared tokens whose experts differ from the reference's
+        num_compared_tokens: Number of compared tokens.
+        num_rerouted_tokens: Number of compared tokens whose experts differ from the reference's
             experts.
-        changed_tokens: Number of this contender's tokens whose experts differ from the reference's
-            experts in float32. None if there is no float32 run to compare with.
-        changed_reference_tokens: Number of the reference's tokens in this dtype whose experts
+        num_changed_tokens: Number of this contender's tokens whose experts differ from the
+            reference's experts in float32. None if there is no float32 run to compare with.
+        num_changed_reference_tokens: Number of the reference's tokens in this dtype whose experts
             differ from the reference's experts in float32. 0 without a float32 run.
     """
 
     deviations: list[float] = field(default_factory=list)
-    compared_tokens: int = 0
-    rerouted_tokens: int = 0
-    changed_tokens: int | None = 0
-    changed_reference_tokens: int = 0
+    num_compared_tokens: int = 0
+    num_rerouted_tokens: int = 0
+    num_changed_tokens: int | None = 0
+    num_changed_reference_tokens: int = 0
 
     def add(
         self, values: ValuesByHook, reference: ValuesByHook, exact_values: ValuesByHook | None
@@ -76,13 +76,13 @@ class Comparison:
             exact_values: The values of the reference in float32. None if they were not computed.
         """
         has_same_experts = same_experts(values, reference)
-        self.compared_tokens += len(has_same_experts)
-        self.rerouted_tokens += int((~has_same_experts).sum())
+        self.num_compared_tokens += len(has_same_experts)
+        self.num_rerouted_tokens += int((~has_same_experts).sum())
         if exact_values is None:
-            self.changed_tokens = None
-        elif self.changed_tokens is not None:
-            self.changed_tokens += int((~same_experts(values, exact_values)).sum())
-            self.changed_reference_tokens += int((~same_experts(reference, exact_values)).sum())
+            self.num_changed_tokens = None
+        elif self.num_changed_tokens is not None:
+            self.num_changed_tokens += int((~same_experts(values, exact_values)).sum())
+            self.num_changed_reference_tokens += int((~same_experts(reference, exact_values)).sum())
         if values is not reference and has_same_experts.any():
             self.deviations += [
                 deviation(array[has_same_experts], reference[hook][has_same_experts])
@@ -115,15 +115,16 @@ class Comparison:
                 f"{name}: deviates by {largest_deviation:.3g} times the RMS; at most "
                 f"{TOLERANCE[dtype]} is allowed"
             )
-        num_changed_tokens = self.changed_tokens or 0
-        max_changed_tokens = MAX_CHANGED_RATIO * self.changed_reference_tokens + 10
+        num_changed_tokens = self.num_changed_tokens or 0
+        max_changed_tokens = MAX_CHANGED_RATIO * self.num_changed_reference_tokens + 10
         if (
-            not few_more(self.changed_reference_tokens, num_changed_tokens)
+            not few_more(self.num_changed_reference_tokens, num_changed_tokens)
             or num_changed_tokens > max_changed_tokens
         ):
             raise Disagreement(
-                f"{name}: {num_changed_tokens} of {self.compared_tokens} tokens have other experts "
-                f"than in float32; for the first contender, {self.changed_reference_tokens} do"
+                f"{name}: {num_changed_tokens} of {self.num_compared_tokens} tokens have other "
+                "experts than in float32; for the first contender, "
+                f"{self.num_changed_reference_tokens} do"
             )
 
 
@@ -139,9 +140,9 @@ class Agreement:
         Args:
             documents: The expected token ids of each document.
         """
-        self._documents = documents
+        self._token_ids_of_documents = documents
         # Tuple of dtype and document number -> values of the reference.
-        self._reference: dict[tuple[str, int], ValuesByHook] = {}
+        self._reference_values: dict[tuple[str, int], ValuesByHook] = {}
 
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
         """Compares the shards of one contender with the documents and with the reference.
@@ -162,14 +163,16 @@ class Agreement:
         for document_number, token_ids, values in stored_documents(folder):
             num_tokens = len(token_ids)
             array_lengths = {len(array) for array in values.values()}
-            if token_ids.tolist() != list(self._documents[document_number]) or array_lengths != {
-                num_tokens
-            }:
+            if token_ids.tolist() != list(
+                self._token_ids_of_documents[document_number]
+            ) or array_lengths != {num_tokens}:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
             tokens_by_hook.update(dict.fromkeys(values, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
-                reference_values = self._reference.setdefault((dtype, document_number), values)
-                exact_values = self._reference.get(("float32", document_number))
+                reference_values = self._reference_values.setdefault(
+                    (dtype, document_number), values
+                )
+                exact_values = self._reference_values.get(("float32", document_number))
                 comparison.add(values, reference_values, exact_values)
         if set(tokens_by_hook.values()) != {tokens}:
             raise Disagreement(

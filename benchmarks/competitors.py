@@ -203,7 +203,7 @@ class Shards:
     bytes: int = 0
     _shard_count: int = 0
     _array_bytes: int = 0
-    _records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _records_of_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(
         self, document_number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]
@@ -232,7 +232,7 @@ class Shards:
                 "token_ids": np.array(token_ids, np.int32),
                 "doc_id": None,
             }
-            self._records.setdefault(hook, []).append(shard_record)
+            self._records_of_hook.setdefault(hook, []).append(shard_record)
         self._array_bytes += array_bytes
 
     def flush(self) -> None:
@@ -246,11 +246,11 @@ class Shards:
         shard_path = self.folder / f"shard_{self._shard_count:04d}.pkl.gz"
         with open(shard_path, "wb") as shard_file:
             with self._compressed(shard_file) as compressed_stream:
-                pickle.dump(self._records, compressed_stream)
+                pickle.dump(self._records_of_hook, compressed_stream)
             shard_file.flush()
             os.fsync(shard_file.fileno())
         self.bytes += shard_path.stat().st_size
-        self._records, self._array_bytes = {}, 0
+        self._records_of_hook, self._array_bytes = {}, 0
 
     def _compressed(self, file: Any) -> Any:
         """Returns a stream that compresses data with gzip and writes them to a file.

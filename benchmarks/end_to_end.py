@@ -103,13 +103,13 @@ class Bench:
 
     Attributes:
         folder: Folder of the model, the documents and the outputs.
-        options: Parsed flags of this script.
+        parsed_flags: Parsed flags of this script.
         config: Configuration of the model.
         documents: Token ids of each document.
     """
 
     folder: Path
-    options: argparse.Namespace
+    parsed_flags: argparse.Namespace
     config: ModelConfig
     documents: list[list[int]]
 
@@ -160,16 +160,16 @@ class Bench:
             "off",
         ]
         extraction_flags += ["--dataset_path", str(self.folder / "documents.jsonl")]
-        extraction_flags += ["--max_seq_length", str(self.options.max_seq_length)]
-        if self.options.batch_size is not None:
-            extraction_flags += ["--batch_size", str(self.options.batch_size)]
+        extraction_flags += ["--max_seq_length", str(self.parsed_flags.max_seq_length)]
+        if self.parsed_flags.batch_size is not None:
+            extraction_flags += ["--batch_size", str(self.parsed_flags.batch_size)]
         if self.has_experts:
             extraction_flags += ["--hook_names", *self.hooks]
         return extraction_flags
 
     def sampling(self, contender: str) -> Sampling:
         """Returns the fraction of the documents that a contender computes and writes."""
-        return EVERYTHING if self.options.whole else SAMPLINGS[contender]
+        return EVERYTHING if self.parsed_flags.whole else SAMPLINGS[contender]
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Bench:
@@ -235,7 +235,7 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
     compute_process = run([sys.executable, "-m", "benchmarks.compute_only", *extraction_flags])
     compute_figures = compute_process.result
     full_rows_speed = compute_figures["full_rows_tokens"] / compute_figures["full_rows_seconds"]
-    full_row_flops_per_token = bench.flops_per_token([bench.options.max_seq_length])
+    full_row_flops_per_token = bench.flops_per_token([bench.parsed_flags.max_seq_length])
     return {
         "tokens_per_second": extraction_figures["tokens"]
         / extraction_figures["extraction_seconds"],
@@ -243,7 +243,7 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
         "full_rows_tokens_per_second": full_rows_speed,
         "full_rows_flops_per_second": full_rows_speed * full_row_flops_per_token,
         "steps": compute_figures["steps"],
-        "disturbed": max(extraction_figures["disturbed"], compute_process.disturbed),
+        "disturbed": max(extraction_figures["disturbed"], compute_process.disturbed_fraction),
         "bytes": extraction_figures["bytes"],
         "bytes_per_token": extraction_figures["bytes"] / extraction_figures["tokens"],
         "written_tokens": extraction_figures["tokens"],
@@ -269,7 +269,7 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
     """
     sampling = bench.sampling(name)
     competitor_command = [
-        str(bench.options.competitors),
+        str(bench.parsed_flags.competitors),
         str(ROOT / "benchmarks/competitors.py"),
         name,
     ]
@@ -300,7 +300,7 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         "written_tokens": competitor_figures["written_tokens"],
         "peak_bytes": competitor_process.peak_bytes,
         "process_seconds": competitor_process.seconds,
-        "disturbed": competitor_process.disturbed,
+        "disturbed": competitor_process.disturbed_fraction,
         "versions": competitor_figures["versions"],
     }
 
@@ -320,10 +320,10 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
     agreement = Agreement(bench.documents)
     figures_of_rounds: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
     # float32 is measured first, because its experts are the reference for experts in bfloat16.
-    dtypes = sorted(bench.options.dtypes, reverse=True)
-    for round_number in range(1, bench.options.rounds + 1):
+    dtypes = sorted(bench.parsed_flags.dtypes, reverse=True)
+    for round_number in range(1, bench.parsed_flags.rounds + 1):
         for dtype in dtypes:
-            for contender in bench.options.only:
+            for contender in bench.parsed_flags.only:
                 output_folder = bench.folder / contender
                 if contender == "ours":
                     figures_of_contender = run_ours(bench, dtype, output_folder)
@@ -363,11 +363,11 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
             float32. None in a model without experts or without a float32 run.
     """
     changed_token_fraction = None
-    if has_experts and comparison.changed_tokens is not None and comparison.compared_tokens:
-        changed_token_fraction = comparison.changed_tokens / comparison.compared_tokens
+    if has_experts and comparison.num_changed_tokens is not None and comparison.num_compared_tokens:
+        changed_token_fraction = comparison.num_changed_tokens / comparison.num_compared_tokens
     return {
         "deviation": comparison.largest_deviation,
-        "compared_tokens": comparison.compared_tokens,
+        "compared_tokens": comparison.num_compared_tokens,
         "changed_experts": changed_token_fraction,
     }
 
@@ -461,7 +461,7 @@ def report(
         ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
         print(f"ours / {contender}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
-    value_of_flag = vars(bench.options).copy()
+    value_of_flag = vars(bench.parsed_flags).copy()
     # The path of this Python means nothing to readers on other machines.
     del value_of_flag["competitors"]
     package_names = ("jax", "jaxlib", "numpy", "isal")

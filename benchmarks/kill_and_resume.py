@@ -123,18 +123,18 @@ class Extraction:
         folder: Folder of the script and the logs.
         flags: Flags of extract_activations.py.
         environment: Environment variables that are added to the variables of this process.
-        varied: Whether the batch size, the mesh and the number of devices are chosen at random at
-            every start.
+        varies_settings: Whether the batch size, the mesh and the number of devices are chosen at
+            random at every start.
         rng: Generator of all random choices.
-        starts: Number of times that the extraction was started so far.
+        num_starts: Number of times that the extraction was started so far.
     """
 
     folder: Path
     flags: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    varied: bool = False
+    varies_settings: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    starts: int = 0
+    num_starts: int = 0
 
     def start(self, *more_flags: str) -> StartedProcess:
         """Starts the extraction with a pause before every batch is stored.
@@ -143,12 +143,12 @@ class Extraction:
             more_flags: Flags that are added to the flags of the extraction.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.starts += 1
-        script_path, log_path = self.folder / "slowly.py", self.folder / f"{self.starts}.log"
+        self.num_starts += 1
+        script_path, log_path = self.folder / "slowly.py", self.folder / f"{self.num_starts}.log"
         script_path.write_text(SLOW_SCRIPT)
         process_environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         extraction_command = [str(script_path), *self.flags, *more_flags]
-        if self.varied:
+        if self.varies_settings:
             num_devices, mesh_flags = self.rng.choice(MESHES)
             process_environment[DEVICES] = str(num_devices)
             extraction_command += [*mesh_flags, "--batch_size", str(self.rng.choice([4, 8, 12]))]
@@ -472,7 +472,7 @@ def disturb(
         os.environ.update(bucket.environment)
         bucket.rate = 0.2
         rng = random.Random(seed)
-        extraction = Extraction(folder, extraction_flags, varied=True, rng=rng)
+        extraction = Extraction(folder, extraction_flags, varies_settings=True, rng=rng)
 
         def signs_of_life() -> int:
             return len(bucket.objects()) if in_bucket else len([*output_folder.glob("*.json")])

@@ -71,15 +71,15 @@ class FinishedProcess:
             the seconds from the start of the process to the line, and the line.
         seconds: Seconds from the start of the process to its end.
         peak_bytes: Peak resident memory of the process.
-        disturbed: Fraction of the machine's processor time that other processes used while this
-            process ran. If it is more than a few percent, measured speeds mean little.
+        disturbed_fraction: Fraction of the machine's processor time that other processes used while
+            this process ran. If it is more than a few percent, measured speeds mean little.
     """
 
     stdout: str
     stderr_lines: list[tuple[float, str]]
     seconds: float
     peak_bytes: int
-    disturbed: float
+    disturbed_fraction: float
 
     @property
     def result(self) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
             step 1.
         compile_seconds: The seconds of compiling the step, as the log reports them.
         process_seconds: The seconds from the start of the process to its end.
-        peak_bytes, disturbed: See `FinishedProcess`.
+        peak_bytes: See `FinishedProcess`.
+        disturbed: See `FinishedProcess.disturbed_fraction`.
 
     Raises:
         SystemExit: If the extraction fails.
@@ -197,7 +198,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
         "extraction_seconds": run_metadata["written"] - shard["began"],
         "process_seconds": extraction_process.seconds,
         "peak_bytes": extraction_process.peak_bytes,
-        "disturbed": extraction_process.disturbed,
+        "disturbed": extraction_process.disturbed_fraction,
         "compile_seconds": float(compile_message.split("compiled in")[1].split()[0]),
         "first_batch_seconds": extraction_process.seconds_until(" step 1: "),
     }

@@ -62,15 +62,15 @@ class Compiled(NamedTuple):
 
     Attributes:
         program: Program that was compiled.
-        step: Cost of a step on each chip.
-        plan: Parsed text of the compiled program.
-        memory: Memory analysis of the compiler, as JAX returns it.
+        step_plan: Cost of a step on each chip.
+        program_text: Parsed text of the compiled program.
+        memory_analysis: Memory analysis of the compiler, as JAX returns it.
     """
 
     program: Program
-    step: StepPlan
-    plan: ProgramText
-    memory: Any
+    step_plan: StepPlan
+    program_text: ProgramText
+    memory_analysis: Any
 
     @property
     def model(self) -> HookedModel:
@@ -124,9 +124,9 @@ def compile_for(
     compiled_program = compile_unloaded(program, exec_time_optimization_effort=effort)
     return Compiled(
         program,
-        step=read_step(program, compiled_program),
-        plan=text_of(program, compiled_program),
-        memory=compiled_program.memory_analysis(),
+        step_plan=read_step(program, compiled_program),
+        program_text=text_of(program, compiled_program),
+        memory_analysis=compiled_program.memory_analysis(),
     )
 
 
@@ -140,7 +140,7 @@ def times(compiled: Compiled) -> StepTimes:
     chip = chip_of(devices[0])
     assert chip is not None
     chip = at_dtype(chip, compiled.model.dtype, "tpu")
-    return times_of(compiled.step, compiled.program.layout, chip, linked=len(devices))
+    return times_of(compiled.step_plan, compiled.program.layout, chip, linked=len(devices))
 
 
 def moved_once(compiled: Compiled) -> float:
@@ -192,7 +192,7 @@ def main() -> None:
     )
     mesh_in_words = in_words(compiled_step.model.layout.shape)
     print(f"mesh {mesh_in_words}; a layer on one chip: MB of HBM, MB sent, kind, operation")
-    layer_moves = compiled_step.plan.moves(compiled_step.plan.body)
+    layer_moves = compiled_step.program_text.moves(compiled_step.program_text.body)
     for move in sorted(layer_moves, key=lambda move: -move.hbm_bytes):
         if move.hbm_bytes + move.sent_bytes > MIN_PRINTED_BYTES:
             print_move(move)
@@ -210,7 +210,7 @@ def main() -> None:
     step_figures["tokens_per_second"] = (
         compiled_step.rows * compiled_step.length / step_times.device
     )
-    memory_analysis = compiled_step.memory
+    memory_analysis = compiled_step.memory_analysis
     # Activations are counted twice, because the activations of a step are copied to the host while
     # the next step is computed.
     memory_bytes = memory_analysis.argument_size_in_bytes + memory_analysis.temp_size_in_bytes

@@ -66,7 +66,7 @@ def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
     may have one channel too: it crosses if any of them does.
     """
     found: dict[str, tuple[str, bool]] = {}
-    for instruction in compiled.plan.layer_loop():
+    for instruction in compiled.program_text.layer_loop():
         if kind := COLLECTIVE.search(instruction.line):
             channel = instruction.line.partition("channel_id=")[2].partition(",")[0]
             crosses = found.get(channel, ("", False))[1] or crosses_data(compiled, instruction.line)
@@ -88,7 +88,7 @@ def test_a_program_fits_and_sends_nothing_of_a_layer_between_hosts(name):
     types move about as much."""
     shape, flags, topology, kernels = PROGRAMS[name]
     compiled = compile_for(parse_model_config(shape), flags, topology, effort=-1.0)
-    memory, plan = compiled.memory, compiled.plan
+    memory, plan = compiled.memory_analysis, compiled.program_text
     given = memory.argument_size_in_bytes + memory.output_size_in_bytes
     taken = max(given + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
     assert taken < CHIPS[topology_of(topology).chip_kind.chip_name].memory_bytes
@@ -124,7 +124,7 @@ def test_experts_move_little_more_than_they_must_and_send_while_they_compute(
     """With all its effort, the compiler lets sums travel while those of other parts are added."""
     flags = f"--mesh_shape {shape} --mesh_axes data,expert --layers_to_extract 11 23"
     compiled = compile_for(parse_model_config(SHAPES[model]), flags, topology)
-    moved = sum(move.hbm_bytes for move in compiled.plan.moves(compiled.plan.body))
+    moved = sum(move.hbm_bytes for move in compiled.program_text.moves(compiled.program_text.body))
     assert moved < 1.5 * moved_once(compiled)
     found = times(compiled)
     assert found.hidden > found.exposed > 0
@@ -137,7 +137,7 @@ def test_an_estimate_compiles_the_very_program_of_a_run(tmp_path, capsys):
     given = [*flags.split(), "--plan", "v5e-4", "--model_path", tmp_path, "--json"]
     assert extract(*given) == 0
     (found,) = json.loads(capsys.readouterr().out)["meshes"]
-    memory = compile_for(parse_model_config(SHAPES["tiny"]), flags, "v5e:2x2").memory
+    memory = compile_for(parse_model_config(SHAPES["tiny"]), flags, "v5e:2x2").memory_analysis
     expected = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     expected += 2 * memory.output_size_in_bytes
     assert found["shape"] == {"data": 4} and found["compiled_gb"] == expected / 1e9

@@ -65,11 +65,11 @@ class _CompleteInstructions:
     """
 
     def __init__(self, stream: Stream) -> None:
-        self._recorded = _RecordedStream(stream)
+        self._recorded_stream = _RecordedStream(stream)
         # The type is Any because `genops` is declared to need a file, although it only calls
         # `read` and `readline`.
-        pickle_file: Any = self._recorded
-        self._instructions = enumerate(pickletools.genops(pickle_file))
+        pickle_file: Any = self._recorded_stream
+        self._numbered_instructions = enumerate(pickletools.genops(pickle_file))
 
     def read(self, size: int) -> bytes:
         """Returns the next bytes of the pickle.
@@ -83,9 +83,9 @@ class _CompleteInstructions:
         """
         read_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():
-            block = self._recorded.blocks.popleft()
+            block = self._recorded_stream.recorded_blocks.popleft()
             if len(block) > size:
-                self._recorded.blocks.appendleft(block[size:])
+                self._recorded_stream.recorded_blocks.appendleft(block[size:])
                 block = block[:size]
             read_blocks.append(block)
             size -= len(block)
@@ -93,7 +93,7 @@ class _CompleteInstructions:
 
     def readline(self) -> bytes:
         """Returns the next line of the pickle, which is an argument of an instruction."""
-        return self._recorded.blocks.popleft() if self._has_bytes() else b""
+        return self._recorded_stream.recorded_blocks.popleft() if self._has_bytes() else b""
 
     def _has_bytes(self) -> bool:
         """Returns whether there are bytes to pass on, which is false at the end of the pickle.
@@ -103,9 +103,9 @@ class _CompleteInstructions:
         Raises:
             ValueError: If the instruction is not valid (see `read`).
         """
-        if self._recorded.blocks:
+        if self._recorded_stream.recorded_blocks:
             return True
-        for instruction_number, (instruction, argument, _) in self._instructions:
+        for instruction_number, (instruction, argument, _) in self._numbered_instructions:
             if instruction.name in MEMO_INSTRUCTIONS:
                 if not 0 <= int(argument or 0) <= instruction_number:
                     raise ValueError(
@@ -119,18 +119,18 @@ class _RecordedStream:
     """A stream that keeps all bytes that are read from it.
 
     Attributes:
-        blocks: Bytes of each call of `read` or `readline`, in order. `_CompleteInstructions`
-            removes the blocks that it has passed on.
+        recorded_blocks: Bytes of each call of `read` or `readline`, in order.
+            `_CompleteInstructions` removes the blocks that it has passed on.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self.blocks: deque[bytes] = deque()
+        self.recorded_blocks: deque[bytes] = deque()
 
     def read(self, size: int) -> bytes:
-        self.blocks.append(self._stream.read(size))
-        return self.blocks[-1]
+        self.recorded_blocks.append(self._stream.read(size))
+        return self.recorded_blocks[-1]
 
     def readline(self) -> bytes:
-        self.blocks.append(self._stream.readline())
-        return self.blocks[-1]
+        self.recorded_blocks.append(self._stream.readline())
+        return self.recorded_blocks[-1]

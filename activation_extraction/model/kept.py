@@ -52,12 +52,12 @@ class KeptTokens(NamedTuple):
 
     Attributes:
         blocks: Blocks that together contain all kept tokens.
-        shapes: Vector type -> shape of the activations, (hooks, kept tokens of the
+        shape_of_type: Vector type -> shape of the activations, (hooks, kept tokens of the
             batch, width).
     """
 
     blocks: list[KeptBlock]
-    shapes: dict[VectorType, tuple[int, int, int]]
+    shape_of_type: dict[VectorType, tuple[int, int, int]]
 
     def receive(self) -> dict[VectorType, np.ndarray]:
         """Copies the activations to the host, and waits for them.
@@ -70,7 +70,7 @@ class KeptTokens(NamedTuple):
         copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
         received_array_of_type = {
             vector_type: np.empty(shape, vector_type.dtype)
-            for vector_type, shape in self.shapes.items()
+            for vector_type, shape in self.shape_of_type.items()
         }
         for block, copies_of_block in zip(self.blocks, copies_of_blocks, strict=True):
             for vector_type, copied_block in copies_of_block.items():
