@@ -372,7 +372,7 @@ def test_codes_that_are_not_finite_end_the_run(tmp_path):
 
 
 def test_each_feature_has_its_numbers_and_its_strongest_tokens(runs, tokenizer, monkeypatch):
-    monkeypatch.setattr("activation_extraction.dataset.features.SIZE", 50)
+    monkeypatch.setattr("activation_extraction.dataset.features.BATCH_TOKENS", 50)
     run = ActivationDataset(runs["safetensors"])
     samples, values = [*run], dense(whole(run, CODES))
     places = [(each.sample_idx, position) for each in samples for position in each.position]

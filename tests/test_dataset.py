@@ -296,9 +296,9 @@ def test_one_hook_of_many_takes_little_more_than_its_bytes(tmp_path, bucket):
 def small_blocks(monkeypatch):
     """Divides shards into blocks of 64 KiB and chunks of 256 KiB, and keeps one shard open."""
     monkeypatch.setattr(safetensors_file, "BLOCK_BYTES", 2**16)
-    monkeypatch.setattr(batches, "LARGEST_READ", 2**18)
-    monkeypatch.setattr(batches, "ORDERED_READ", 2**18)
-    monkeypatch.setattr(batches, "LEAST_READ", 2**16)
+    monkeypatch.setattr(batches, "MAX_READ_BYTES", 2**18)
+    monkeypatch.setattr(batches, "MAX_ORDERED_READ_BYTES", 2**18)
+    monkeypatch.setattr(batches, "MIN_READ_BYTES", 2**16)
     monkeypatch.setattr(open_shards, "KEPT_BYTES", 0)
 
 

@@ -16,76 +16,84 @@ from typing import Any, TypeVar
 
 from activation_extraction.common.log import log
 from activation_extraction.dataset.token_batch import TokenBatch, TokenPair
-from activation_extraction.dataset.token_source import Read, TokenSource
+from activation_extraction.dataset.token_source import ReadChunk, TokenSource
 from activation_extraction.dataset.windows import (
     Chunk,
     Position,
     Window,
     Windows,
-    cut,
-    share,
-    shuffled,
+    chunks_of_worker,
+    cut_chunk,
+    shuffled_chunks,
 )
 from activation_extraction.store.shard_reader import IN_FLIGHT
 
-ALONE = 0, 1  # number of this worker and of all workers in a process without a DataLoader
-# Most bytes of a chunk: for each hook if a run is in a bucket, otherwise for all hooks together.
-LARGEST_READ = 8 * 2**20
-# Least bytes of a chunk for each hook if a run is in a bucket, because blocks of up to a MiB are
-# read there.
-LEAST_READ = 2 * 2**20
-# Most bytes of a chunk for each hook if a run is in a bucket and tokens stay in order. Each chunk
-# takes requests for its token ids and positions, too, so chunks that need not be mixed are larger.
-ORDERED_READ = 14 * 2**20
-CHUNKS_IN_BUFFER = 32  # least chunks in a shuffled buffer, so that tokens of many places are mixed
-# Least chunks in the buffer if a run is in a bucket: LEAST_READ may allow fewer than 32 there.
-LEAST_CHUNKS = 8
-ORDERED_CHUNKS = 4  # least chunks in a buffer whose tokens stay in order
+# Number of this worker, and number of all workers, in a process that is no worker of a DataLoader.
+ONLY_WORKER = 0, 1
+# Largest chunk, in bytes: of each hook if a run is in a bucket, otherwise of all hooks together.
+MAX_READ_BYTES = 8 * 2**20
+# Smallest chunk if a run is in a bucket, in bytes of each hook: a bucket is read in whole blocks of
+# up to a MiB, so that a smaller chunk would read many bytes in vain.
+MIN_READ_BYTES = 2 * 2**20
+# Largest chunk if a run is in a bucket and tokens stay in order, in bytes of each hook. Each chunk
+# also needs requests for its token ids and positions, so chunks that are not shuffled are larger.
+MAX_ORDERED_READ_BYTES = 14 * 2**20
+# Smallest number of chunks in a shuffled buffer, so that tokens from many parts of the data mix.
+MIN_SHUFFLED_CHUNKS = 32
+# Smallest number of chunks in the buffer if a run is in a bucket, where MIN_READ_BYTES may allow
+# fewer chunks than MIN_SHUFFLED_CHUNKS.
+MIN_BUCKET_CHUNKS = 8
+# Smallest number of chunks in a buffer whose tokens stay in order.
+MIN_ORDERED_CHUNKS = 4
 T = TypeVar("T", TokenBatch, TokenPair)
 
 
 class Batches(Iterator[T]):
     """An iterator over batches of tokens, for one pass over the data.
 
-    A batch is a TokenBatch, or a TokenPair if two runs are read side by side; the last one may have
-    fewer tokens. A copy in another process continues where this object stands. In a worker of a
-    DataLoader, which reads only a share of the data, a copy can be read only if it stands at the
-    start.
+    A batch is a TokenBatch, or a TokenPair if two runs are read side by side. The last batch may
+    have fewer tokens than the others. `state` returns the position of the iteration, and `restore`
+    continues at it.
+
+    A copy of this object in another process continues at the position of this object. A worker of a
+    PyTorch DataLoader reads only a part of the data, so a copy in a worker can be read only if no
+    batch was taken from this object before.
 
     Args:
         sources: Sources of the tokens, one for each run. The options of the first source determine
             the order.
         form: Function that takes a list with a TokenBatch of each run, and returns the batch to
             yield: a TokenBatch or a TokenPair.
-        reader: Function without arguments that returns a function of type Read. The returned
+        reader: Function without arguments that returns a function of type ReadChunk. The returned
             function takes a chunk of the first run and returns a block of each run.
 
     Attributes:
         options: Options of the batches.
 
     Raises:
-        ValueError: No token of the run passes the filters. `next` raises this.
-        OSError: A shard is damaged. `next` raises this.
+        ValueError: If no token of the run passes the filters. `next` raises this error.
+        OSError: If a shard is damaged. `next` raises this error.
     """
 
     def __init__(
         self,
         sources: Sequence[TokenSource],
         form: Callable[[Sequence[TokenBatch]], T],
-        reader: Callable[[], Read],
+        reader: Callable[[], ReadChunk],
     ) -> None:
         self._sources = sources
         self._reader = reader
         self._form: Callable[[Sequence[TokenBatch]], T] = form
         self.options = sources[0].options
         self._position = Position()
-        # Number of the DataLoader's worker whose share the position is in, and of all its workers.
+        # If the position is one in the data of a worker of a DataLoader: the number of this worker,
+        # and the number of all workers of the DataLoader.
         self._loader_worker: tuple[int, int] | None = None
-        self._looped = False  # whether a loop over tensors has begun here since `restore`
+        self._looped = False  # whether a loop over `torch()` has begun here since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
-        # A byte of memory that forked workers share once `torch` was called: not 0 if workers of a
-        # DataLoader have read batches since `restore`.
+        # A byte of memory that is shared with forked workers; None until `torch` is called. The
+        # byte is 1 if workers of a DataLoader have read batches since `restore`.
         self._read_by_workers: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,11 +104,11 @@ class Batches(Iterator[T]):
 
         Returns:
             A dict of JSON values: the fields of Position, and all settings on which the order of
-            the tokens depends, which `restore` compares.
+            the tokens depends. `restore` compares these settings with its own.
 
         Raises:
-            ValueError: Workers of a DataLoader have read these batches since they were made or
-                restored. Only the workers know where they stand.
+            ValueError: If workers of a DataLoader have read batches since this object was made or
+                restored, because only the workers know their positions.
         """
         if _loader_worker() is None and self._read_by_workers and self._read_by_workers[0]:
             raise ValueError(
@@ -111,26 +119,27 @@ class Batches(Iterator[T]):
         return {**self._setting(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues at the position at which a state was taken.
+        """Moves the iteration to the position at which a state was saved.
 
         Args:
             state: State that `state` returned, for batches of the same data with the same
                 arguments.
 
         Raises:
-            ValueError: The state comes from other data, or from batches with other arguments.
+            ValueError: If the state comes from other data, or from batches with other arguments.
         """
-        position = dict(state)
-        for name, expected in self._setting().items():
-            stored = position.pop(name, None)
-            if stored != expected:
+        position_fields = dict(state)
+        for setting_name, expected_value in self._setting().items():
+            stored_value = position_fields.pop(setting_name, None)
+            if stored_value != expected_value:
                 raise ValueError(
-                    f"the state is of other batches: its {name} is {stored!r}, not {expected!r}"
+                    f"the state is of other batches: its {setting_name} is {stored_value!r}, not "
+                    f"{expected_value!r}"
                 )
-        self._begin(Position(**position))
+        self._begin(Position(**position_fields))
 
     def _begin(self, position: Position) -> None:
-        """Moves the iteration to a position, in the share of the process that calls this."""
+        """Moves the iteration to a position in the data that the calling process reads."""
         self.close()
         self._position = position
         self._loader_worker = _loader_worker()
@@ -139,14 +148,25 @@ class Batches(Iterator[T]):
             self._read_by_workers[0] = 0
 
     def _setting(self) -> dict[str, Any]:
-        """Returns all settings on which the order of the tokens depends, as JSON values."""
-        part, parts = _loader_worker() or ALONE
+        """Returns all settings on which the order of the tokens depends, as JSON values by name.
+
+        `data` is a digest of all shards, and `others` contains the options of the runs after the
+        first. `part` and `parts` are the number of this worker of a DataLoader and the number of
+        all its workers.
+        """
+        loader_worker, loader_workers = _loader_worker() or ONLY_WORKER
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
-        setting, *others = (source.options.setting for source in self._sources)
-        setting = {"data": data_digest, **setting, "others": others, "part": part, "parts": parts}
-        plain: dict[str, Any] = json.loads(json.dumps(setting))
-        return plain
+        first_setting, *other_settings = (source.options.setting for source in self._sources)
+        first_setting = {
+            "data": data_digest,
+            **first_setting,
+            "others": other_settings,
+            "part": loader_worker,
+            "parts": loader_workers,
+        }
+        json_setting: dict[str, Any] = json.loads(json.dumps(first_setting))
+        return json_setting
 
     def close(self) -> None:
         """Stops reading ahead, and frees the buffer.
@@ -160,22 +180,21 @@ class Batches(Iterator[T]):
     def torch(self) -> Any:
         """Returns a PyTorch IterableDataset of these batches as tensors.
 
-        Use it in a loop, or in a DataLoader with `batch_size=None`: with any other size, the
-        DataLoader would try to make batches of batches, and raises TypeError. If the run is in a
-        bucket and the DataLoader has workers, the DataLoader needs
+        Use the IterableDataset in a loop, or in a DataLoader with `batch_size=None`: with any other
+        size, the DataLoader would try to make batches of batches, and raises TypeError. If the run
+        is in a bucket and the DataLoader has workers, the DataLoader needs
         `multiprocessing_context="spawn"`.
 
-        The first loop continues where this object stands. Every later loop begins at the start,
-        unless `restore` was called before it.
+        The first loop begins at the position of this object. Every later loop begins at the start
+        of the data, unless `restore` was called before the loop.
 
-        Each worker of a DataLoader reads a share of the data, and moves only its own copy of this
-        object. Therefore a loop with workers raises ValueError if this object does not stand at the
-        start, and `state` raises ValueError after workers have read.
+        Each worker of a DataLoader reads a part of the data, and moves only its own copy of this
+        object. Therefore a loop with workers raises ValueError if batches were taken from this
+        object before, and `state` raises ValueError after workers have read.
 
         Returns:
-            The IterableDataset. It has the methods `state_dict` and `load_state_dict`, with which
-            torchdata's StatefulDataLoader continues its workers if it has as many workers as
-            before.
+            The IterableDataset. torchdata's StatefulDataLoader uses its methods `state_dict` and
+            `load_state_dict` to continue its workers, if the number of workers is unchanged.
         """
         from torch.utils.data import IterableDataset
 
@@ -202,7 +221,7 @@ class Batches(Iterator[T]):
 
             def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find a local class by name
                 if get_spawning_popen() is not None:
-                    read_by_workers[0] = 1  # the process that is being started shares no memory
+                    read_by_workers[0] = 1  # a spawned process does not share this memory
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -212,26 +231,28 @@ class Batches(Iterator[T]):
         return (batch.jax() for batch in self)
 
     def __next__(self) -> T:
-        if self._loader_worker != (worker := _loader_worker()):
+        if self._loader_worker != (loader_worker := _loader_worker()):
             if self._position != Position():
                 raise ValueError(
                     "these batches stand in the middle of the data, of which each worker of a "
                     "DataLoader reads a share of its own: continue with num_workers=0 or with "
                     "torchdata's StatefulDataLoader, or make new batches"
                 )
-            self.close()  # the threads of another process do not run here
-            self._loader_worker = worker
-            if worker is not None and self._read_by_workers is not None:
+            self.close()  # threads that read ahead do not exist in a copy of the process
+            self._loader_worker = loader_worker
+            if loader_worker is not None and self._read_by_workers is not None:
                 self._read_by_workers[0] = 1
         if self._window is None:
             self._window = self._next_window()
         window = self._window
-        taken = self._position.taken
-        stop = min(taken + self.options.size, window.tokens)
-        runs = zip(self._sources, window.runs, strict=True)
-        batch = self._form([source.take(blocks, taken, stop) for source, blocks in runs])
-        if stop < window.tokens:
-            self._position = replace(self._position, taken=stop)
+        taken_tokens = self._position.taken
+        stop_token = min(taken_tokens + self.options.size, window.tokens)
+        sources_and_blocks = zip(self._sources, window.runs, strict=True)
+        batch = self._form(
+            [source.take(blocks, taken_tokens, stop_token) for source, blocks in sources_and_blocks]
+        )
+        if stop_token < window.tokens:
+            self._position = replace(self._position, taken=stop_token)
         else:
             self._window = None
             self._position = window.end
@@ -241,11 +262,11 @@ class Batches(Iterator[T]):
         """Returns the window that begins at the current position.
 
         Raises:
-            StopIteration: There are no more windows.
-            ValueError: There was no window at all, because no token passes the filters.
+            StopIteration: If there are no more windows.
+            ValueError: If there was no window at all, because no token passes the filters.
         """
         if self._windows is None:
-            self._windows = self._share().beginning(self._position)
+            self._windows = self._windows_of_process().beginning(self._position)
         try:
             return next(self._windows)
         except StopIteration:
@@ -253,81 +274,99 @@ class Batches(Iterator[T]):
             self._check_selection()
             raise
         except BaseException:
-            self.close()  # so that the next call tries again
+            self.close()  # so that the next call reads the failed window again
             raise
 
-    def _share(self) -> Windows:
+    def _windows_of_process(self) -> Windows:
         """Returns the windows of the data that this process reads.
 
-        The workers divide the chunks of the first run. If a run stores pickles, they divide whole
-        shards instead, and each worker then cuts its shards into chunks.
+        The chunks of the first run are divided among the workers. If a run stores pickles, its
+        shards are divided instead, and each worker then cuts its shards into chunks.
         """
         sources = self._sources
         options = self.options
-        seed = options.shuffle
-        hooks = max(sum(len(source.options.hooks) for source in sources), 1)
+        shuffle_seed = options.shuffle
+        hook_count = max(sum(len(source.options.hooks) for source in sources), 1)
         row_bytes = max(sum(source.row_bytes for source in sources), 1)
-        local = all(source.shards.local for source in sources)
-        by_ranges = all(source.shards.by_ranges for source in sources)
-        largest = LARGEST_READ
-        least = 1
-        if not local:
-            largest = hooks * (ORDERED_READ if seed is None else LARGEST_READ)
-            least = min(LEAST_READ * hooks // row_bytes, options.buffer // LEAST_CHUNKS)
-        chunks_in_buffer = ORDERED_CHUNKS if seed is None else CHUNKS_IN_BUFFER
-        size = max(min(largest // row_bytes, options.buffer // chunks_in_buffer), least, 1)
+        are_local = all(source.shards.local for source in sources)
+        are_read_by_ranges = all(source.shards.by_ranges for source in sources)
+        max_chunk_bytes = MAX_READ_BYTES
+        min_chunk_tokens = 1
+        if not are_local:
+            max_chunk_bytes = hook_count * (
+                MAX_ORDERED_READ_BYTES if shuffle_seed is None else MAX_READ_BYTES
+            )
+            min_chunk_tokens = min(
+                MIN_READ_BYTES * hook_count // row_bytes, options.buffer // MIN_BUCKET_CHUNKS
+            )
+        min_buffer_chunks = MIN_ORDERED_CHUNKS if shuffle_seed is None else MIN_SHUFFLED_CHUNKS
+        chunk_tokens = max(
+            min(max_chunk_bytes // row_bytes, options.buffer // min_buffer_chunks),
+            min_chunk_tokens,
+            1,
+        )
         chunks = sources[0].chunks()
-        ahead = 1
-        if by_ranges:
-            blocks = [sources[0].shards.block_tokens(chunk.shard, size) for chunk in chunks]
+        chunks_ahead = 1
+        if are_read_by_ranges:
+            block_tokens = [
+                sources[0].shards.block_tokens(chunk.shard, chunk_tokens) for chunk in chunks
+            ]
             chunks = [
                 piece
-                for chunk, block in zip(chunks, blocks, strict=True)
-                for piece in cut(chunk, size, block)
+                for chunk, tokens_of_block in zip(chunks, block_tokens, strict=True)
+                for piece in cut_chunk(chunk, chunk_tokens, tokens_of_block)
             ]
-        chunks = share(shuffled(chunks, seed), options.worker, options.workers)
-        chunks = share(chunks, *(self._loader_worker or ALONE))
-        if not by_ranges:
+        chunks = chunks_of_worker(
+            shuffled_chunks(chunks, shuffle_seed), options.worker, options.workers
+        )
+        chunks = chunks_of_worker(chunks, *(self._loader_worker or ONLY_WORKER))
+        if not are_read_by_ranges:
             pieces = list[Chunk]()
             for chunk in chunks:
-                pieces += shuffled(cut(chunk, size), seed, chunk.shard, chunk.start)
+                pieces += shuffled_chunks(
+                    cut_chunk(chunk, chunk_tokens), shuffle_seed, chunk.shard, chunk.start
+                )
             chunks = pieces
-        elif not local:
-            most_bytes = IN_FLIGHT * LARGEST_READ
-            ahead = max(min(IN_FLIGHT // hooks, most_bytes // (size * row_bytes)), 2)
-        # A window is half of the buffer, and has whole batches.
+        elif not are_local:
+            max_bytes_ahead = IN_FLIGHT * MAX_READ_BYTES
+            chunks_ahead = max(
+                min(IN_FLIGHT // hook_count, max_bytes_ahead // (chunk_tokens * row_bytes)), 2
+            )
+        # A window takes half of the buffer, and contains whole batches.
         window_tokens = options.buffer // 2 // options.size * options.size
-        most = min(window_tokens, sum(map(len, chunks)))
-        return Windows(chunks, self._reader(), ahead, most, seed)
+        max_window_tokens = min(window_tokens, sum(map(len, chunks)))
+        return Windows(chunks, self._reader(), chunks_ahead, max_window_tokens, shuffle_seed)
 
     def _check_selection(self) -> None:
-        """Checks at the end of the data that there was a batch, unless there are no filters.
+        """Raises ValueError at the end of the data if the filters left out all tokens.
 
-        If there are several workers, the others may have had batches, so a worker without a batch
-        only logs a warning.
+        If there are several workers, other workers may have yielded batches, so a worker without a
+        batch only logs a warning.
 
         Raises:
-            ValueError: No token passes the filters.
+            ValueError: If there is one worker, and no token passes the filters.
         """
-        filters = dict.fromkeys(text for source in self._sources for text in source.options.filters)
+        filters = dict.fromkeys(
+            filter_text for source in self._sources for filter_text in source.options.filters
+        )
         if self._position != Position() or not filters:
             return
         message = f"no token passes these filters: {', '.join(filters)}"
-        part, parts = self._loader_worker or ALONE
-        worker = self.options.worker * parts + part
-        workers = self.options.workers * parts
-        if workers == 1:
+        loader_worker, loader_workers = self._loader_worker or ONLY_WORKER
+        worker_number = self.options.worker * loader_workers + loader_worker
+        worker_count = self.options.workers * loader_workers
+        if worker_count == 1:
             raise ValueError(message)
-        log.warning("in the share of worker %d of %d, %s", worker, workers, message)
+        log.warning("in the share of worker %d of %d, %s", worker_number, worker_count, message)
 
 
 def _loader_worker() -> tuple[int, int] | None:
-    """Returns the place of this process among the workers of a PyTorch DataLoader.
+    """Returns which worker of a PyTorch DataLoader this process is.
 
     Returns:
-        The number of this worker, from 0, and the number of all workers. None if this process is
-        not a worker of a DataLoader.
+        A tuple of the number of this worker, from 0, and the number of all workers. None if this
+        process is not a worker of a DataLoader.
     """
-    torch_data = sys.modules.get("torch.utils.data")
-    info = torch_data.get_worker_info() if torch_data is not None else None
-    return None if info is None else (info.id, info.num_workers)
+    torch_data_module = sys.modules.get("torch.utils.data")
+    worker_info = torch_data_module.get_worker_info() if torch_data_module is not None else None
+    return None if worker_info is None else (worker_info.id, worker_info.num_workers)

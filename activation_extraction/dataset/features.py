@@ -1,8 +1,9 @@
-"""The table of an autoencoder's features: how often each is active, and on which tokens most.
+"""Makes a table of the features of an autoencoder, with the tokens on which they are strongest.
 
-One pass over the codes counts the tokens of every feature and keeps its strongest tokens, so that
-memory grows with the number of features and not with the run. The tokens around the strongest ones
-are read afterwards. `find_decoder` turns token ids into text without the tokenizer of the run.
+One pass over the codes counts the tokens on which each feature is active, and keeps the tokens on
+which its values are largest. Memory therefore grows with the number of features and not with the
+size of the run. The tokens around these tokens are read afterwards. `find_decoder` returns a
+function that decodes token ids without the tokenizer of the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +27,9 @@ from activation_extraction.common.tokenizer_files import (
 if TYPE_CHECKING:  # dataset.py imports this module, so a real import would be circular
     from activation_extraction.dataset.dataset import ActivationDataset
 
-SIZE = 2**14  # tokens of a batch of codes
-# Columns of a context: a token on which a feature is strong, and the tokens around this token.
+BATCH_TOKENS = 2**14  # number of tokens in a batch while codes are read
+# Fields of a context, which is a token on which a feature is strong with the tokens around it.
+# `ActivationDataset.features` describes them.
 CONTEXT = pyarrow.schema(
     {
         "value": pyarrow.float32(),
@@ -40,52 +42,55 @@ CONTEXT = pyarrow.schema(
 )
 
 
-class Strongest:
+class StrongestTokens:
     """The tokens on which each feature has its largest values.
 
     Args:
-        features: Number of features, F.
-        count: Number of tokens to keep for each feature.
+        feature_count: Number of features, F.
+        tokens_per_feature: Number of tokens to keep for each feature, K.
 
     Attributes:
-        values: Largest values of each feature, float32 (F, count), in descending order; -inf after
-            the last token on which the feature is active.
-        tokens: Numbers of the tokens with these values, int64 (F, count).
+        values: Largest values of each feature, float32 (F, K), in descending order; -inf where the
+            feature is active on fewer than K tokens.
+        tokens: Numbers of the tokens with these values, int64 (F, K).
     """
 
-    def __init__(self, features: int, count: int) -> None:
-        self.values = np.full((features, count), -np.inf, np.float32)
-        self.tokens = np.zeros((features, count), np.int64)
+    def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
+        self.values = np.full((feature_count, tokens_per_feature), -np.inf, np.float32)
+        self.tokens = np.zeros((feature_count, tokens_per_feature), np.int64)
 
-    def add(self, ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds values of features. Among equal values, those that were added first are kept.
+    def add(self, feature_ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
+        """Adds n values of features. Among equal values, the values that were added first are kept.
 
         Args:
-            ids: Number of the feature of each value, int32 (n,).
+            feature_ids: Number of the feature of each value, int32 (n,).
             values: Values of the features, float32 (n,).
             tokens: Number of the token of each value, int64 (n,).
         """
-        count = self.values.shape[1]
-        large = values > self.values[ids, -1]
-        order = np.lexsort((-values[large], ids[large]))
-        ids = ids[large][order]
-        values = values[large][order]
-        tokens = tokens[large][order]
-        features, first, number = np.unique(ids, return_index=True, return_counts=True)
-        rank = np.arange(len(ids)) - np.repeat(first, number)  # among the values of the feature
-        row = np.repeat(np.arange(len(features)), number)
-        largest = rank < count
-        # The left half of the candidates are the values kept so far; a stable sort prefers these.
-        candidates = np.full((len(features), 2 * count), -np.inf, np.float32)
+        tokens_per_feature = self.values.shape[1]
+        is_large = values > self.values[feature_ids, -1]
+        feature_order = np.lexsort((-values[is_large], feature_ids[is_large]))
+        feature_ids = feature_ids[is_large][feature_order]
+        values = values[is_large][feature_order]
+        tokens = tokens[is_large][feature_order]
+        updated_features, first_indices, value_counts = np.unique(
+            feature_ids, return_index=True, return_counts=True
+        )
+        value_ranks = np.arange(len(feature_ids)) - np.repeat(first_indices, value_counts)
+        candidate_rows = np.repeat(np.arange(len(updated_features)), value_counts)
+        is_candidate = value_ranks < tokens_per_feature
+        # The left half of the candidates contains the values that were kept so far, and the right
+        # half contains added values. A stable sort prefers the left half among equal values.
+        candidates = np.full((len(updated_features), 2 * tokens_per_feature), -np.inf, np.float32)
         candidate_tokens = np.zeros(candidates.shape, np.int64)
-        candidates[:, :count] = self.values[features]
-        candidate_tokens[:, :count] = self.tokens[features]
-        right_half = row[largest], count + rank[largest]
-        candidates[right_half] = values[largest]
-        candidate_tokens[right_half] = tokens[largest]
-        best = np.argsort(-candidates, axis=1, kind="stable")[:, :count]
-        self.values[features] = np.take_along_axis(candidates, best, 1)
-        self.tokens[features] = np.take_along_axis(candidate_tokens, best, 1)
+        candidates[:, :tokens_per_feature] = self.values[updated_features]
+        candidate_tokens[:, :tokens_per_feature] = self.tokens[updated_features]
+        right_half = candidate_rows[is_candidate], tokens_per_feature + value_ranks[is_candidate]
+        candidates[right_half] = values[is_candidate]
+        candidate_tokens[right_half] = tokens[is_candidate]
+        best_columns = np.argsort(-candidates, axis=1, kind="stable")[:, :tokens_per_feature]
+        self.values[updated_features] = np.take_along_axis(candidates, best_columns, 1)
+        self.tokens[updated_features] = np.take_along_axis(candidate_tokens, best_columns, 1)
 
 
 def feature_table(
@@ -97,15 +102,15 @@ def feature_table(
         dataset: Dataset of the run.
         hook: Any name of the hook that holds the codes.
         contexts: Number of tokens to list for each feature.
-        around: Number of tokens of the sample to show on each side of a listed token.
+        around: Number of tokens of the sample to include on each side of a listed token.
 
     Returns:
-        A table with a row for each feature.
+        A table with a row for each feature, whose columns `ActivationDataset.features` describes.
 
     Raises:
-        ValueError: The hook has no codes or is not read, `contexts` is less than 1, or `around` is
-            less than 0.
-        OSError: A shard is damaged.
+        ValueError: If the hook has no codes or is not read, if `contexts` is less than 1, or if
+            `around` is less than 0.
+        OSError: If a shard is damaged.
     """
     from tqdm import tqdm  # imported late, because other readers of a run do not need tqdm
 
@@ -120,91 +125,109 @@ def feature_table(
         )
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
-    features = dataset.hooks[hook]
-    seen = 0  # number of tokens of earlier batches
-    tokens = np.zeros(features, np.int64)
-    total = np.zeros(features)
-    strongest = Strongest(features, contexts)
-    settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
-    with tqdm(total=dataset.tokens, **settings) as bar:
-        for batch in dataset.batches(SIZE, [hook]):
+    feature_count = dataset.hooks[hook]
+    seen_tokens = 0  # number of tokens in earlier batches
+    active_tokens = np.zeros(feature_count, np.int64)
+    value_sums = np.zeros(feature_count)
+    strongest = StrongestTokens(feature_count, contexts)
+    progress_settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
+    with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
+        for batch in dataset.batches(BATCH_TOKENS, [hook]):
             codes = batch[hook]
-            numbers = np.repeat(np.arange(seen, seen + len(batch)), np.diff(codes.indptr))
-            tokens += np.bincount(codes.indices, minlength=features)
-            total += np.bincount(codes.indices, codes.data, minlength=features)
-            strongest.add(codes.indices, codes.data, numbers)
-            seen += len(batch)
-            bar.update(len(batch))
-    active = tokens > 0
-    mean = np.divide(total, tokens, where=active, out=np.zeros(features))
-    table: dict[str, Any] = {
-        "feature": np.arange(features, dtype=np.int32),
-        "tokens": tokens,
-        "frequency": tokens / max(seen, 1),
-        "mean": pyarrow.array(mean, mask=~active),
-        "maximum": pyarrow.array(strongest.values[:, 0], mask=~active),
+            token_numbers = np.repeat(
+                np.arange(seen_tokens, seen_tokens + len(batch)), np.diff(codes.indptr)
+            )
+            active_tokens += np.bincount(codes.indices, minlength=feature_count)
+            value_sums += np.bincount(codes.indices, codes.data, minlength=feature_count)
+            strongest.add(codes.indices, codes.data, token_numbers)
+            seen_tokens += len(batch)
+            progress_bar.update(len(batch))
+    is_active = active_tokens > 0
+    mean_values = np.divide(value_sums, active_tokens, where=is_active, out=np.zeros(feature_count))
+    columns_by_name: dict[str, Any] = {
+        "feature": np.arange(feature_count, dtype=np.int32),
+        "tokens": active_tokens,
+        "frequency": active_tokens / max(seen_tokens, 1),
+        "mean": pyarrow.array(mean_values, mask=~is_active),
+        "maximum": pyarrow.array(strongest.values[:, 0], mask=~is_active),
         "contexts": _contexts(dataset, strongest, around),
     }
-    return pyarrow.table(table)
+    return pyarrow.table(columns_by_name)
 
 
-def _contexts(dataset: "ActivationDataset", strongest: Strongest, around: int) -> pyarrow.Array:
-    """Returns the column `contexts` of a table of features: a list of CONTEXT for each feature.
+def _contexts(
+    dataset: "ActivationDataset", strongest: StrongestTokens, around: int
+) -> pyarrow.Array:
+    """Returns the column `contexts` of a table of features.
 
     Args:
         dataset: Dataset with the codes.
-        strongest: Strongest tokens of every feature, by their numbers in the dataset.
-        around: Number of tokens of the sample to show on each side of a token.
+        strongest: Strongest tokens of every feature. Tokens are numbered over all shards of the
+            dataset, from 0.
+        around: Number of tokens of the sample to include on each side of a token.
 
     Returns:
-        The column, with the strongest token of each feature first.
+        An array with a list of structs (CONTEXT) for each feature, the strongest token first.
     """
-    kept = np.isfinite(strongest.values)
-    values = strongest.values[kept]
-    numbers = strongest.tokens[kept]
-    begins = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
-    of_shard = np.searchsorted(begins, numbers, "right") - 1
-    decode = None
+    is_listed = np.isfinite(strongest.values)
+    listed_values = strongest.values[is_listed]
+    listed_tokens = strongest.tokens[is_listed]
+    first_token_of_shard = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
+    shard_of_token = np.searchsorted(first_token_of_shard, listed_tokens, "right") - 1
+    decode_ids = None
     with suppress(LookupError):
-        decode = find_decoder(dataset)
-    places = [np.arange(0)]
-    tables = [CONTEXT.empty_table()]
-    for shard in np.unique(of_shard).tolist():
+        decode_ids = find_decoder(dataset)
+    context_indices = [np.arange(0)]
+    context_tables = [CONTEXT.empty_table()]
+    for shard in np.unique(shard_of_token).tolist():
         reader = dataset.shards.get(shard)
-        place = np.flatnonzero(of_shard == shard)
-        tokens = reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
-        in_shard = numbers[place] - begins[shard]
-        samples = np.searchsorted(reader.offsets, in_shard, "right") - 1
-        starts = np.maximum(reader.offsets[samples], in_shard - around)
-        stops = np.minimum(reader.offsets[samples + 1], in_shard + around + 1)
-        ids = [tokens["token_ids"][start:stop] for start, stop in zip(starts, stops, strict=True)]
-        columns = {
-            "value": values[place],
-            "sample_idx": reader.sample_idx[samples],
-            "position": tokens["position"][in_shard],
-            "token_ids": ids,
-            "token": in_shard - starts,
-            "text": [decode and decode(tokens_around) for tokens_around in ids],
+        indices_in_shard = np.flatnonzero(shard_of_token == shard)
+        token_fields = reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
+        tokens_in_shard = listed_tokens[indices_in_shard] - first_token_of_shard[shard]
+        sample_of_token = np.searchsorted(reader.offsets, tokens_in_shard, "right") - 1
+        context_starts = np.maximum(reader.offsets[sample_of_token], tokens_in_shard - around)
+        context_stops = np.minimum(
+            reader.offsets[sample_of_token + 1], tokens_in_shard + around + 1
+        )
+        context_ids = [
+            token_fields["token_ids"][start:stop]
+            for start, stop in zip(context_starts, context_stops, strict=True)
+        ]
+        context_columns = {
+            "value": listed_values[indices_in_shard],
+            "sample_idx": reader.sample_idx[sample_of_token],
+            "position": token_fields["position"][tokens_in_shard],
+            "token_ids": context_ids,
+            "token": tokens_in_shard - context_starts,
+            "text": [decode_ids and decode_ids(tokens_around) for tokens_around in context_ids],
         }
-        places.append(place)
-        tables.append(pyarrow.table(columns, CONTEXT))
-    contexts = pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(places)))
-    offsets = np.cumsum([0, *kept.sum(axis=1)], dtype=np.int32)
-    return pyarrow.ListArray.from_arrays(offsets, contexts.to_struct_array().combine_chunks())
+        context_indices.append(indices_in_shard)
+        context_tables.append(pyarrow.table(context_columns, CONTEXT))
+    contexts = pyarrow.concat_tables(context_tables).take(
+        np.argsort(np.concatenate(context_indices))
+    )
+    context_offsets = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
+    return pyarrow.ListArray.from_arrays(
+        context_offsets, contexts.to_struct_array().combine_chunks()
+    )
 
 
 def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
     """Returns a function that decodes token ids with the vocabulary of the run's model.
 
-    Tokens that the files of the vocabulary lack are taken from metadata.json, in which the run has
-    recorded them. An id without a token is shown as a number in brackets.
+    Tokens that the files of the vocabulary lack are read from metadata.json, in which the run
+    recorded them.
 
     Args:
         dataset: Dataset of the run.
 
+    Returns:
+        A function that takes token ids, int32 (n,), and returns their text. An id without a token
+        becomes a number in brackets.
+
     Raises:
-        LookupError: The package tokenizers or the vocabulary is not on this machine, or the
-            vocabulary cannot be read. The message says what is needed.
+        LookupError: If the package tokenizers or the vocabulary is not on this machine, or if the
+            vocabulary cannot be read. The message names the missing package or file.
     """
     try:
         from tokenizers import Tokenizer, decoders, models
@@ -212,65 +235,83 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
         raise LookupError(f"needs the package tokenizers; {install('tokenizers')}") from None
     metadata = dataset.metadata
     try:
-        home = dataset.tokenizer_path
+        tokenizer_path = dataset.tokenizer_path
     except ValueError:
         raise LookupError("needs the name of the model, which metadata.json lacks") from None
-    path = vocabulary_file(_local_files(home, metadata))
-    if path is None:
+    vocabulary_path = vocabulary_file(_local_files(tokenizer_path, metadata))
+    if vocabulary_path is None:
         raise LookupError(
-            f"needs {TOKENIZER_JSON}, or {VOCAB_JSON} and {MERGES_TXT}, of {home} on this machine"
+            f"needs {TOKENIZER_JSON}, or {VOCAB_JSON} and {MERGES_TXT}, of {tokenizer_path} on "
+            "this machine"
         )
     try:
-        if path.name == TOKENIZER_JSON:
-            tokenizer = Tokenizer.from_file(str(path))
+        if vocabulary_path.name == TOKENIZER_JSON:
+            tokenizer = Tokenizer.from_file(str(vocabulary_path))
         else:
-            tokenizer = Tokenizer(models.BPE.from_file(str(path), str(path.with_name(MERGES_TXT))))
+            tokenizer = Tokenizer(
+                models.BPE.from_file(
+                    str(vocabulary_path), str(vocabulary_path.with_name(MERGES_TXT))
+                )
+            )
             tokenizer.decoder = decoders.ByteLevel()
-    except Exception as error:  # tokenizers raises no other type
-        raise LookupError(f"needs {path}, which cannot be read: {one_line(error)}") from error
-    added = {int(number): text for number, text in metadata.get("added_tokens", {}).items()}
-    beside = {n: text for n, text in added.items() if tokenizer.id_to_token(n) != text}
+    except Exception as error:  # tokenizers raises plain Exception
+        raise LookupError(
+            f"needs {vocabulary_path}, which cannot be read: {one_line(error)}"
+        ) from error
+    added_tokens = {
+        int(token_id): text for token_id, text in metadata.get("added_tokens", {}).items()
+    }
+    missing_tokens = {
+        token_id: text
+        for token_id, text in added_tokens.items()
+        if tokenizer.id_to_token(token_id) != text
+    }
 
-    def is_in_vocabulary(token: int) -> bool:
-        return token not in beside and token >= 0 and tokenizer.id_to_token(token) is not None
+    def is_in_vocabulary(token_id: int) -> bool:
+        return (
+            token_id not in missing_tokens
+            and token_id >= 0
+            and tokenizer.id_to_token(token_id) is not None
+        )
 
-    def decode(ids: np.ndarray) -> str:
-        texts: list[str] = []
-        for in_vocabulary, tokens in groupby(ids.tolist(), is_in_vocabulary):
+    def decode(token_ids: np.ndarray) -> str:
+        decoded_texts: list[str] = []
+        for in_vocabulary, tokens in groupby(token_ids.tolist(), is_in_vocabulary):
             if in_vocabulary:
-                texts.append(tokenizer.decode(list(tokens), skip_special_tokens=False))
+                decoded_texts.append(tokenizer.decode(list(tokens), skip_special_tokens=False))
             else:
-                texts += [beside.get(token, f"[{token}]") for token in tokens]
-        return "".join(texts)
+                decoded_texts += [missing_tokens.get(token, f"[{token}]") for token in tokens]
+        return "".join(decoded_texts)
 
     return decode
 
 
-def _local_files(home: str, metadata: Mapping[str, Any]) -> list[Path]:
-    """Returns the files of a vocabulary, from its folder or from this machine's cache of the hub.
+def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]:
+    """Returns paths of the files of a vocabulary, in a folder or in the local cache of the hub.
 
     Args:
-        home: Folder, URL or hub name of the model or adapter.
+        tokenizer_path: Folder, URL or hub name of the model or adapter.
         metadata: Metadata of the run, which may name the commit of its model.
 
     Returns:
-        Paths of the files; none if `home` is neither a folder with such files nor a name that the
-        cache contains.
+        Paths of the files; an empty list if `tokenizer_path` is neither a folder with such files
+        nor a name that the cache contains.
     """
     configuration = metadata["configuration"]
-    commit = None
-    if home == configuration["model_path"]:
-        commit = metadata.get("model_commit") or configuration.get("model_revision")
+    model_commit = None
+    if tokenizer_path == configuration["model_path"]:
+        model_commit = metadata.get("model_commit") or configuration.get("model_revision")
     try:
-        folder = Path(home).expanduser()
-        files = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
-        if not files:
+        folder = Path(tokenizer_path).expanduser()
+        vocabulary_paths = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+        if not vocabulary_paths:
             from huggingface_hub import try_to_load_from_cache
 
-            cached = (
-                try_to_load_from_cache(home, name, revision=commit) for name in VOCABULARY_FILES
+            cached_paths = (
+                try_to_load_from_cache(tokenizer_path, name, revision=model_commit)
+                for name in VOCABULARY_FILES
             )
-            files = [Path(path) for path in cached if isinstance(path, str)]
-    except (ImportError, OSError, RuntimeError, ValueError):  # neither a path nor a hub name
-        return []
-    return files
+            vocabulary_paths = [Path(path) for path in cached_paths if isinstance(path, str)]
+    except (ImportError, OSError, RuntimeError, ValueError):
+        return []  # because `tokenizer_path` is neither a path nor a hub name
+    return vocabulary_paths

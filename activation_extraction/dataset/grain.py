@@ -1,4 +1,4 @@
-"""TokenRecords: a source of records of tokens for grain, which reads them in any order.
+"""TokenRecords: a source of records of tokens, which grain reads in any order.
 
 grain shuffles the records and makes batches of them itself. batches.py makes batches without grain,
 with fewer and larger reads.
@@ -15,14 +15,14 @@ from activation_extraction.dataset.windows import Chunk
 
 
 class TokenRecords:
-    """A `grain.sources.RandomAccessDataSource`. `ActivationDataset.grain` describes its records.
+    """A `grain.sources.RandomAccessDataSource` of tokens; `ActivationDataset.grain` describes it.
 
     Args:
         source: Source of the tokens, whose options choose the hooks.
         tokens: Number of tokens in a record.
 
     Raises:
-        ValueError: `tokens` is less than 1.
+        ValueError: If `tokens` is less than 1.
     """
 
     def __init__(self, source: TokenSource, tokens: int) -> None:
@@ -30,13 +30,15 @@ class TokenRecords:
             raise ValueError(f"tokens {tokens}: expected 1 or more tokens in a record")
         self._source = source
         self._tokens = tokens
-        counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
-        self._firsts = [0, *accumulate(counts)]  # the number of records before each shard
+        record_counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
+        # For each shard, the number of records in earlier shards; and the number of all records.
+        self._first_records = [0, *accumulate(record_counts)]
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return self._first_records[-1]
 
-    def __repr__(self) -> str:  # grain restores a state only if the repr of the source is the same
+    def __repr__(self) -> str:
+        # grain restores a saved state only if the `repr` of the source is unchanged since then.
         source = self._source
         hooks = list(source.options.hooks)
         return f"TokenRecords(data={source.fingerprint}, hooks={hooks}, tokens={self._tokens})"
@@ -46,12 +48,14 @@ class TokenRecords:
         if not 0 <= number < len(self):
             raise IndexError(f"record {number}: there are {len(self)}, counted from 0")
         source = self._source
-        shard = bisect_right(self._firsts, number) - 1
-        start = (number - self._firsts[shard]) * self._tokens
-        stop = min(start + self._tokens, source.shards.commits[shard].tokens)
-        batch = source.whole_tokens([Chunk(shard, start, stop)])
-        shared = {name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")}
-        record = {**batch.activations, **shared, **batch.labels}
+        shard = bisect_right(self._first_records, number) - 1
+        first_token = (number - self._first_records[shard]) * self._tokens
+        end_token = min(first_token + self._tokens, source.shards.commits[shard].tokens)
+        batch = source.whole_tokens([Chunk(shard, first_token, end_token)])
+        token_fields = {
+            name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")
+        }
+        record = {**batch.activations, **token_fields, **batch.labels}
         if self._tokens == 1:
             return {name: values[0, ...] for name, values in record.items()}
         return record

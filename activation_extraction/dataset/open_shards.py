@@ -1,6 +1,6 @@
-"""OpenShards: opens the shards of a run when they are read, and keeps the last ones open.
+"""OpenShards: opens the shards of a run when they are read, and keeps recently read shards open.
 
-It finds the shard of a sample, and reads the tables and the statistics beside the shards.
+OpenShards finds the shard of a sample, and reads the tables and the statistics beside the shards.
 store/shard_reader.py reads a single shard.
 """
 
@@ -47,13 +47,14 @@ from activation_extraction.text.sample_facts import SampleFacts
 # The largest number of local safetensors files of a dataset that stay open, if the process may open
 # so many files. If a run stores pickles, one shard stays in memory.
 MAX_OPEN_SHARDS = 128
-# The fraction of the files that this process may open which a dataset keeps open. Several datasets,
-# connections and the files of the user's program need the rest.
+# A dataset keeps at most this fraction of the number of files open that the process may open. The
+# process needs the other files for other datasets, for connections and for the user's program.
 OPEN_FILES_FRACTION = 1 / 8
-# Most memory for the headers and the arrays of samples of the shards in a bucket that stay open.
-# Opening a shard anew takes one request.
+# Most bytes of memory for the headers and the arrays of samples of all open shards in a bucket.
+# Opening a shard again takes one request.
 KEPT_BYTES = 2**26
-# Most rows of the tables of samples that stay in memory. One table stays even if it is larger.
+# Largest number of rows in all tables of samples that stay in memory. The table that was read last
+# stays even if it has more rows.
 TABLE_ROWS = 100_000
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Raises OSError in place of a RunError, because users expect it for a damaged file."""
+    """Raises OSError in place of a RunError, because users expect OSError for a damaged file."""
     try:
         yield
     except RunError as error:
@@ -82,25 +83,27 @@ def _max_open_files() -> int:
 
 @dataclass
 class OpenShards:
-    """The shards of a run, which are opened when they are read. The last ones stay open.
+    """The shards of a run, which are opened when they are read. Recently read shards stay open.
 
-    A pickled copy in another process opens files and connections of its own. A fork of this process
-    can read only local runs. Methods that read raise OSError for damaged, missing and replaced
-    files.
+    A pickled copy in another process opens its own files and connections. A fork of this process
+    can read only local runs. Methods that read files raise OSError if a file is damaged, missing or
+    replaced.
 
     Attributes:
         url: URL of the run, with its secrets.
         local: Whether the run is on this machine.
-        shards: Name of the host's folder ("" for the output itself) and commit of each shard.
-        hooks: Dtype, width and encoding of every hook that is read, by name.
-        commits: Commits of the shards.
-        firsts: Number of samples before each shard; the last item is the number of all samples.
+        shards: For each shard, a tuple of the name of the host's folder ("" for the output folder
+            itself) and the commit of the shard.
+        hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
+        commits: Commits of the shards, in their order.
+        firsts: For each shard, the number of samples in earlier shards. One further item at the end
+            is the number of all samples.
         by_ranges: Whether a range of rows can be read from every shard without reading the whole
             shard. False if a shard is a pickle.
         table: Function that takes the number of a shard and returns the table of its samples.
 
     Raises:
-        ValueError: A file is too small for its tokens.
+        ValueError: If a file is too small for its tokens.
     """
 
     url: str
@@ -114,21 +117,21 @@ class OpenShards:
         self.by_ranges = all(map(read_by_ranges, self.commits))
         self._check_sizes()
         self._columns: dict[str, np.ndarray] = {}
-        # The cached functions do not refer to this object: such a cycle would keep a decompressed
-        # pickle in memory until the garbage collector runs.
-        self._read: Callable[..., Any] = partial(_read, self.url, self.shards, {})
-        hooks = list(self.hooks.values())
-        most = _max_open_files()
+        # The cached functions do not refer to this object, because a cycle of references would keep
+        # a decompressed pickle in memory until the garbage collector runs.
+        self._read: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
+        hook_values = list(self.hooks.values())
+        max_open_shards = _max_open_files()
         if not self.by_ranges:
-            most = 1
+            max_open_shards = 1
         elif not self.local:
-            most = KEPT_BYTES // max(map(front_bytes, self.commits), default=KEPT_BYTES)
+            max_open_shards = KEPT_BYTES // max(map(front_bytes, self.commits), default=KEPT_BYTES)
         self._locks = defaultdict[int, Lock](Lock)
-        self._open: Callable[[int], SafetensorsFile] = lru_cache(max(most, 1))(
-            partial(self._read, lambda folder, commit: open_shard(folder, commit, hooks))
+        self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
+            partial(self._read, lambda folder, commit: open_shard(folder, commit, hook_values))
         )
-        tables = TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
-        self.table: Callable[[int], pyarrow.Table] = lru_cache(max(tables, 1))(
+        max_tables = TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
+        self.table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
             partial(self._read, read_table)
         )
 
@@ -152,163 +155,169 @@ class OpenShards:
         """
         return sum(self.hooks[name].row.itemsize for name in hooks)
 
-    def block_tokens(self, shard: int, most: int) -> int:
-        """Returns the number of tokens of which the length of a chunk is best a multiple.
+    def block_tokens(self, shard: int, chunk_tokens: int) -> int:
+        """Returns the number of tokens in a block of a shard, the unit in which a bucket is read.
 
-        A chunk of whole blocks (see RangeChecksums) is read from a bucket without the bytes of
-        other tokens.
+        A block has a checksum of its own (see RangeChecksums), and is read as a whole. A chunk of
+        whole blocks is therefore read from a bucket without the bytes of other tokens.
 
         Args:
             shard: Number of the shard, from 0.
-            most: Number of tokens in a chunk.
+            chunk_tokens: Number of tokens in a chunk.
 
         Returns:
-            The number; 1 if the file is on this machine, if the shard has no such blocks, or if a
-            chunk is too small for one.
+            The number of tokens in a block; 1 if the file is on this machine, if the shard has no
+            blocks with checksums, or if a block has more tokens than a chunk.
         """
         commit = self.commits[shard]
-        ranges = commit.files[commit.file].ranges
-        if self.local or ranges is None or ranges.tokens > most:
+        range_checksums = commit.files[commit.file].ranges
+        if self.local or range_checksums is None or range_checksums.tokens > chunk_tokens:
             return 1
-        return ranges.tokens
+        return range_checksums.tokens
 
     def _check_sizes(self) -> None:
         """Raises ValueError if a shard's file is too small for the tokens that it should hold."""
-        row = sum(hook.min_token_bytes for hook in self.hooks.values())
+        min_token_bytes = sum(hook.min_token_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
-            most = commit.bytes * (1 if read_by_ranges(commit) else MAX_GZIP_RATIO)
-            if commit.tokens * row > most:
-                where = without_secrets("/".join(filter(None, (self.url, folder, commit.file))))
+            max_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
+            max_decompressed_bytes = commit.bytes * max_ratio
+            if commit.tokens * min_token_bytes > max_decompressed_bytes:
+                file_url = without_secrets("/".join(filter(None, (self.url, folder, commit.file))))
                 raise ValueError(
-                    f"{where}: {counted(commit.tokens, 'token')} of {row} bytes cannot be in "
-                    f"{commit.bytes} bytes"
+                    f"{file_url}: {counted(commit.tokens, 'token')} of {min_token_bytes} bytes "
+                    f"cannot be in {commit.bytes} bytes"
                 )
 
     def shard_of(self, sample: int) -> int:
         """Returns the number of the shard that contains a sample.
 
         Args:
-            sample: Number of the sample in the run, in the order of the shards.
+            sample: Index of the sample in the run, in the order of the shards.
         """
         return bisect_right(self.firsts, sample) - 1
 
     def facts(self, sample: int) -> SampleFacts:
-        """Returns the facts of a sample.
+        """Returns the facts of a sample, such as its row and its id, from the table of its shard.
 
         Args:
-            sample: Number of the sample in the run, in the order of the shards.
+            sample: Index of the sample in the run, in the order of the shards.
         """
         shard = self.shard_of(sample)
-        row = self.table(shard).slice(sample - self.firsts[shard], 1)
-        return stored_samples(row)[0].facts
+        sample_row = self.table(shard).slice(sample - self.firsts[shard], 1)
+        return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
-        """Returns the number of a sample in the run, in the order of the shards.
+        """Returns the index of a sample in the run, in the order of the shards.
 
         Args:
             folder: Name of the folder of the host that stored the sample.
-            sample_idx: Number of the sample among those of all hosts.
+            sample_idx: Number of the sample, which is unique over all machines and hosts.
 
         Returns:
-            The number; None if no shard of the folder contains the sample.
+            The index of the sample; None if no shard of the folder contains the sample.
         """
-        for number, (name, commit) in enumerate(self.shards):
-            if name == folder and commit.first <= sample_idx <= commit.last:
-                numbers = self.table(number)["sample_idx"].to_numpy()
-                row = int(np.searchsorted(numbers, sample_idx))
-                if numbers[row] == sample_idx:
-                    return self.firsts[number] + row
+        for shard, (shard_folder, commit) in enumerate(self.shards):
+            if shard_folder == folder and commit.first <= sample_idx <= commit.last:
+                shard_sample_idx = self.table(shard)["sample_idx"].to_numpy()
+                row = int(np.searchsorted(shard_sample_idx, sample_idx))
+                if shard_sample_idx[row] == sample_idx:
+                    return self.firsts[shard] + row
         return None
 
-    def each(self, read: Callable[[int], T]) -> Iterator[T]:
+    def read_all(self, read: Callable[[int], T]) -> Iterator[T]:
         """Yields the results of reading all shards, in their order. Several threads read them.
 
         Args:
             read: Function that takes the number of a shard, reads the shard or a file beside it,
                 and returns the result.
         """
-        # The threads end with this call, because a fork of this process would lack them.
+        # The pool is not kept, because a fork of this process would lack its threads.
         with ThreadPoolExecutor(IN_FLIGHT) as pool:
             yield from pool.map(read, range(len(self.shards)))
 
     @cached_property
     def samples(self) -> pyarrow.Table:
         """The table with a row for each sample of the run, in the order of the shards."""
-        return concatenate_tables(self.each(self.table))
+        return concatenate_tables(self.read_all(self.table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns columns of the table of all samples. They stay in memory.
+        """Returns columns of the table of all samples, which stay in memory.
 
         Args:
             names: Names of the columns.
 
         Returns:
-            The stored values by the name of the column: arrays of objects (samples,), with None for
-            a sample that lacks the column.
+            The stored values by the name of the column, as arrays of objects (samples,). The value
+            of a sample that lacks the column is None.
         """
-        if missing := [name for name in names if name not in self._columns]:
-            tables = list(self.each(self.table))
-            for name in missing:
-                values = [value for table in tables for value in values_of(table, name)]
-                self._columns[name] = np.fromiter(values, object, len(values))
+        if missing_names := [name for name in names if name not in self._columns]:
+            tables = list(self.read_all(self.table))
+            for name in missing_names:
+                column_values = [value for table in tables for value in values_of(table, name)]
+                self._columns[name] = np.fromiter(column_values, object, len(column_values))
         return {name: self._columns[name] for name in names}
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
         """The statistics of every hook over all shards.
 
-        The statistics of every dimension are computed from `sums`, which is read when they are
-        first used.
+        The statistics of each dimension are computed from `sums`. They are read from the files
+        beside the shards when they are first used.
         """
-        totals = Totals.of(self.commits).statistics
-        statistics = {
+        statistics_by_hook = Totals.of(self.commits).statistics
+        hook_statistics = {
             name: HookStatistics(
-                **vars(totals.get(name, Statistics())), load=partial(self._sums_of, name)
+                **vars(statistics_by_hook.get(name, Statistics())),
+                load=partial(self._sums_of, name),
             )
             for name in self.hooks
         }
-        return ByHook(statistics, self.hooks.aliases)
+        return ByHook(hook_statistics, self.hooks.aliases)
 
     def _sums_of(self, hook: str) -> Sums:
         return self.sums.get(hook) or Sums.zeros(self.hooks[hook].width)
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums over all shards, by the name of the hook. Hooks of codes have no sums.
+        """The sums of each dimension over all shards, by hook name. Hooks of codes have no sums.
 
         The sums of the shards are merged in the order of the shards, so that the result is always
         the same. The dict is empty for a run without shards.
         """
-        summed = [name for name, hook in self.hooks.items() if hook.is_array]
-        total: dict[str, Sums] = {}
-        for of_shard in self.each(partial(self._read, partial(read_sums, hooks=summed))):
-            for hook, sums in of_shard.items():
-                total[hook] = total[hook].merge(sums) if hook in total else sums
-        return total
+        array_hooks = [name for name, hook in self.hooks.items() if hook.is_array]
+        total_by_hook: dict[str, Sums] = {}
+        for sums_of_shard in self.read_all(
+            partial(self._read, partial(read_sums, hooks=array_hooks))
+        ):
+            for hook, sums in sums_of_shard.items():
+                total_by_hook[hook] = (
+                    total_by_hook[hook].merge(sums) if hook in total_by_hook else sums
+                )
+        return total_by_hook
 
 
-def _read(
+def _read_shard(
     url: str,
     shards: Sequence[tuple[str, Commit]],
     folders: dict[str, Folder],
     read: Callable[[Folder, Commit], T],
-    number: int,
+    shard: int,
 ) -> T:
-    """Returns the result of reading a shard.
+    """Calls a function that reads a shard, and returns the result of the function.
 
     Args:
         url: URL of the run.
-        shards: Name of the folder and commit of each shard.
-        folders: Folders that are open, by name. The shard's folder is added.
+        shards: For each shard, a tuple of the name of its folder and its commit.
+        folders: Open folders by name. The folder of the shard is added if it is missing.
         read: Function that takes the folder and the commit of a shard, reads the shard or a file
             beside it, and returns the result.
-        number: Number of the shard, from 0.
+        shard: Number of the shard, from 0.
 
     Raises:
-        OSError: `read` raises RunError, for example because the file is damaged.
+        OSError: If `read` raises RunError, for example because the file is damaged.
     """
-    name, commit = shards[number]
+    folder_name, commit = shards[shard]
     with as_os_errors():
-        if name not in folders:
-            folders[name] = Folder(url).child(name)
-        return read(folders[name], commit)
+        if folder_name not in folders:
+            folders[folder_name] = Folder(url).child(folder_name)
+        return read(folders[folder_name], commit)

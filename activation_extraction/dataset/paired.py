@@ -30,7 +30,7 @@ from activation_extraction.dataset.token_batch import (
 )
 from activation_extraction.dataset.token_source import (
     BatchOptions,
-    Read,
+    ReadChunk,
     ShardTokens,
     TokenSource,
     as_mask,
@@ -306,7 +306,7 @@ class JoinedRuns(AlignedRuns, Samples):
         return _joined([first_sample, *other_samples])
 
 
-def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> Read:
+def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> ReadChunk:
     """Returns a function that reads a chunk, and keeps the tokens that all runs have.
 
     If a run other than the first stores pickles, the tokens of a whole shard of the first run are
@@ -349,13 +349,13 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> Read:
         )
         rows = start_row + np.flatnonzero(is_in_all_runs)
         first_block = first_source.with_activations(first_tokens, rows)
-        is_small = first_source.are_small(first_block)
+        is_within_limits = first_source.are_within_limits(first_block)
         blocks_of_runs = (
             first_block,
             *(Block(tokens, partner_rows[rows]) for tokens, partner_rows in partner_blocks),
         )
         return tuple(
-            Block(tokens, partner_rows[is_small]) for tokens, partner_rows in blocks_of_runs
+            Block(tokens, partner_rows[is_within_limits]) for tokens, partner_rows in blocks_of_runs
         )
 
     return read
@@ -394,20 +394,20 @@ def _partners(
             np.searchsorted(other_run_samples, other_tokens.samples)
         ]
         other_token_keys = sample_of_token << 32 | other_tokens.tokens.position
-        _, first_index, other_index = np.intersect1d(
+        _, first_indices, other_indices = np.intersect1d(
             token_keys, other_token_keys, return_indices=True
         )
         common_tokens = (
-            first_tokens.tokens.map(itemgetter(first_index)),
-            other_tokens.tokens.map(itemgetter(other_index)),
+            first_tokens.tokens.map(itemgetter(first_indices)),
+            other_tokens.tokens.map(itemgetter(other_indices)),
         )
         _check_same_tokens((first_source.shards.url, other_source.shards.url), *common_tokens)
-        is_wanted = first_tokens.wanted[first_index] & other_tokens.wanted[other_index]
-        block = other_source.with_activations(other_tokens, other_index[is_wanted])
-        if (is_small := other_source.are_small(block)).any():
-            partner_rows[first_index[is_wanted][is_small]] = block.rows[is_small] + sum(
-                map(len, partner_batches)
-            )
+        is_wanted = first_tokens.wanted[first_indices] & other_tokens.wanted[other_indices]
+        block = other_source.with_activations(other_tokens, other_indices[is_wanted])
+        if (is_within_limits := other_source.are_within_limits(block)).any():
+            partner_rows[first_indices[is_wanted][is_within_limits]] = block.rows[
+                is_within_limits
+            ] + sum(map(len, partner_batches))
             partner_batches.append(block.tokens)
     return Block(concatenate_batches(partner_batches or [first_tokens.tokens]), partner_rows)
 

@@ -1,8 +1,8 @@
 """Tokens with their activations at several hooks: batches of any tokens, and whole samples.
 
-A stored hook is found by any of its names, and by globs. metadata.json records all names of a hook:
-the canonical name; the key, which is the name in --hook_names; and further names. Mappings by hook
-list the canonical names.
+A stored hook can be selected by any of its names, and by globs. metadata.json records all names of
+a hook: the canonical name, which is TransformerLens's name; the key; and further names. Mappings
+from hooks to values list the canonical names.
 """
 
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
@@ -22,11 +22,12 @@ U = TypeVar("U")
 
 
 class ByHook(dict[str, T]):
-    """A dict from the canonical names of hooks to values, which also finds a value by other names.
+    """A dict from the canonical names of hooks to values, which also accepts other names as keys.
 
     Args:
-        values: Values by canonical name.
-        aliases: Canonical name by alias. None if the hooks have no other names.
+        values: Value of each hook, by the canonical name of the hook.
+        aliases: Canonical name of a hook, by each other name of the hook. None if the hooks have no
+            other names.
 
     Attributes:
         aliases: The canonical name of a hook by each of its other names.
@@ -43,50 +44,50 @@ class ByHook(dict[str, T]):
         return self[canonical]
 
     def map(self, convert: Callable[[T], U]) -> "ByHook[U]":
-        """Returns a mapping with the same hooks and aliases, and with converted values.
+        """Returns a mapping with the hooks and aliases of this mapping, and with converted values.
 
         Args:
             convert: Function that takes a value and returns the converted value.
         """
         return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
 
-    def chosen(self, where: str, hooks: Any) -> list[str]:
-        """Returns the canonical names of some hooks, each once.
+    def chosen(self, run_name: str, hooks: Any) -> list[str]:
+        """Returns the canonical names of the hooks that a user has selected.
 
         Args:
-            where: URL of the run, for messages.
-            hooks: Name or glob, or several of them, which may match any name of a hook. None for
-                all hooks.
+            run_name: URL of the run, for messages.
+            hooks: A name or a glob, or a sequence of names and globs. A glob may match any name of
+                a hook. None for all hooks.
 
         Returns:
-            The names in the order of the globs.
+            The names in the order of `hooks`, without duplicates.
 
         Raises:
-            ValueError: A glob matches nothing.
+            ValueError: If a name or a glob matches no hook.
         """
         if hooks is None:
             return list(self)
-        names = {hook: [hook] for hook in self}
+        names_by_hook = {hook: [hook] for hook in self}
         for alias, hook in self.aliases.items():
-            names.get(hook, []).append(alias)
-        chosen: dict[str, None] = {}  # as an ordered set
+            names_by_hook.get(hook, []).append(alias)
+        chosen_hooks: dict[str, None] = {}  # a dict serves as an ordered set
         for pattern in [hooks] if isinstance(hooks, str) else hooks:
-            matches = [
+            matching_hooks = [
                 hook
-                for hook, names_of_hook in names.items()
+                for hook, names_of_hook in names_by_hook.items()
                 if any(fnmatchcase(name, pattern) for name in names_of_hook)
             ]
-            if not matches:
-                raise ValueError(f"{where}: has no hook {pattern!r}; it has {', '.join(self)}")
-            chosen |= dict.fromkeys(matches)
-        return list(chosen)
+            if not matching_hooks:
+                raise ValueError(f"{run_name}: has no hook {pattern!r}; it has {', '.join(self)}")
+            chosen_hooks |= dict.fromkeys(matching_hooks)
+        return list(chosen_hooks)
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the canonical names of hooks by their other names.
+    """Returns the canonical name of each hook by each of the hook's other names.
 
     Args:
-        hooks: Descriptions of the hooks in metadata.json.
+        hooks: Descriptions of the hooks, as metadata.json lists them.
     """
     return {
         alias: hook["name"]
@@ -100,19 +101,22 @@ def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 class TokenBatch:
     """Tokens with their activations at several hooks. Row t of every array belongs to one token.
 
-    Arrays are NumPy's, PyTorch's (after `torch` and `to`) or JAX's (after `jax`). `batch[hook]`
-    returns the activations at a hook.
+    `batch[hook]` returns the activations at a hook, and `len(batch)` is the number of tokens. The
+    arrays are NumPy arrays; `torch` and `to` return a batch of PyTorch tensors, and `jax` returns a
+    batch of JAX arrays.
 
     Attributes:
-        activations: Values by hook, by any of its names, (size, width); Codes at a hook of codes.
+        activations: Values at each hook, (size, width), by any name of the hook. At a hook with
+            codes, the values are a `Codes` object.
         token_ids: Ids of the tokens, int32 (size,).
         sample_idx: Numbers of the samples that the tokens belong to, int64 (size,).
         position: Positions of the tokens in their samples, from 0, int32 (size,).
         role: Roles of the tokens, int32 (size,), indices in `activation_extraction.ROLES`. None if
             the run has no roles.
         turn: Turns of the tokens, int32 (size,), counted from 0. None if the run has no turns.
-        columns: Columns of the table of samples, by name, if the batches were made with `columns`.
-            They are NumPy arrays of objects (size,), also in batches of tensors.
+        columns: Columns of the table of samples, by name: for each token, the value of its sample.
+            They are NumPy arrays of objects (size,), also in batches of tensors. Empty if `batches`
+            was called without `columns`.
     """
 
     activations: ByHook[Any]
@@ -131,7 +135,7 @@ class TokenBatch:
 
     @property
     def positions(self) -> Any:
-        """The same as `position`; the records of pickled shards use this name."""
+        """The attribute `position` under the name that the records of pickled shards use."""
         return self.position
 
     def __iter__(self) -> Iterator[str]:
@@ -143,7 +147,7 @@ class TokenBatch:
         return self.activations.keys()
 
     def items(self) -> ItemsView[str, Any]:
-        """Returns pairs of a hook's name and its activations."""
+        """Returns pairs of the name of a hook and the activations at the hook."""
         return self.activations.items()
 
     def to(self, device: Any) -> "TokenBatch":
@@ -152,8 +156,8 @@ class TokenBatch:
         Args:
             device: Device of PyTorch, such as "cuda".
         """
-        tensors = self if hasattr(self.token_ids, "is_pinned") else self.map(np.array).torch()
-        return tensors.map(methodcaller("to", device))
+        tensor_batch = self if hasattr(self.token_ids, "is_pinned") else self.map(np.array).torch()
+        return tensor_batch.map(methodcaller("to", device))
 
     @property
     def arrays(self) -> list[Any]:
@@ -162,12 +166,12 @@ class TokenBatch:
         The activations of every hook come first, then `token_ids`, `sample_idx`, `position` and the
         `labels`.
         """
-        shared = self.token_ids, self.sample_idx, self.position, *self.labels.values()
-        return [*self.activations.values(), *shared]
+        arrays_of_tokens = self.token_ids, self.sample_idx, self.position, *self.labels.values()
+        return [*self.activations.values(), *arrays_of_tokens]
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The arrays `role` and `turn` by name, if the run has them."""
+        """The arrays `role` and `turn` by name. An array that the run lacks is left out."""
         labels = {"role": self.role, "turn": self.turn}
         return {name: values for name, values in labels.items() if values is not None}
 
@@ -178,7 +182,7 @@ class TokenBatch:
     def jax(self) -> "TokenBatch":
         """Returns the batch as JAX arrays on JAX's default device.
 
-        `sample_idx` stays a NumPy array: JAX would cut it to 32 bits.
+        `sample_idx` stays a NumPy array, because JAX would cut its values to 32 bits.
         """
         import jax
 
@@ -202,7 +206,7 @@ class TokenBatch:
 
 
 class TokenPair(NamedTuple):
-    """Batches of the same tokens from two runs. Row t of all arrays in both batches is one token.
+    """Batches of the same tokens from two runs. Row t of every array in both is the same token.
 
     Attributes:
         first: Batch of the first run, which is the argument `a` of `paired`.
@@ -231,18 +235,18 @@ def as_tensor(values: np.ndarray) -> Any:
 
 
 def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = None) -> TokenBatch:
-    """Returns a batch whose content is undefined.
+    """Returns a batch with arrays whose values are undefined.
 
     Args:
-        like: A batch with the same hooks, widths and dtypes.
-        size: The number of tokens.
-        dtypes: Dtype by hook, for hooks whose dtype differs from that in `like`. None if all dtypes
-            are the same.
+        like: Batch whose hooks, widths and dtypes the new batch has.
+        size: Number of tokens of the new batch.
+        dtypes: Dtype by hook, for hooks whose dtype shall differ from the dtype in `like`. None if
+            no dtype differs.
     """
-    batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
+    undefined_batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
     for hook, dtype in (dtypes or {}).items():
-        batch.activations[hook] = np.empty(batch.activations[hook].shape, dtype)
-    return batch
+        undefined_batch.activations[hook] = np.empty(undefined_batch.activations[hook].shape, dtype)
+    return undefined_batch
 
 
 def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -258,39 +262,42 @@ def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 class Block(NamedTuple):
-    """Tokens that were read together, and which of them are wanted.
+    """Tokens that were read together, and the indices of the wanted tokens among them.
 
     Attributes:
         tokens: The tokens with their activations.
-        rows: Indices into `tokens` of the tokens that pass the filters, int64 (rows,). They ascend,
-            except in the blocks of paired or joined runs: there is a block for each run, row i of
-            every block is the same token, and all blocks have the order of the first run.
+        rows: Indices into `tokens` of the tokens that pass the filters, int64 (rows,), ascending.
+            If runs are paired or joined, there is a block for each run, and item i of `rows` refers
+            to the same token in every block; these tokens have the order of the first run, so that
+            the `rows` of another run may not ascend.
     """
 
     tokens: TokenBatch
     rows: np.ndarray
 
 
-def copy_rows(block: Block, places: np.ndarray, target: TokenBatch) -> None:
+def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:
     """Copies the rows of a block into a batch, and converts them to the dtypes of the batch.
 
     Args:
         block: Block with at least one row.
-        places: Rows of `target` to copy to, int64 (rows,).
+        target_indices: Indices of the rows of `target` to copy to, int64 (rows,).
         target: Batch that is written to.
     """
     source_rows = _as_slice(block.rows)
-    target_rows = _as_slice(places)
-    for values, output in zip(block.tokens.arrays, target.arrays, strict=True):
-        same_dtype = values.dtype == output.dtype
-        bits = _bits_of(values)
-        output_bits = _bits_of(output) if same_dtype else output
-        if same_dtype and isinstance(target_rows, slice) and not isinstance(source_rows, slice):
+    target_rows = _as_slice(target_indices)
+    for source_values, target_values in zip(block.tokens.arrays, target.arrays, strict=True):
+        has_same_dtype = source_values.dtype == target_values.dtype
+        source_bits = _bits_of(source_values)
+        target_bits = _bits_of(target_values) if has_same_dtype else target_values
+        if has_same_dtype and isinstance(target_rows, slice) and not isinstance(source_rows, slice):
             # With the default mode="raise", NumPy would buffer `out` and copy all rows twice.
-            np.take(bits, source_rows, axis=0, out=output_bits[target_rows], mode="clip")
+            np.take(source_bits, source_rows, axis=0, out=target_bits[target_rows], mode="clip")
         else:
-            taken = bits[source_rows]
-            output_bits[target_rows] = taken if same_dtype else taken.view(values.dtype)
+            taken_bits = source_bits[source_rows]
+            target_bits[target_rows] = (
+                taken_bits if has_same_dtype else taken_bits.view(source_values.dtype)
+            )
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
@@ -299,27 +306,30 @@ def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
 
 
 def _bits_of(values: np.ndarray) -> np.ndarray:
-    """Returns two-byte values as integers with the same bits, other values as they are.
+    """Returns two-byte values as integers with the same bits, and other values as they are.
 
-    NumPy copies its own dtypes faster than bfloat16.
+    NumPy copies its own dtypes faster than bfloat16, which another package adds to NumPy.
     """
     return values.view(np.uint16) if values.dtype.itemsize == 2 else values
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleActivations(SampleFacts):
-    """One sample: its facts, its tokens, and their activations.
+    """One sample of a run, with its tokens and their activations.
+
+    `sample[hook]` returns the activations at a hook.
 
     Attributes:
         sample_idx: Number of the sample, unique over all machines and hosts of the run.
-        row: Row of the data set that the sample comes from. The docstring of
-            activation_extraction.text.sample_facts.SampleFacts lists its keys. None if a program
-            has stored no row.
-        doc_id: Id that the row has in the data set; None if it has none.
+        row: Position of the sample's row in the data set, such as {"file": ..., "line": ...}. The
+            docstring of activation_extraction.text.sample_facts.SampleFacts lists the keys. None if
+            the program that stored the sample gave no row.
+        doc_id: Id of the row in the data set; None if the row has no id.
         text_preview: The first 200 characters of the text.
         cut: Number of tokens of the document that were left out at its end.
         columns: Other columns of the row that the run kept, by name.
-        activations: Values by hook, by any of its names, (tokens, width); Codes at a hook of codes.
+        activations: Values at each hook, (tokens, width), by any name of the hook. At a hook with
+            codes, the values are a `Codes` object.
         token_ids: Ids of the stored tokens, int32 (tokens,).
         position: Positions of the tokens, int32 (tokens,), counted from 0 at the start of the
             sample. In a result of `ActivationDataset.document`, they are counted from the start of
@@ -341,7 +351,7 @@ class SampleActivations(SampleFacts):
 
     @property
     def positions(self) -> np.ndarray:
-        """The same as `position`; the records of pickled shards use this name."""
+        """The attribute `position` under the name that the records of pickled shards use."""
         return self.position
 
 
@@ -353,19 +363,19 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
         name: Any name of the hook.
 
     Raises:
-        KeyError: There is no such hook. If an attribute or a column of `tokens` has this name, the
-            message says so, otherwise it lists the hooks.
+        KeyError: If there is no such hook. The message names the attribute or the column of
+            `tokens` that has this name, or lists the hooks if there is none.
     """
     try:
         return tokens.activations[name]
     except KeyError:
         if name in vars(tokens) or name == "positions":
-            place = f"its attribute .{name}"
+            location_of_name = f"its attribute .{name}"
         elif name in tokens.columns:
-            place = f".columns[{name!r}]"
+            location_of_name = f".columns[{name!r}]"
         else:
             raise
-    raise KeyError(f"{name!r} is no hook; read {place}")
+    raise KeyError(f"{name!r} is no hook; read {location_of_name}")
 
 
 class Samples(Sequence[SampleActivations]):
@@ -376,13 +386,13 @@ class Samples(Sequence[SampleActivations]):
     """
 
     def number(self, index: int) -> int:
-        """Returns the number of a sample, from 0.
+        """Returns the index of a sample as a number that is not negative.
 
         Args:
-            index: Index of the sample; a negative one counts from the end.
+            index: Index of the sample in the dataset; a negative index counts from the end.
 
         Raises:
-            IndexError: There is no such sample.
+            IndexError: If there is no such sample.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index}: the dataset has {counted(len(self), 'sample')}")
@@ -402,14 +412,14 @@ class Samples(Sequence[SampleActivations]):
 
 
 def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] | None:
-    """Returns the place of a sample in the long document of which it is a piece.
+    """Returns which piece of a long document a sample is.
 
     Args:
         row: The row of a sample (see SampleFacts).
 
     Returns:
-        The number of the piece, from 0; the position in the document of its first token; and the
-        row of the document. None if the sample is no piece.
+        A tuple of the number of the piece, from 0; the position in the document of the piece's
+        first token; and the row of the document. None if the sample is no piece of a document.
     """
     document = dict(row or {})
     piece = document.pop("piece", None)

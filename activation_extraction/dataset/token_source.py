@@ -1,6 +1,6 @@
 """TokenSource: reads the tokens of one run with their activations, and filters them.
 
-BatchOptions are the arguments of a user for batches of tokens. batches.py makes batches of the
+BatchOptions are the arguments with which a user calls `batches`. batches.py makes batches of the
 chunks that a TokenSource reads, and paired.py aligns the tokens of several sources.
 """
 
@@ -25,21 +25,22 @@ from activation_extraction.dataset.token_batch import (
 )
 from activation_extraction.dataset.windows import Chunk
 
-# Function that takes a chunk of the first run, and returns a block of each run.
-Read = Callable[[Chunk], tuple[Block, ...]]
-LEAST_GAP = 2**21  # most bytes between two wanted tokens that are read together with them
-# The default buffer has at most this number of batches (for local runs) and of bytes.
-BUFFER_BATCHES = 64
-BUFFER_BYTES = 2**30
-# If the run is in a bucket, the default buffer has at most this number of bytes for each hook.
-ORDERED_BYTES = 2**26  # bytes of the buffer if tokens are not shuffled
-SHUFFLED_BYTES = 2**28  # bytes of the buffer if tokens are shuffled
+# Type of a function that takes a chunk of the first run, and returns a block of each run.
+ReadChunk = Callable[[Chunk], tuple[Block, ...]]
+# Two wanted tokens with at most this number of bytes between them are read in one range.
+MIN_SKIPPED_BYTES = 2**21
+BUFFER_BATCHES = 64  # largest number of batches in the default buffer of a local run
+BUFFER_BYTES = 2**30  # largest number of bytes in the default buffer
+# Largest number of bytes for each hook in the default buffer of a run in a bucket, if tokens stay
+# in order (ORDERED_BYTES) and if they are shuffled (SHUFFLED_BYTES).
+ORDERED_BYTES = 2**26
+SHUFFLED_BYTES = 2**28
 FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes to which activations are converted
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The arguments of `batches`, for one run, for paired and for joined runs.
+    """The arguments of the methods `batches` of a run, of paired runs and of joined runs.
 
     Attributes:
         size: Number of tokens in a batch; the last batch may have fewer.
@@ -47,32 +48,35 @@ class BatchOptions:
             empty list, batches have no activations.
         shuffle: Seed for the order of the tokens. None for the order of the shards.
         buffer: Number of tokens that are kept in memory and shuffled there, at least two batches.
-            None for 64 batches if the run is local, otherwise for 256 MiB of each hook (64 MiB if
-            tokens stay in order), but at most 1 GiB. Further memory holds the ranges that are being
-            read from a bucket (about 300 MiB, in ranges of 2 to 16 MiB), and up to two pickles,
-            which are decompressed whole.
+            None for 64 batches if the run is local, and for 256 MiB of each hook (64 MiB if tokens
+            stay in order) if the run is in a bucket, but for at most 1 GiB. Reading takes further
+            memory: about 300 MiB for ranges of 2 to 16 MiB that are being read from a bucket, and
+            the memory of up to two decompressed pickles.
         skip_first: Number of tokens to leave out at the start of every sample.
-        max_norm: Largest norm of the activations: tokens with a larger norm at any of the hooks are
-            left out. A mapping contains a limit for each hook that it names. None for no limit.
+        max_norm: Largest norm of the activations of a token. Tokens with a larger norm at any of
+            the hooks are left out. A number is the limit for all hooks; a mapping from names of
+            hooks to numbers sets limits for these hooks only. None for no limit.
         dtype: Dtype of the activations in batches: float16, bfloat16, float32 or float64. None for
             the dtype of the dataset.
-        worker: Number of the share to read, from 0.
-        workers: Number of shares. Shares do not overlap. The workers of a PyTorch DataLoader divide
-            a share further by themselves.
+        worker: Number of this reader, from 0, if several processes read the run together. Each
+            process reads a different part of the tokens.
+        workers: Number of these processes. The workers of a PyTorch DataLoader need no such number:
+            they divide the part of their process by themselves.
         where: Mask of the samples whose tokens are read: an array or a list with a boolean for each
-            row of the table `samples` of the dataset. Or a function that takes the table and
-            returns the mask, such as `lambda table: pyarrow.compute.equal(table["split"], "test")`.
-            None for all samples.
+            row of the table `samples` of the dataset. It may also be a function that takes this
+            table and returns the mask, such as
+            `lambda table: pyarrow.compute.equal(table["split"], "test")`. None for all samples.
         roles: Roles in a conversation, such as ["assistant"], whose tokens are read. None for all
             tokens.
         columns: Names of columns of the table `samples`, such as ["doc_id", "label"]. A batch then
             contains their values for every token, in its attribute `columns`.
 
-    A TokenSource has complete options: `hooks` holds canonical names, `max_norm` a limit by hook,
-    `dtype` a name, and `where` a digest of the mask.
+    The options of a TokenSource are complete: `hooks` contains canonical names, `max_norm` is a
+    dict of limits by hook, `buffer` is a number, `dtype` is a name or None, and `where` is a digest
+    of the mask or None.
 
     Raises:
-        ValueError: A value makes no sense for any run.
+        ValueError: If a value is invalid for every run, such as a negative size.
     """
 
     size: int
@@ -89,56 +93,61 @@ class BatchOptions:
     columns: Any = ()
 
     def __post_init__(self) -> None:
-        limits = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
-        no_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
-        no_buffer = self.buffer is not None and self.buffer < 2 * self.size
-        workers = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
-        for wrong, message in (
+        norm_limits = (
+            self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        )
+        has_invalid_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
+        has_small_buffer = self.buffer is not None and self.buffer < 2 * self.size
+        expected_workers = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
+        for is_invalid, message in (
             (self.size < 1, f"size {self.size}: expected 1 or more tokens"),
-            (no_buffer, f"buffer {self.buffer}: it must hold two batches of {self.size} tokens"),
+            (
+                has_small_buffer,
+                f"buffer {self.buffer}: it must hold two batches of {self.size} tokens",
+            ),
             (self.skip_first < 0, f"skip_first {self.skip_first}: expected 0 or more tokens"),
-            (not 0 <= self.worker < self.workers, f"worker {self.worker}: {workers}"),
-            (no_seed, f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None"),
+            (not 0 <= self.worker < self.workers, f"worker {self.worker}: {expected_workers}"),
+            (has_invalid_seed, f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None"),
             (
                 self.dtype is not None and floating_name(self.dtype) is None,
                 f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}",
             ),
             (
-                not all(limit is None or limit >= 0 for limit in limits),
+                not all(limit is None or limit >= 0 for limit in norm_limits),
                 f"max_norm {self.max_norm}: expected 0 or more",
             ),
         ):
-            if wrong:
+            if is_invalid:
                 raise ValueError(message)
 
     @property
     def filters(self) -> list[str]:
         """The options that leave out tokens, as texts for messages."""
-        values = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
-        filters = [f"{name}={value!r}" for name, value in values.items() if value]
+        filter_values = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
+        filter_texts = [f"{name}={value!r}" for name, value in filter_values.items() if value]
         if self.where is not None:
-            filters.append("where")
-        return filters
+            filter_texts.append("where")
+        return filter_texts
 
     @property
     def setting(self) -> dict[str, Any]:
         """All options by name, except for `columns`.
 
-        The choice and the order of the tokens depend on these options, and not on `columns`.
+        The choice and the order of the tokens depend on these options, but not on `columns`.
         """
         return {name: option for name, option in asdict(self).items() if name != "columns"}
 
 
 class ShardTokens(NamedTuple):
-    """All tokens of some chunks of a shard, one after the other, without activations.
+    """All tokens of some chunks of a shard, one chunk after the other, without activations.
 
     Attributes:
         shard: Number of the shard.
         at: Index of each token in the shard, ascending, int64 (tokens,).
-        tokens: The tokens.
-        samples: Number in the run of each token's sample, int64 (tokens,).
-        wanted: Whether each token passes the filters, bool (tokens,). Norms, which need the
-            activations, are not compared yet.
+        tokens: The tokens, as a batch without hooks.
+        samples: For each token, the index of its sample in the run, int64 (tokens,).
+        wanted: Whether each token passes the filters except `max_norm`, bool (tokens,). Norms are
+            compared when the activations are read.
     """
 
     shard: int
@@ -157,7 +166,8 @@ class TokenSource:
     Attributes:
         shards: Shards of the run.
         options: Complete options (see BatchOptions).
-        mask: Samples whose tokens are wanted, bool (samples,). None for all.
+        mask: Whether the tokens of each sample of the run are wanted, bool (samples,). None if the
+            tokens of all samples are wanted.
     """
 
     shards: OpenShards
@@ -166,9 +176,11 @@ class TokenSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the stored shards, which differs for other data."""
-        files = "".join(f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards)
-        return hashlib.sha256(files.encode()).hexdigest()
+        """A digest of the JSON files of all shards, which differs if the stored data differ."""
+        commit_lines = "".join(
+            f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards
+        )
+        return hashlib.sha256(commit_lines.encode()).hexdigest()
 
     @property
     def row_bytes(self) -> int:
@@ -176,7 +188,7 @@ class TokenSource:
         return self.shards.row_bytes(self.options.hooks)
 
     def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns columns of the table of samples for some samples.
+        """Returns the values of some samples in columns of the table of samples.
 
         Args:
             names: Names of the columns.
@@ -185,22 +197,22 @@ class TokenSource:
         Returns:
             The values by the name of the column, arrays of objects (n,).
         """
-        columns = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
-        all_numbers, ascending = self._sample_idx
-        rows = ascending[np.searchsorted(all_numbers, sample_idx, sorter=ascending)]
-        return {name: columns[name][rows] for name in names}
+        columns_by_name = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
+        all_sample_idx, sorting_indices = self._sample_idx
+        rows = sorting_indices[np.searchsorted(all_sample_idx, sample_idx, sorter=sorting_indices)]
+        return {name: columns_by_name[name][rows] for name in names}
 
     @cached_property
     def _sample_idx(self) -> tuple[np.ndarray, np.ndarray]:
-        """The `sample_idx` of all samples, and the indices that sort them, int64 (samples,)."""
-        numbers = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
-        return numbers, np.argsort(numbers)
+        """The `sample_idx` of all samples, and the indices that sort them: int64 (samples,)."""
+        all_sample_idx = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
+        return all_sample_idx, np.argsort(all_sample_idx)
 
     def of(self, samples: np.ndarray) -> "TokenSource":
-        """Returns a source with the tokens of some samples only.
+        """Returns a source that reads the tokens of some samples only.
 
         Args:
-            samples: Numbers of the samples in the run.
+            samples: Indices of the samples in the run.
         """
         mask = np.isin(np.arange(self.shards.firsts[-1]), samples)
         return replace(self, mask=mask if self.mask is None else mask & self.mask)
@@ -214,7 +226,7 @@ class TokenSource:
         return Chunk(shard, 0, self.shards.commits[shard].tokens)
 
     def chunks(self) -> list[Chunk]:
-        """Returns the chunks of all shards that contain a wanted sample, each a whole shard."""
+        """Returns a chunk with all tokens of a shard, for each shard that has a wanted sample."""
         firsts = self.shards.firsts
         return [
             self.whole(shard)
@@ -226,131 +238,144 @@ class TokenSource:
         """Yields the chunks of some samples, shard by shard.
 
         Args:
-            samples: Numbers of the samples in the run, ascending.
+            samples: Indices of the samples in the run, ascending.
 
         Yields:
-            The chunks of a shard. Samples that lie side by side are one chunk.
+            The chunks of a shard. Adjacent samples form one chunk.
         """
-        shards = np.searchsorted(self.shards.firsts, samples, "right") - 1
-        for shard in np.unique(shards).tolist():
-            numbers = samples[shards == shard] - self.shards.firsts[shard]
+        shard_of_sample = np.searchsorted(self.shards.firsts, samples, "right") - 1
+        for shard in np.unique(shard_of_sample).tolist():
+            samples_in_shard = samples[shard_of_sample == shard] - self.shards.firsts[shard]
             with as_os_errors():
                 offsets = self.shards.get(shard).offsets
             yield [
-                Chunk(shard, int(offsets[group[0]]), int(offsets[group[-1] + 1]))
-                for group in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+                Chunk(
+                    shard, int(offsets[adjacent_samples[0]]), int(offsets[adjacent_samples[-1] + 1])
+                )
+                for adjacent_samples in np.split(
+                    samples_in_shard, np.flatnonzero(np.diff(samples_in_shard) != 1) + 1
+                )
             ]
 
     def tokens(self, chunks: Sequence[Chunk]) -> ShardTokens:
-        """Returns all tokens of some chunks of one shard, and which of them pass the filters.
+        """Reads all tokens of some chunks of one shard, and applies the filters except `max_norm`.
 
         Args:
-            chunks: Chunks of the shard, in its order.
+            chunks: Chunks of the shard, in ascending order.
         """
         return self._begin_tokens(chunks)()
 
     def _begin_tokens(self, chunks: Sequence[Chunk]) -> Callable[[], ShardTokens]:
-        """Asks for all tokens of some chunks of one shard, and returns a function that waits.
+        """Begins to read all tokens of some chunks of one shard.
 
         Args:
-            chunks: Chunks of the shard, in its order.
+            chunks: Chunks of the shard, in ascending order.
 
         Returns:
             A function that waits for the tokens and returns them.
         """
         shard = chunks[0].shard
-        start = chunks[0].start
-        stop = chunks[-1].stop
-        at = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        first_token = chunks[0].start
+        end_token = chunks[-1].stop
+        indices_in_shard = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         with as_os_errors():
             reader = self.shards.get(shard)
-            arrays = reader.begin_tokens(start, stop)
+            wait_for_fields = reader.begin_tokens(first_token, end_token)
 
         def wait() -> ShardTokens:
-            samples = np.searchsorted(reader.offsets, at, "right") - 1
-            sample_idx = reader.sample_idx[samples]
+            sample_of_token = np.searchsorted(reader.offsets, indices_in_shard, "right") - 1
+            sample_idx_of_token = reader.sample_idx[sample_of_token]
             with as_os_errors():
-                token_fields = arrays()
-            hooks = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
-            shared: dict[str, Any] = {
-                name: values[at - start] for name, values in token_fields.items()
+                token_fields = wait_for_fields()
+            no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
+            field_arrays: dict[str, Any] = {
+                name: values[indices_in_shard - first_token]
+                for name, values in token_fields.items()
             }
-            tokens = TokenBatch(hooks, sample_idx=sample_idx, **shared)
-            samples += self.shards.firsts[shard]
-            wanted = tokens.position >= self.options.skip_first
+            tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
+            sample_of_token += self.shards.firsts[shard]
+            is_wanted = tokens.position >= self.options.skip_first
             if self.mask is not None:
-                wanted &= self.mask[samples]
+                is_wanted &= self.mask[sample_of_token]
             if self.options.roles is not None:
-                wanted &= np.isin(shared["role"], [*map(ROLES.index, self.options.roles)])
-            return ShardTokens(shard, at, tokens, samples, wanted)
+                is_wanted &= np.isin(field_arrays["role"], [*map(ROLES.index, self.options.roles)])
+            return ShardTokens(shard, indices_in_shard, tokens, sample_of_token, is_wanted)
 
         return wait
 
     def with_activations(self, shard_tokens: ShardTokens, rows: np.ndarray) -> Block:
         """Returns tokens with their activations.
 
-        Activations are views of the file if it is mapped into memory and they are not encoded.
-        Encoded activations are decoded to the dtype of the options. Bytes between tokens that are
-        far apart are not read.
+        If the file is mapped into memory and the activations are not encoded, the result contains
+        views of the file. Encoded activations are decoded to the dtype of the options. Bytes
+        between tokens that are far apart (MIN_SKIPPED_BYTES) are not read.
 
         Args:
             shard_tokens: Tokens of a shard.
             rows: Indices into `shard_tokens` of the tokens to return, int64 (n,).
 
         Returns:
-            A block whose rows are these tokens, in the order of `rows`.
+            A block whose `rows` refer to these tokens, in the order of the argument `rows`.
         """
-        names = self.options.hooks
-        widest = max((self.shards.row_bytes([name]) for name in names), default=0)
-        ascending = np.sort(rows)
-        apart = np.diff(ascending) * widest > LEAST_GAP
-        # Tokens of different chunks may lie apart in the shard.
-        apart |= np.diff(shard_tokens.at[ascending]) != np.diff(ascending)
-        groups = np.split(ascending, np.flatnonzero(apart) + 1)
-        parts = [np.arange(*_span(group)) for group in groups]
-        spans = [_span(shard_tokens.at[part]) for part in parts]
-        activations = self._begin_activations(shard_tokens.shard, spans)()
-        read = np.concatenate(parts)
-        tokens = shard_tokens.tokens.map(itemgetter(read))
+        hook_names = self.options.hooks
+        max_hook_bytes = max((self.shards.row_bytes([name]) for name in hook_names), default=0)
+        ascending_rows = np.sort(rows)
+        is_apart = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
+        # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
+        # not be adjacent in the shard.
+        is_apart |= np.diff(shard_tokens.at[ascending_rows]) != np.diff(ascending_rows)
+        row_groups = np.split(ascending_rows, np.flatnonzero(is_apart) + 1)
+        range_indices = [np.arange(*_range_of(row_group)) for row_group in row_groups]
+        token_ranges = [
+            _range_of(shard_tokens.at[indices_of_range]) for indices_of_range in range_indices
+        ]
+        activations = self._begin_activations(shard_tokens.shard, token_ranges)()
+        read_indices = np.concatenate(range_indices)
+        tokens = shard_tokens.tokens.map(itemgetter(read_indices))
         tokens = replace(tokens, activations=activations)
-        return Block(tokens, np.searchsorted(read, rows))
+        return Block(tokens, np.searchsorted(read_indices, rows))
 
     def _begin_activations(
-        self, shard: int, spans: Sequence[tuple[int, int]]
+        self, shard: int, token_ranges: Sequence[tuple[int, int]]
     ) -> Callable[[], ByHook[np.ndarray]]:
-        """Asks for activations of tokens at the hooks of the options.
+        """Begins to read the activations of ranges of tokens, at the hooks of the options.
 
         Args:
             shard: Number of the shard, from 0.
-            spans: First token and exclusive end of each range of tokens in the shard.
+            token_ranges: For each range, a tuple of the index of its first token in the shard and
+                the index after its last token.
 
         Returns:
-            A function that waits for the activations and returns them, one range after the other.
+            A function that waits for the activations and returns them by hook, those of all ranges
+            in one array.
         """
         hooks = self.shards.hooks
         dtype = self.options.dtype
         with as_os_errors():
             reader = self.shards.get(shard)
-            reads = {
-                name: [hooks[name].begin_rows(reader, *span, dtype) for span in spans]
+            waits_by_hook = {
+                name: [
+                    hooks[name].begin_rows(reader, *token_range, dtype)
+                    for token_range in token_ranges
+                ]
                 for name in self.options.hooks
             }
 
         def wait() -> ByHook[np.ndarray]:
             with as_os_errors():
-                values = {
-                    name: _concatenate([wait_for_span() for wait_for_span in of_hook])
-                    for name, of_hook in reads.items()
+                values_by_hook = {
+                    name: _concatenate([wait_for_range() for wait_for_range in waits_of_hook])
+                    for name, waits_of_hook in waits_by_hook.items()
                 }
-            return ByHook(values, hooks.aliases)
+            return ByHook(values_by_hook, hooks.aliases)
 
         return wait
 
     def _all_of(self, chunk: Chunk) -> TokenBatch:
         """Returns all tokens of a chunk with their activations, which are read at the same time."""
-        begun_tokens = self._begin_tokens([chunk])
-        begun_activations = self._begin_activations(chunk.shard, [(chunk.start, chunk.stop)])
-        return replace(begun_tokens().tokens, activations=begun_activations())
+        wait_for_tokens = self._begin_tokens([chunk])
+        wait_for_activations = self._begin_activations(chunk.shard, [(chunk.start, chunk.stop)])
+        return replace(wait_for_tokens().tokens, activations=wait_for_activations())
 
     def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:
         """Returns all tokens of some chunks as one batch, also those that do not pass the filters.
@@ -362,89 +387,99 @@ class TokenSource:
         blocks = [Block(batch, np.arange(len(batch))) for batch in batches]
         return self.take(blocks, 0, sum(len(block.rows) for block in blocks))
 
-    def reader(self) -> Read:
-        """Returns the function with which batches of this run alone read chunks.
+    def reader(self) -> ReadChunk:
+        """Returns a function that reads and filters the chunks of this run.
 
         Returns:
-            A function that reads a chunk and returns a tuple of one block. The rows of the block
-            are the tokens of the chunk that pass all filters, including limits of norms.
+            A function that takes a chunk and returns a tuple of one block. The `rows` of the block
+            refer to the tokens of the chunk that pass all filters, including `max_norm`.
         """
         options = self.options
-        chooses_tokens = bool(options.skip_first or options.roles) or self.mask is not None
+        has_token_filters = bool(options.skip_first or options.roles) or self.mask is not None
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
-            if chooses_tokens:  # which activations to read follows from the tokens
-                tokens = self.tokens([chunk])
-                block = self.with_activations(tokens, np.flatnonzero(tokens.wanted))
+            if has_token_filters:  # the tokens determine which activations are read
+                shard_tokens = self.tokens([chunk])
+                block = self.with_activations(shard_tokens, np.flatnonzero(shard_tokens.wanted))
             else:
                 batch = self._all_of(chunk)
                 block = Block(batch, np.arange(len(batch)))
-            return (Block(block.tokens, block.rows[self.are_small(block)]),)
+            return (Block(block.tokens, block.rows[self.are_within_limits(block)]),)
 
         return read
 
-    def are_small(self, block: Block) -> np.ndarray:
-        """Returns for each row of a block whether its norms are within the limits, bool (rows,).
+    def are_within_limits(self, block: Block) -> np.ndarray:
+        """Returns whether the norms of each row of a block are within `max_norm`, bool (rows,).
 
         Args:
             block: Block of tokens, with the activations of all hooks that have a limit.
         """
-        small = np.ones(len(block.tokens), bool)
+        is_within_limits = np.ones(len(block.tokens), bool)
         for hook, limit in self.options.max_norm.items():
-            small &= np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
-        return small[block.rows]
+            is_within_limits &= (
+                np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
+            )
+        return is_within_limits[block.rows]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
-        """Returns some rows of consecutive blocks as a batch that has its own memory.
+        """Copies some rows of consecutive blocks into a new batch.
 
         Args:
             blocks: Blocks of tokens.
-            start: First row to take, counted over all blocks.
-            stop: Row after the last one.
+            start: Index of the first row to copy, counted over the `rows` of all blocks.
+            stop: Index after the last row to copy.
 
         Raises:
-            ValueError: A value is too large for the dtype of the batch.
+            ValueError: If a value is too large for the dtype of the batch.
         """
         hooks = self.shards.hooks
         options = self.options
-        dtypes = {
+        converted_dtypes = {
             name: options.dtype
             for name in options.hooks
             if options.dtype and hooks[name].are_activations
         }
-        batch = empty_batch(blocks[0].tokens, stop - start, dtypes)
-        first = 0  # number of rows in the blocks before this one
+        batch = empty_batch(blocks[0].tokens, stop - start, converted_dtypes)
+        preceding_rows = 0  # number of rows in earlier blocks
         for tokens, rows in blocks:
-            part = rows[max(start - first, 0) : max(stop - first, 0)]
-            if len(part):
-                at = max(first - start, 0)
-                with np.errstate(over="ignore"):  # NumPy would warn of float32 alone
-                    copy_rows(Block(tokens, part), np.arange(at, at + len(part)), batch)
-            first += len(rows)
-        for name in dtypes:
+            taken_rows = rows[max(start - preceding_rows, 0) : max(stop - preceding_rows, 0)]
+            if len(taken_rows):
+                first_target_row = max(preceding_rows - start, 0)
+                with np.errstate(over="ignore"):  # NumPy would warn only if it converts float32
+                    copy_rows(
+                        Block(tokens, taken_rows),
+                        np.arange(first_target_row, first_target_row + len(taken_rows)),
+                        batch,
+                    )
+            preceding_rows += len(rows)
+        for name in converted_dtypes:
             if hooks[name].dtype != batch[name].dtype == np.float16 and overflows(batch[name]):
                 raise ValueError(
                     f"hook {name!r}: float16 ends at 65504, before its largest values; read them "
                     'with dtype="bfloat16" or "float32"'
                 )
-        values = {name: hooks[name].for_user(rows) for name, rows in batch.items()}
-        batch = replace(batch, activations=ByHook(values, hooks.aliases))
-        if names := options.columns:
-            batch = replace(batch, columns=self.columns(names, batch.sample_idx))
+        values_by_hook = {name: hooks[name].for_user(rows) for name, rows in batch.items()}
+        batch = replace(batch, activations=ByHook(values_by_hook, hooks.aliases))
+        if column_names := options.columns:
+            batch = replace(batch, columns=self.columns(column_names, batch.sample_idx))
         return batch
 
 
-def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
+def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the concatenation of arrays. A single array is returned without a copy."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _span(numbers: np.ndarray) -> tuple[int, int]:
-    """Returns the range that ascending numbers span, as its first number and its exclusive end.
+def _range_of(ascending_numbers: np.ndarray) -> tuple[int, int]:
+    """Returns the first of some ascending numbers, and the last number plus 1.
 
-    Both are 0 if there are no numbers.
+    The result is (0, 0) if there are no numbers.
     """
-    return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
+    return (
+        (int(ascending_numbers[0]), int(ascending_numbers[-1]) + 1)
+        if len(ascending_numbers)
+        else (0, 0)
+    )
 
 
 def overflows(values: np.ndarray) -> bool:
@@ -459,49 +494,54 @@ def floating_name(dtype: Any) -> str | None:
         dtype: Name of a dtype, or anything that NumPy compares with one.
 
     Returns:
-        The name; None if `dtype` is None or any other dtype.
+        The name; None if `dtype` is None or not a dtype in FLOATING.
     """
-    names = [name for name in FLOATING if dtype is not None and np.dtype(name) == dtype]
-    return names[0] if names else None
+    matching_names = [name for name in FLOATING if dtype is not None and np.dtype(name) == dtype]
+    return matching_names[0] if matching_names else None
 
 
-def default_buffer(options: BatchOptions, hooks: int, row: int, local: bool) -> int:
-    """Returns the default of BatchOptions.buffer: a number of tokens to keep in memory.
+def default_buffer(options: BatchOptions, hook_count: int, token_bytes: int, is_local: bool) -> int:
+    """Returns the default of BatchOptions.buffer, which is a number of tokens to keep in memory.
 
     Args:
         options: Options of the batches.
-        hooks: Number of hooks that are read.
-        row: Bytes of a token at all these hooks.
-        local: Whether the files are on this machine. If they are in a bucket, large ranges of every
-            hook are read, so that the buffer has to be larger.
+        hook_count: Number of hooks that are read.
+        token_bytes: Bytes of memory for the values of a token at all these hooks.
+        is_local: Whether the files are on this machine. If they are in a bucket, large ranges of
+            every hook are read, so that the buffer has to be larger.
     """
-    of_each_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
-    most = BUFFER_BYTES if local else min(of_each_hook * max(hooks, 1), BUFFER_BYTES)
-    tokens = most // max(row, 1)
-    return max(min(BUFFER_BATCHES * options.size, tokens) if local else tokens, 2 * options.size)
+    bytes_per_hook = ORDERED_BYTES if options.shuffle is None else SHUFFLED_BYTES
+    buffer_bytes = (
+        BUFFER_BYTES if is_local else min(bytes_per_hook * max(hook_count, 1), BUFFER_BYTES)
+    )
+    buffer_tokens = buffer_bytes // max(token_bytes, 1)
+    return max(
+        min(BUFFER_BATCHES * options.size, buffer_tokens) if is_local else buffer_tokens,
+        2 * options.size,
+    )
 
 
-def as_mask(mask: Any, samples: int) -> np.ndarray:
-    """Returns a user's mask of samples as an array, bool (samples,).
+def as_mask(mask: Any, sample_count: int) -> np.ndarray:
+    """Returns a user's mask of samples as a NumPy array, bool (sample_count,).
 
     Args:
-        mask: Boolean for each sample: a list, or an array of NumPy, pandas or pyarrow.
-        samples: Number of samples.
+        mask: A boolean for each sample: a list, or an array of NumPy, pandas or pyarrow.
+        sample_count: Number of samples.
 
     Raises:
-        ValueError: The length of the mask is not `samples`, or the mask contains nulls or values
-            that are no booleans.
+        ValueError: If the length of the mask is not `sample_count`, or if the mask contains nulls
+            or values that are no booleans.
     """
-    array = values = np.asarray(mask)
-    # Arrays of pandas and pyarrow that may contain nulls have the dtype object here, and an empty
-    # list has the dtype float64.
-    if array.dtype == object or not array.size:
-        values = np.array(
-            [value for value in array.flat if isinstance(value, bool | np.bool_)], bool
+    mask_array = mask_values = np.asarray(mask)
+    # np.asarray converts an array of pandas or pyarrow that may contain nulls to the dtype object,
+    # and an empty list to the dtype float64.
+    if mask_array.dtype == object or not mask_array.size:
+        mask_values = np.array(
+            [value for value in mask_array.flat if isinstance(value, bool | np.bool_)], bool
         )
-    if values.dtype != bool or not values.shape == array.shape == (samples,):
+    if mask_values.dtype != bool or not mask_values.shape == mask_array.shape == (sample_count,):
         raise ValueError(
-            f"where: {array.dtype}, shape {array.shape}: expected true or false, never null, for "
-            f"each of {counted(samples, 'sample')}"
+            f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or false, never "
+            f"null, for each of {counted(sample_count, 'sample')}"
         )
-    return values
+    return mask_values

@@ -1,11 +1,12 @@
 """Windows: the tokens from which batches are cut, in bounded memory.
 
-A window has the tokens of consecutive chunks, permuted if they are shuffled. A thread fills one
-window while the window before it is in use, and both windows together are the buffer. Shuffled
-tokens are copied to random rows of memory, so that a batch is a slice of this memory; later windows
-use the same memory again. Tokens that stay in order are copied from the blocks that were read
-directly into their batch. The state of an iteration is a Position: where the window begins, and how
-many tokens were taken from it. Restoring a position therefore needs no stored tokens.
+A window contains the tokens of consecutive chunks, in random order if tokens are shuffled. While
+batches are cut from one window, a thread fills the next window; the two windows together are the
+buffer. Shuffled tokens are copied to random rows of the window's memory, so that a batch is a slice
+of this memory. Later windows reuse the memory. Tokens that stay in order are copied directly from
+the blocks that were read into their batch. The state of an iteration is a Position, which consists
+of the beginning of the window and the number of tokens that were taken from the window. Restoring a
+position therefore needs no stored tokens.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,11 +19,12 @@ import numpy as np
 
 from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
 
-# A window of ordered tokens keeps a block in memory, instead of copying the wanted tokens of it, if
-# the wanted tokens are at least the share MOSTLY of the block and have at least LEAST_HELD bytes at
-# the widest hook. Ranges are read in whole MiB, so a small block may hold on to much other memory.
-MOSTLY = 0.75
-LEAST_HELD = 2**20
+# A window of ordered tokens keeps a block in memory, instead of copying the wanted tokens from the
+# block, if the wanted tokens are at least the fraction MIN_WANTED_FRACTION of the block and take at
+# least MIN_HELD_BYTES at the widest hook. Ranges are read in whole MiB, so keeping a small block in
+# memory may keep much other memory in use.
+MIN_WANTED_FRACTION = 0.75
+MIN_HELD_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Chunk:
 
     Attributes:
         shard: Number of the shard.
-        start: First token.
-        stop: Token after the last one.
+        start: Index in the shard of the first token.
+        stop: Index in the shard after the last token.
     """
 
     shard: int
@@ -45,13 +47,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Position:
-    """The place at which an iteration over batches stands.
+    """The position of an iteration over batches. Its fields are part of a saved state.
 
     Attributes:
-        window: Number of the window in use.
-        chunk: Index of the chunk in which the window begins.
-        row: Number of tokens of this chunk before the window, among those that pass the filters.
-        taken: Number of tokens of the window that are in earlier batches.
+        window: Number of the window from which the next batch is cut, from 0.
+        chunk: Index of the chunk in which this window begins, in the list of all chunks.
+        row: Number of tokens of this chunk that pass the filters and are in an earlier window.
+        taken: Number of tokens of this window that are in earlier batches.
     """
 
     window: int = 0
@@ -64,9 +66,9 @@ class Window(NamedTuple):
     """The tokens of consecutive chunks, from which batches are cut.
 
     Attributes:
-        runs: Blocks of each run, whose rows are the tokens in the order of the batches. All runs
-            have the same tokens.
-        tokens: Number of tokens.
+        runs: For each run, a tuple of blocks. The rows of these blocks, one block after the other,
+            are the tokens of the window in the order of the batches. All runs have the same tokens.
+        tokens: Number of tokens in the window.
         end: Position at which the next window begins.
     """
 
@@ -82,135 +84,165 @@ class Windows:
     Attributes:
         chunks: Chunks to read, in order.
         read: Function that reads a chunk and returns a block for each run.
-        ahead: Number of chunks that are read at the same time.
-        most: Number of tokens in a window; the last window may have fewer.
+        chunks_ahead: Number of chunks that are read at the same time.
+        max_tokens: Number of tokens in a window; the last window may have fewer.
         seed: Seed for shuffling. None to keep the order.
     """
 
     chunks: Sequence[Chunk]
     read: Callable[[Chunk], tuple[Block, ...]]
-    ahead: int
-    most: int
+    chunks_ahead: int
+    max_tokens: int
     seed: int | None
 
-    def beginning(self, begin: Position) -> Generator[Window, None, None]:
+    def beginning(self, begin_position: Position) -> Generator[Window, None, None]:
         """Yields the windows, beginning at a position.
 
         When the generator is closed or collected, or the program ends, the window that is being
         filled is abandoned, and the threads end.
 
         Args:
-            begin: Position at which the first window begins.
+            begin_position: Position at which the first window begins.
         """
         self._stopped = False
+        # Future blocks of the chunks that are being read, by the index of the chunk.
         self._reading: dict[int, Future[tuple[Block, ...]]] = {}
-        # Memory for shuffled tokens, a batch of each run: for even windows, and for odd windows.
+        # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
+        # empty until it is needed, and then contains a batch for each run.
         self._memory: tuple[list[TokenBatch], ...] = [], []
-        pool = ThreadPoolExecutor(1 + self.ahead, "read-ahead")
+        thread_pool = ThreadPoolExecutor(1 + self.chunks_ahead, "read-ahead")
         try:
-            upcoming = pool.submit(self._fill, begin, pool)
-            while (window := upcoming.result()) is not None:
-                upcoming = pool.submit(self._fill, window.end, pool)
+            next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
+            while (window := next_window.result()) is not None:
+                next_window = thread_pool.submit(self._fill, window.end, thread_pool)
                 yield window
-                del window  # and its memory, before the next one is waited for
-        finally:  # without a lock: the garbage collector may come here, in any thread
+                del window  # frees its memory before the next window is waited for
+        finally:  # takes no lock, because the garbage collector may run this in any thread
             self._stopped = True
 
-    def _fill(self, begin: Position, pool: ThreadPoolExecutor) -> Window | None:
+    def _fill(self, begin_position: Position, thread_pool: ThreadPoolExecutor) -> Window | None:
         """Returns the window that begins at a position; None if no tokens are left."""
-        chunk = begin.chunk
-        row = begin.row
-        filled = 0
-        memory = self._memory[begin.window % 2]
-        parts = list[list[Block]]()
-        places = np.arange(self.most)
+        chunk_index = begin_position.chunk
+        first_row = begin_position.row
+        filled_tokens = 0
+        window_batches = self._memory[begin_position.window % 2]
+        blocks_of_parts = list[list[Block]]()
+        memory_rows = np.arange(self.max_tokens)
         if self.seed is not None:
-            np.random.default_rng([self.seed, begin.window]).shuffle(places)
-        while filled < self.most and chunk < len(self.chunks) and not self._stopped:
-            blocks = self._blocks(chunk, pool)
-            stop = min(row + self.most - filled, len(blocks[0].rows))
-            if row < stop:
-                part = [Block(tokens, rows[row:stop]) for tokens, rows in blocks]
-                if self.seed is not None or not all(map(_may_hold, blocks)):
-                    if not memory:
-                        memory += [empty_batch(tokens, self.most) for tokens, _ in part]
-                    to = places[filled : filled + stop - row]
-                    for block, tokens in zip(part, memory, strict=True):
-                        copy_rows(block, to, tokens)
-                    part = [Block(tokens, to) for tokens in memory]
-                parts.append(part)
-                filled += stop - row
-                row = stop
-            if row >= len(blocks[0].rows):
-                chunk += 1
-                row = 0
-        if not filled:
+            np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_rows)
+        while (
+            filled_tokens < self.max_tokens and chunk_index < len(self.chunks) and not self._stopped
+        ):
+            blocks = self._blocks(chunk_index, thread_pool)
+            stop_row = min(first_row + self.max_tokens - filled_tokens, len(blocks[0].rows))
+            if first_row < stop_row:
+                part_blocks = [Block(tokens, rows[first_row:stop_row]) for tokens, rows in blocks]
+                if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
+                    if not window_batches:
+                        window_batches += [
+                            empty_batch(tokens, self.max_tokens) for tokens, _ in part_blocks
+                        ]
+                    target_rows = memory_rows[filled_tokens : filled_tokens + stop_row - first_row]
+                    for block, window_batch in zip(part_blocks, window_batches, strict=True):
+                        copy_rows(block, target_rows, window_batch)
+                    part_blocks = [
+                        Block(window_batch, target_rows) for window_batch in window_batches
+                    ]
+                blocks_of_parts.append(part_blocks)
+                filled_tokens += stop_row - first_row
+                first_row = stop_row
+            if first_row >= len(blocks[0].rows):
+                chunk_index += 1
+                first_row = 0
+        if not filled_tokens:
             return None
         if self.seed is not None:
-            parts = [[Block(tokens, np.sort(places[:filled])) for tokens in memory]]
-        return Window([*zip(*parts, strict=True)], filled, Position(begin.window + 1, chunk, row))
+            blocks_of_parts = [
+                [
+                    Block(window_batch, np.sort(memory_rows[:filled_tokens]))
+                    for window_batch in window_batches
+                ]
+            ]
+        return Window(
+            [*zip(*blocks_of_parts, strict=True)],
+            filled_tokens,
+            Position(begin_position.window + 1, chunk_index, first_row),
+        )
 
-    def _blocks(self, chunk: int, pool: ThreadPoolExecutor) -> tuple[Block, ...]:
+    def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:
         """Returns the blocks of a chunk, and lets threads read the chunks after it.
 
         Args:
-            chunk: Index of the chunk.
-            pool: Pool of the threads that read chunks.
+            chunk_index: Index of the chunk in `chunks`.
+            thread_pool: Pool of the threads that read chunks.
+
+        Returns:
+            A block for each run.
 
         Raises:
-            RuntimeError: The program ends, so that the pool accepts no more work. The window is
+            RuntimeError: If the program ends, so that the pool accepts no more work. The window is
                 then abandoned.
         """
-        self._reading.pop(chunk - 1, None)
-        for number in range(chunk, min(chunk + self.ahead, len(self.chunks))):
-            if number not in self._reading:
-                self._reading[number] = pool.submit(self.read, self.chunks[number])
-        return self._reading[chunk].result()
+        self._reading.pop(chunk_index - 1, None)
+        for next_index in range(
+            chunk_index, min(chunk_index + self.chunks_ahead, len(self.chunks))
+        ):
+            if next_index not in self._reading:
+                self._reading[next_index] = thread_pool.submit(self.read, self.chunks[next_index])
+        return self._reading[chunk_index].result()
 
 
-def _may_hold(block: Block) -> bool:
+def _may_stay_in_memory(block: Block) -> bool:
     """Returns whether a window may keep a block in memory instead of copying its wanted rows.
 
-    It may if most tokens of the block are wanted and the block is large (MOSTLY, LEAST_HELD).
+    A block may stay in memory if it is large (MIN_HELD_BYTES) and most of its tokens are wanted
+    (MIN_WANTED_FRACTION).
     """
-    size = len(block.rows) * max(values[:1].nbytes for values in block.tokens.arrays)
-    return size >= LEAST_HELD and len(block.rows) >= MOSTLY * len(block.tokens)
+    wanted_bytes = len(block.rows) * max(values[:1].nbytes for values in block.tokens.arrays)
+    min_wanted_rows = MIN_WANTED_FRACTION * len(block.tokens)
+    return wanted_bytes >= MIN_HELD_BYTES and len(block.rows) >= min_wanted_rows
 
 
-def cut(chunk: Chunk, size: float, block: int = 1) -> list[Chunk]:
+def cut_chunk(chunk: Chunk, piece_tokens: float, multiple: int = 1) -> list[Chunk]:
     """Cuts a chunk into pieces of about the same length.
 
     Args:
         chunk: The chunk.
-        size: Approximate number of tokens in a piece. A piece has at least one token.
-        block: Number of tokens of which the length of each piece is a multiple, except for the last
-            piece. Apart from it, lengths differ by at most this number.
+        piece_tokens: Approximate number of tokens in a piece. A piece has at least one token.
+        multiple: Number of tokens. The length of each piece except the last is a multiple of this
+            number, and the lengths of these pieces differ by at most this number.
 
     Returns:
         The pieces in order; none if the chunk is empty.
     """
-    blocks = -(-len(chunk) // block)
-    count = min(max(round(len(chunk) / size), 1), blocks)
-    edges = [chunk.start + blocks * n // count * block for n in range(count)] if count else []
-    return [Chunk(chunk.shard, start, stop) for start, stop in pairwise([*edges, chunk.stop])]
+    multiple_count = -(-len(chunk) // multiple)
+    piece_count = min(max(round(len(chunk) / piece_tokens), 1), multiple_count)
+    piece_starts = (
+        [chunk.start + multiple_count * n // piece_count * multiple for n in range(piece_count)]
+        if piece_count
+        else []
+    )
+    return [
+        Chunk(chunk.shard, start, stop) for start, stop in pairwise([*piece_starts, chunk.stop])
+    ]
 
 
-def shuffled(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:
+def shuffled_chunks(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:
     """Returns chunks in a random order.
 
     Args:
         chunks: The chunks.
         seed: Seed of the order. None to keep the order.
-        *within: Further numbers on which the order depends, such as the shard that is cut into
-            these chunks.
+        *within: Further numbers on which the order depends, such as the number of the shard that
+            was cut into these chunks.
     """
     if seed is None:
         return chunks
     return [chunks[i] for i in np.random.default_rng([seed, *within]).permutation(len(chunks))]
 
 
-def share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
-    """Returns the chunks of one of several workers: every n-th chunk.
+def chunks_of_worker(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
+    """Returns the chunks that one of several workers reads: every n-th chunk of n workers.
 
     Args:
         chunks: All chunks. If there are fewer than workers, they are cut into pieces first.
@@ -218,5 +250,7 @@ def share(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
         workers: Number of workers.
     """
     if len(chunks) < workers:
-        chunks = [piece for chunk in chunks for piece in cut(chunk, max(len(chunk) / workers, 1))]
+        chunks = [
+            piece for chunk in chunks for piece in cut_chunk(chunk, max(len(chunk) / workers, 1))
+        ]
     return chunks[worker::workers]
