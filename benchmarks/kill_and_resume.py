@@ -536,12 +536,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         combinations = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
         combinations = random.Random(parsed_flags.seed).sample(combinations, len(combinations))
-        kills_of_run = max(1, parsed_flags.kills // len(combinations))
+        max_kills_of_run = max(1, parsed_flags.kills // len(combinations))
         total_num_kills = 0
         for run_number, (in_bucket, shard_format, input_kind) in enumerate(cycle(combinations)):
             if total_num_kills >= parsed_flags.kills:
                 break
-            num_kills = min(parsed_flags.kills - total_num_kills, kills_of_run)
+            num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
             num_killed, disturbed_samples = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_of_input[input_kind], "--shard_format", shard_format],

@@ -203,14 +203,14 @@ def main(argv: list[str] | None = None) -> None:
         ]:
             del chosen_scenarios[scenario_name]
         folder_of_scenario = {}
-        workers_of_scenario = {}
+        num_workers_of_scenario = {}
         for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
             scenario_run.store(root_folder / scenario_run.folder)
             num_workers = max(
                 round(scenario_run.bytes * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
             )
             is_shuffled = "shuffle" in scenario_options
-            workers_of_scenario[scenario_name] = num_workers if is_shuffled else 1
+            num_workers_of_scenario[scenario_name] = num_workers if is_shuffled else 1
             num_shards = (
                 parsed_flags.shards if is_shuffled else max(parsed_flags.shards // num_workers, 1)
             )
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> None:
                             checkout_of_reader[reader_name],
                             scenario,
                             folder_of_scenario[scenario_name],
-                            workers_of_scenario[scenario_name],
+                            num_workers_of_scenario[scenario_name],
                         )
                         figures_of_reader[reader_name].append(reader_figures)
                 passed_fraction = round(passed(root_folder / scenario.run.folder, scenario), 3)

@@ -65,10 +65,10 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
     """
     import torch
 
-    rows, inner_size, columns = product
+    num_rows, inner_size, num_columns = product
     device_name = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(rows, inner_size, dtype=getattr(torch, dtype), device=device_name)
-    y = torch.randn(columns, inner_size, dtype=getattr(torch, dtype), device=device_name)
+    x = torch.randn(num_rows, inner_size, dtype=getattr(torch, dtype), device=device_name)
+    y = torch.randn(num_columns, inner_size, dtype=getattr(torch, dtype), device=device_name)
 
     def multiply() -> object:
         with torch.inference_mode():

@@ -194,15 +194,15 @@ def pack_header(
     header_fields: dict[str, Any] = {}
     if metadata:
         header_fields[METADATA_KEY] = dict(metadata)
-    tensor_start = 0
+    tensor_start_offset = 0
     for tensor_name, (dtype, shape) in tensors.items():
-        tensor_stop = tensor_start + dtype.itemsize * math.prod(shape)
+        tensor_end_offset = tensor_start_offset + dtype.itemsize * math.prod(shape)
         header_fields[tensor_name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [tensor_start, tensor_stop],
+            "data_offsets": [tensor_start_offset, tensor_end_offset],
         }
-        tensor_start = tensor_stop
+        tensor_start_offset = tensor_end_offset
     header_json = json.dumps(header_fields, ensure_ascii=False, separators=(",", ":")).encode()
     header_json += b" " * (-len(header_json) % 8)
     return struct.pack("<Q", len(header_json)) + header_json

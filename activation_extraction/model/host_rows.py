@@ -128,17 +128,17 @@ def count_hosts(devices: Sequence[Any]) -> int:
     Raises:
         InputError: If the hosts have different numbers of these devices.
     """
-    devices_of_host = Counter(device.process_index for device in devices)
-    if len(set(devices_of_host.values())) > 1:
+    device_count_of_host = Counter(device.process_index for device in devices)
+    if len(set(device_count_of_host.values())) > 1:
         device_counts_text = ", ".join(
             f"{device_count} on host {host}"
-            for host, device_count in sorted(devices_of_host.items())
+            for host, device_count in sorted(device_count_of_host.items())
         )
         raise InputError(
             f"hosts have different numbers of devices: {device_counts_text}; expected the same on "
             "all"
         )
-    return len(devices_of_host)
+    return len(device_count_of_host)
 
 
 def host_rows(layout: Layout) -> HostRows:

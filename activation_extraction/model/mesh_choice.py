@@ -150,22 +150,23 @@ def _with_axes(
     Raises:
         InputError: If the shape contradicts the axes or the number of devices.
     """
-    typed_shape = ",".join(map(str, mesh_shape))
+    mesh_shape_text = ",".join(map(str, mesh_shape))
     num_dimensions = DIMENSIONS.get(mesh_type or "", len(mesh_shape))
     if len(mesh_shape) != num_dimensions:
         raise InputError(
-            f"--mesh_shape {typed_shape}: has {len(mesh_shape)} axes, --mesh_type has "
+            f"--mesh_shape {mesh_shape_text}: has {len(mesh_shape)} axes, --mesh_type has "
             f"{num_dimensions}"
         )
     axis_names = tuple(mesh_axes or DEFAULT_AXES.get(len(mesh_shape), MESH_AXES))
     if len(axis_names) != len(mesh_shape):
         raise InputError(
-            f"--mesh_shape {typed_shape}: has {len(mesh_shape)} axes, --mesh_axes {len(axis_names)}"
+            f"--mesh_shape {mesh_shape_text}: has {len(mesh_shape)} axes, --mesh_axes "
+            f"{len(axis_names)}"
         )
     if math.prod(mesh_shape) != devices:
         raise InputError(
-            f"--mesh_shape {typed_shape}: is {counted(math.prod(mesh_shape), 'device')}, there are "
-            f"{devices}; these would fit: {_fitting_shapes(len(mesh_shape), devices)}"
+            f"--mesh_shape {mesh_shape_text}: is {counted(math.prod(mesh_shape), 'device')}, there "
+            f"are {devices}; these would fit: {_fitting_shapes(len(mesh_shape), devices)}"
         )
     return dict(zip(axis_names, mesh_shape, strict=True))
 
@@ -309,8 +310,8 @@ def _reason(best_cost: StepCost, device_memory: float | None) -> str:
     if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
         reasons_for_mesh.append("every device holds all weights and computes its own rows")
     if "fsdp" in mesh_shape:
-        gathers_are_hidden = best_cost.gather_seconds <= best_cost.product_seconds
-        gather_verb = "hide behind" if gathers_are_hidden else "outlast"
+        are_gathers_hidden = best_cost.gather_seconds <= best_cost.product_seconds
+        gather_verb = "hide behind" if are_gathers_hidden else "outlast"
         reasons_for_mesh.append(f"gathers of weights {gather_verb} products")
     if best_cost.exchange_seconds:
         exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds

@@ -220,18 +220,18 @@ class ModelConfig:
     @property
     def longest_row(self) -> tuple[int, str]:
         """The largest number of tokens in a row, and the reason for this limit as a clause."""
-        max_positions = max(self.max_position_embeddings, self.rope.extended_length)
-        if self.chunk is not None and self.chunk < max_positions:
+        max_num_positions = max(self.max_position_embeddings, self.rope.extended_length)
+        if self.chunk is not None and self.chunk < max_num_positions:
             return self.chunk, (
                 f"the limit is {self.chunk}: longer rows need dual-chunk attention "
                 "(dual_chunk_attention_config), which is not supported"
             )
-        reason_for_limit = f"the model has {max_positions} positions"
+        reason_for_limit = f"the model has {max_num_positions} positions"
         if self.rope.rope_type == "dynamic":
             reason_for_limit += (
                 ", and beyond them its rope_type 'dynamic' depends on the other rows of a batch"
             )
-        return max_positions, reason_for_limit
+        return max_num_positions, reason_for_limit
 
     def sliding(self, layers: range) -> np.ndarray | None:
         """Returns a mask of the layers that have attention with a window.
@@ -655,16 +655,16 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
         source: The path of config.json, for messages.
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
-    expert_sizes = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
+    size_of_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
         # Families whose configuration class lacks this field ignore its value, as in transformers.
-        expert_sizes |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
-    if expert_sizes["per_token"] > expert_sizes["count"]:
+        size_of_expert_field |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
+    if size_of_expert_field["per_token"] > size_of_expert_field["count"]:
         raise InputError(
-            f"{source}: num_experts_per_tok {expert_sizes['per_token']} is more than num_experts "
-            f"{expert_sizes['count']}"
+            f"{source}: num_experts_per_tok {size_of_expert_field['per_token']} is more than "
+            f"num_experts {size_of_expert_field['count']}"
         )
-    return ExpertsConfig(**expert_sizes, renormalise=renormalise)
+    return ExpertsConfig(**size_of_expert_field, renormalise=renormalise)
 
 
 def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
@@ -675,10 +675,10 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
         source: The path of config.json, for messages.
         interleaved: Whether a delta net has two input projections (see `DeltaNet`).
     """
-    delta_sizes = _positive_ints(hf, source, DELTA_SIZES)
-    num_key_heads = delta_sizes["key_heads"]
+    size_of_delta_field = _positive_ints(hf, source, DELTA_SIZES)
+    num_key_heads = size_of_delta_field["key_heads"]
     # config.json contains the number of value heads of all key heads together.
-    num_value_heads = delta_sizes.pop("values_per_key")
+    num_value_heads = size_of_delta_field.pop("values_per_key")
     if num_value_heads % num_key_heads:
         raise InputError(
             f"{source}: linear_num_value_heads {num_value_heads} is not a multiple of "
@@ -693,5 +693,5 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
         _layers_of_type(hf.layer_types, LINEAR),
         values_per_key=num_value_heads // num_key_heads,
         interleaved=interleaved,
-        **delta_sizes,
+        **size_of_delta_field,
     )

@@ -152,10 +152,10 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     batch_shape = values.shape[:2]
     values_of_parts = values.reshape(*batch_shape, num_parts, -1)
     values_of_parts = layout.constrain(values_of_parts, "batch", "sequence", "head_vocab", "one")
-    part_maxima, part_indices = lax.top_k(values_of_parts, count)
-    part_indices += jnp.arange(num_parts)[:, None] * (axis_length // num_parts)
-    candidate_values = part_maxima.reshape(*batch_shape, -1)
-    candidate_indices = part_indices.reshape(*batch_shape, -1)
+    top_values_of_parts, top_indices_of_parts = lax.top_k(values_of_parts, count)
+    top_indices_of_parts += jnp.arange(num_parts)[:, None] * (axis_length // num_parts)
+    candidate_values = top_values_of_parts.reshape(*batch_shape, -1)
+    candidate_indices = top_indices_of_parts.reshape(*batch_shape, -1)
     top_values, top_candidates = lax.top_k(candidate_values, count)
     return top_values, jnp.take_along_axis(candidate_indices, top_candidates, axis=-1)
 

@@ -172,8 +172,8 @@ class CostModel:
         captured_hooks = [*self.model.hooks, *(encoder.hook for encoder in self.encoders)]
         captured_bytes = 0
         for hook in captured_hooks:
-            token_bytes = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
-            captured_bytes += self.rows * self.row_length * token_bytes
+            bytes_per_token = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
+            captured_bytes += self.rows * self.row_length * bytes_per_token
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. A step needs another half of
         # their size for copies while it is computed.
@@ -250,8 +250,13 @@ class CostModel:
         num_sparse_layers = sum(
             layer < self.model.num_layers for layer in model_config.sparse_layers
         )
-        token_bytes = 2 * self.model.dtype.itemsize * model_config.hidden_size
-        return num_sparse_layers * num_other_devices * self._tokens_on_device(layout) * token_bytes
+        exchanged_bytes_per_token = 2 * self.model.dtype.itemsize * model_config.hidden_size
+        return (
+            num_sparse_layers
+            * num_other_devices
+            * self._tokens_on_device(layout)
+            * exchanged_bytes_per_token
+        )
 
     def _largest_layer(self, layout: Layout) -> float:
         """Returns the number of values of the largest layer's weights on a device.
