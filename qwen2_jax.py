@@ -466,8 +466,10 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     box_by_path = declared(local_model)
     return {
-        path: _weight_spec(path, parameter_box, model, tensor_and_slice_by_parameter)
-        for path, parameter_box in box_by_path.items()
+        parameter_path: _weight_spec(
+            parameter_path, parameter_box, model, tensor_and_slice_by_parameter
+        )
+        for parameter_path, parameter_box in box_by_path.items()
     }
 
 
@@ -484,8 +486,8 @@ def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
     """
     possible_tensor_names = {HEAD}
     for checkpoint_tensors in ((), tensors):
-        for spec in weight_table(Qwen2(config), checkpoint_tensors).values():
-            possible_tensor_names.update(spec.hf_names)
+        for weight_spec in weight_table(Qwen2(config), checkpoint_tensors).values():
+            possible_tensor_names.update(weight_spec.hf_names)
     return possible_tensor_names
 
 

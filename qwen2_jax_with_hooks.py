@@ -384,10 +384,12 @@ def _weights_per_token(config: ModelConfig, layer: int) -> int:
     """
     model_decoder = decoder(config, jnp.float32, Kernels(), Layout())
     weight_count = 0
-    for path, parameter_box in model_decoder.parameters(config.layer_types[layer]).items():
-        if path[-1] == "weight" and len(parameter_box.names) > 1:
+    for parameter_path, parameter_box in model_decoder.parameters(
+        config.layer_types[layer]
+    ).items():
+        if parameter_path[-1] == "weight" and len(parameter_box.names) > 1:
             parameter_weight_count = math.prod(parameter_box.value.shape)
-            if config.experts is not None and "experts" in path:
+            if config.experts is not None and "experts" in parameter_path:
                 parameter_weight_count = (
                     parameter_weight_count * config.experts.per_token // config.experts.count
                 )

@@ -164,7 +164,7 @@ def test_experts_compute_what_the_definition_says(special, kernel):
     assert not np.asarray(got)[~local].any()
 
     def definition(x, *matrices):
-        exact = Stacks(stacks.layer, *matrices)
+        exact = Stacks(stacks.layer_number, *matrices)
         return one_expert_after_the_other(x, weights, chosen, exact)[local]
 
     if dtype == jnp.bfloat16:

@@ -83,8 +83,8 @@ class Decoder:
         for layer_type in set(layer_types):
             layer_count = stages * layer_types.count(layer_type)
             box_by_path = {}
-            for path, parameter_box in self.parameters(layer_type).items():
-                box_by_path[path] = _stacked_zeros(parameter_box, layer_count)
+            for parameter_path, parameter_box in self.parameters(layer_type).items():
+                box_by_path[parameter_path] = _stacked_zeros(parameter_box, layer_count)
             stacks_by_type[layer_type] = unflatten_dict(box_by_path)
         return stacks_by_type if self.has_several_types else stacks_by_type[layer_types[0]]
 
@@ -196,7 +196,8 @@ class Decoder:
                     )
                     params = jax.tree.map(take_row, copied_stacks)
                 stack_and_row_by_path = {
-                    path: (stack, stack_row) for path, stack in stack_in_place_by_path.items()
+                    parameter_path: (stack, stack_row)
+                    for parameter_path, stack in stack_in_place_by_path.items()
                 }
                 apply_layer = self._apply(
                     layer_type, params, has_window, keep, stack_and_row_by_path
@@ -235,9 +236,11 @@ class Decoder:
         copied_stack_by_path = flatten_dict(params)
         stack_in_place_by_path = {}
         if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
-            for path, parameter_box in self.parameters(layer_type).items():
+            for parameter_path, parameter_box in self.parameters(layer_type).items():
                 if "experts" in parameter_box.names:
-                    stack_in_place_by_path[path] = copied_stack_by_path.pop(path)
+                    stack_in_place_by_path[parameter_path] = copied_stack_by_path.pop(
+                        parameter_path
+                    )
         return stack_in_place_by_path, unflatten_dict(copied_stack_by_path)
 
     def _apply(
@@ -265,8 +268,10 @@ class Decoder:
         layer_module = self.modules[layer_type]
         box_by_path = self.parameters(layer_type)
         gathered_weight_by_path = {
-            path: from_bits(layer_module.layout.gather(weight, box_by_path[path].names))
-            for path, weight in flatten_dict(params).items()
+            parameter_path: from_bits(
+                layer_module.layout.gather(weight, box_by_path[parameter_path].names)
+            )
+            for parameter_path, weight in flatten_dict(params).items()
         }
         flax_variables = {
             "params": unflatten_dict(gathered_weight_by_path),

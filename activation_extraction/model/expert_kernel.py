@@ -56,24 +56,25 @@ class Table(NamedTuple):
     Letters: X experts of a token.
 
     Attributes:
-        used_tiles: The number of tiles that have rows, () int32. These tiles come first.
-        experts: The expert of each tile, (tiles,) int32.
-        row_counts: The number of rows of each tile, without padding, (tiles,) int32.
-        tokens: The token of each row of a tile, (tiles, 1, ROWS) int32.
-        weights: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
-        fetches: The rows of each group, (groups, 2, X * TOKENS) int32. Index 0 of the second axis
-            holds the number of each row among the rows of all tiles. Index 1 holds the place of the
-            row in the group's buffer of X * TOKENS rows. Rows that are fetched come first.
-        fetch_counts: The number of rows that are fetched for each group, (groups,) int32.
+        used_tile_count: The number of tiles that have rows, () int32. These tiles come first.
+        expert_by_tile: The expert of each tile, (tiles,) int32.
+        row_count_by_tile: The number of rows of each tile, without padding, (tiles,) int32.
+        token_by_row: The token of each row of a tile, (tiles, 1, ROWS) int32.
+        weight_by_row: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
+        fetches_by_group: The rows of each group, (groups, 2, X * TOKENS) int32. Index 0 of the
+            second axis holds the number of each row among the rows of all tiles. Index 1 holds the
+            place of the row in the group's buffer of X * TOKENS rows. Rows that are fetched come
+            first.
+        fetch_count_by_group: The number of rows that are fetched for each group, (groups,) int32.
     """
 
-    used_tiles: Array
-    experts: Array
-    row_counts: Array
-    tokens: Array
-    weights: Array
-    fetches: Array
-    fetch_counts: Array
+    used_tile_count: Array
+    expert_by_tile: Array
+    row_count_by_tile: Array
+    token_by_row: Array
+    weight_by_row: Array
+    fetches_by_group: Array
+    fetch_count_by_group: Array
 
 
 def pallas_experts(
@@ -105,9 +106,9 @@ def pallas_experts(
     weighted_expert_rows = _run_weighted(
         table_of_rows, stacks, _run_gated(table_of_rows, stacks, x)
     )
-    parts = parts if len(table_of_rows.fetches) % parts == 0 else 1
-    fetches_by_part = jnp.split(table_of_rows.fetches, parts)
-    fetch_counts_by_part = jnp.split(table_of_rows.fetch_counts, parts)
+    parts = parts if len(table_of_rows.fetches_by_group) % parts == 0 else 1
+    fetches_by_part = jnp.split(table_of_rows.fetches_by_group, parts)
+    fetch_counts_by_part = jnp.split(table_of_rows.fetch_count_by_group, parts)
     sums_by_part = [
         _run_added(weighted_expert_rows, part_fetches, part_fetch_counts)
         for part_fetches, part_fetch_counts in zip(
@@ -178,15 +179,15 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     fetched_row_numbers = sorted_row_places[:row_count].reshape(-1, 1, rows_per_group)
     buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
     return Table(
-        used_tiles=(expert_by_tile < expert_count).sum(),
-        experts=jnp.minimum(expert_by_tile, expert_count - 1),
-        row_counts=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
-        tokens=jnp.where(is_row_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
+        used_tile_count=(expert_by_tile < expert_count).sum(),
+        expert_by_tile=jnp.minimum(expert_by_tile, expert_count - 1),
+        row_count_by_tile=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
+        token_by_row=jnp.where(is_row_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
             -1, 1, ROWS
         ),
-        weights=weights.reshape(-1, 1, ROWS),
-        fetches=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
-        fetch_counts=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
+        weight_by_row=weights.reshape(-1, 1, ROWS),
+        fetches_by_group=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
+        fetch_count_by_group=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
 
 
@@ -245,7 +246,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
         The results in the order of the tiles, (n', M) in the dtype of x.
     """
     _, _, hidden_size, expert_width = stacks.gate.shape
-    tile_count = len(table.experts)
+    tile_count = len(table.expert_by_tile)
     block_column_count = columns_per_block(expert_width, 2 * hidden_size * x.dtype.itemsize)
 
     # A step of the grid fetches its own tile, but multiplies the tile of the step before, so it
@@ -260,10 +261,10 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
 
     return _call(
         _multiply_fetched,
-        [stacks.layer.reshape(1), table.experts, table.row_counts],
+        [stacks.layer_number.reshape(1), table.expert_by_tile, table.row_count_by_tile],
         jax.ShapeDtypeStruct((tile_count * ROWS, expert_width), x.dtype),
         GATED,
-        grid=(expert_width // block_column_count, table.used_tiles + 1),
+        grid=(expert_width // block_column_count, table.used_tile_count + 1),
         in_specs=[
             pl.BlockSpec(
                 (None, 1, ROWS), lambda column, step, *_: (step, 0, 0), memory_space=pltpu.SMEM
@@ -276,7 +277,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
             pltpu.VMEM((2, ROWS, hidden_size // LANES, LANES), x.dtype),
             pltpu.SemaphoreType.DMA((2,)),
         ],
-    )(table.tokens, x.reshape(len(x), -1, LANES), stacks.gate, stacks.up)
+    )(table.token_by_row, x.reshape(len(x), -1, LANES), stacks.gate, stacks.up)
 
 
 def _multiply_fetched(
@@ -372,10 +373,10 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
 
     return _call(
         _multiply_down,
-        [stacks.layer.reshape(1), table.experts],
+        [stacks.layer_number.reshape(1), table.expert_by_tile],
         jax.ShapeDtypeStruct((len(gated), hidden_size // LANES, LANES), gated.dtype),
         WEIGHTED,
-        grid=(hidden_size // block_column_count, jnp.maximum(table.used_tiles, 1)),
+        grid=(hidden_size // block_column_count, jnp.maximum(table.used_tile_count, 1)),
         in_specs=[
             pl.BlockSpec((None, 1, ROWS), lambda column, tile, *_: (tile, 0, 0)),
             pl.BlockSpec((ROWS, expert_width), lambda column, tile, *_: (tile, 0)),
@@ -384,7 +385,7 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
         out_specs=pl.BlockSpec(
             (ROWS, block_column_count // LANES, LANES), lambda column, tile, *_: (tile, column, 0)
         ),
-    )(table.weights, gated, stacks.down)
+    )(table.weight_by_row, gated, stacks.down)
 
 
 def _multiply_down(
@@ -416,8 +417,9 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
-        fetches: The part of `Table.fetches` for these groups, (groups, 2, X * TOKENS) int32.
-        counts: The part of `Table.fetch_counts` for these groups, (groups,) int32.
+        fetches: The part of `Table.fetches_by_group` for these groups, (groups, 2, X * TOKENS)
+            int32.
+        counts: The part of `Table.fetch_count_by_group` for these groups, (groups,) int32.
 
     Returns:
         The sums, (groups * TOKENS, D) float32.

@@ -35,13 +35,13 @@ class Stacks(NamedTuple):
     Letters: L layers, E experts, D hidden, M width of an expert.
 
     Attributes:
-        layer: The number of the layer whose experts are used, () int32.
+        layer_number: The number of the layer whose experts are used, () int32.
         gate: The weights of the gate projections, (L, E, D, M).
         up: The weights of the up projections, (L, E, D, M).
         down: The weights of the down projections, (L, E, M, D).
     """
 
-    layer: Array
+    layer_number: Array
     gate: Array
     up: Array
     down: Array
@@ -354,11 +354,11 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
     Returns:
         The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
     """
-    layer, gate, up, down = stacks
+    layer_number, gate, up, down = stacks
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layer_count, expert_count = gate.shape[:2]
     sizes_of_all_layers = (
-        jnp.zeros((layer_count, expert_count), jnp.int32).at[layer].set(sizes).reshape(-1)
+        jnp.zeros((layer_count, expert_count), jnp.int32).at[layer_number].set(sizes).reshape(-1)
     )
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
@@ -389,7 +389,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
     first_row_by_expert = jnp.cumsum(sizes) - sizes
-    layer, *bits_of_stacks = map(to_bits, stacks)
+    layer_number, *bits_of_stacks = map(to_bits, stacks)
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
         tile_rows = from_bits(lax.dynamic_slice_in_dim(padded_row_bits, start, TILE), x.dtype)
@@ -400,7 +400,9 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         return lax.dynamic_update_slice_in_dim(y, to_bits(tile_results), start, 0)
 
     def compute_expert(expert: Array, y: Array) -> Array:
-        gate, up, down = (from_bits(stack[layer, expert], x.dtype) for stack in bits_of_stacks)
+        gate, up, down = (
+            from_bits(stack[layer_number, expert], x.dtype) for stack in bits_of_stacks
+        )
         tile_count = (sizes[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
@@ -437,11 +439,13 @@ def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: 
     Returns:
         The sums, (T, D) float32.
     """
-    layer, gate, up, down = stacks
+    layer_number, gate, up, down = stacks
     token_sums = jnp.zeros(x.shape, jnp.float32)
     for expert_number in range(gate.shape[1]):
-        gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer, expert_number]))
-        gated_values *= einsum("TD,DM->TM", x, up[layer, expert_number])
+        gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer_number, expert_number]))
+        gated_values *= einsum("TD,DM->TM", x, up[layer_number, expert_number])
         expert_weight = jnp.where(chosen == expert_number, weights, 0).sum(axis=-1, keepdims=True)
-        token_sums += expert_weight * einsum("TM,MD->TD", gated_values, down[layer, expert_number])
+        token_sums += expert_weight * einsum(
+            "TM,MD->TD", gated_values, down[layer_number, expert_number]
+        )
     return token_sums

@@ -303,9 +303,11 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     model = program.model
     param_dtype = jnp.uint16 if program.as_bits else model.dtype
     param_shape_by_path = {}
-    for path, spec in program.weights.items():
-        sharding = model.layout.sharding(spec.axes, spec.shape)
-        param_shape_by_path[path] = jax.ShapeDtypeStruct(spec.shape, param_dtype, sharding=sharding)
+    for parameter_path, weight_spec in program.weights.items():
+        sharding = model.layout.sharding(weight_spec.axes, weight_spec.shape)
+        param_shape_by_path[parameter_path] = jax.ShapeDtypeStruct(
+            weight_spec.shape, param_dtype, sharding=sharding
+        )
     shapes_by_encoder = [encoder.shapes(model.layout) for encoder in program.encoders]
     return _compile(program, (unflatten_dict(param_shape_by_path), shapes_by_encoder), **options)
 
@@ -350,7 +352,9 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     model = forward.model
     layout = forward.layout
     weight_table = forward.weights
-    parameter_value_count = sum(math.prod(spec.shape) for spec in weight_table.values())
+    parameter_value_count = sum(
+        math.prod(weight_spec.shape) for weight_spec in weight_table.values()
+    )
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
         model.num_layers - 1,

@@ -74,11 +74,11 @@ def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> 
         The result of each row's expert, (n, D) in the dtype of x. Rows after the last expert's rows
         are meaningless.
     """
-    layer, *layer_stacks = stacks
+    layer_number, *layer_stacks = stacks
     gate, up, down = (
         layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
     )
-    first_expert_number = layer * len(sizes)
+    first_expert_number = layer_number * len(sizes)
     gated_values = _product(x, [gate, up], sizes, first_expert_number, interpret)
     return _product(gated_values, [down], sizes, first_expert_number, interpret)
 

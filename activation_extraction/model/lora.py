@@ -125,12 +125,15 @@ class LoraAdapter:
                 )
         self._weights_file = self.files.open_weights(ADAPTER.weights_file)
         self._shape_by_key = {
-            key: header_entry.shape for key, header_entry in self._weights_file.tensors.items()
+            tensor_key: header_entry.shape
+            for tensor_key, header_entry in self._weights_file.tensors.items()
         }
-        for key, header_entry in self._weights_file.tensors.items():
+        for tensor_key, header_entry in self._weights_file.tensors.items():
             dtype_name = DTYPE_NAMES[header_entry.dtype]
             if dtype_name not in FLOAT_TYPES:
-                raise self._error(key, f"is {dtype_name}; only {', '.join(FLOAT_TYPES)} are merged")
+                raise self._error(
+                    tensor_key, f"is {dtype_name}; only {', '.join(FLOAT_TYPES)} are merged"
+                )
         self._read_factor = lru_cache(CACHED_FACTORS)(self._read_whole)
         # Tensor of the base model -> key of the adapter's tensor that replaces it.
         self._replacement_key_by_tensor: dict[str, str] = {}
@@ -160,7 +163,9 @@ class LoraAdapter:
             unknown_keys += self._record_changes(module_path, keys_by_suffix)
         if unknown_keys:
             if does_change_head and HEAD not in base.tensors:
-                head_key = next(key for key in unknown_keys if "lm_head" in key)
+                head_key = next(
+                    tensor_key for tensor_key in unknown_keys if "lm_head" in tensor_key
+                )
                 error_reason = (
                     f"changes {HEAD}, which {base.flag_and_path} has not; give a base that has it"
                 )
@@ -227,10 +232,10 @@ class LoraAdapter:
         if tensor in self._replacement_key_by_tensor:
             read_values = partial(self._weights_file.read, self._replacement_key_by_tensor[tensor])
         if tensor in self._bias_key_and_scale_by_tensor:
-            key, scale = self._bias_key_and_scale_by_tensor[tensor]
+            bias_key, bias_scale = self._bias_key_and_scale_by_tensor[tensor]
             return (
                 read_values(index).astype(np.float32)
-                + np.float32(scale) * self._read_factor(key)[index]
+                + np.float32(bias_scale) * self._read_factor(bias_key)[index]
             )
         if tensor not in self._changes_by_tensor:
             return read_values(index)
@@ -300,17 +305,19 @@ class LoraAdapter:
                 module.
         """
         keys_by_module: dict[str, dict[str, str]] = defaultdict(dict)
-        for key, shape in self._shape_by_key.items():
+        for tensor_key, shape in self._shape_by_key.items():
             if 0 in (shape or (0,)):
-                raise self._error(key, f"has shape {shape} (was it saved from a part of ZeRO-3?)")
-            shortened_key = ADDED_WORDS.sub("", key.removeprefix("base_model.model."))
+                raise self._error(
+                    tensor_key, f"has shape {shape} (was it saved from a part of ZeRO-3?)"
+                )
+            shortened_key = ADDED_WORDS.sub("", tensor_key.removeprefix("base_model.model."))
             module_path, _, key_suffix = shortened_key.partition(".lora_")
             key_suffix = key_suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
             if key_suffix in keys_by_module[module_path]:
                 raise self._error(
-                    key, f"and {keys_by_module[module_path][key_suffix]} are the same"
+                    tensor_key, f"and {keys_by_module[module_path][key_suffix]} are the same"
                 )
-            keys_by_module[module_path][key_suffix] = key
+            keys_by_module[module_path][key_suffix] = tensor_key
         return keys_by_module
 
     def _record_changes(self, path: str, keys: Mapping[str, str]) -> list[str]:

@@ -270,13 +270,15 @@ def orient_experts(
         The same table with the specs of fused experts for this checkpoint.
     """
     fused_spec_by_path = {
-        path: spec for path, spec in table.items() if "experts" in spec.axes[spec.stacked_axes :]
+        parameter_path: weight_spec
+        for parameter_path, weight_spec in table.items()
+        if "experts" in weight_spec.axes[weight_spec.stacked_axes :]
     }
     input_first_spec_by_path = dict(fused_spec_by_path)
-    for path, spec in fused_spec_by_path.items():
-        tensor_slice = spec.tensor_slice and spec.tensor_slice._replace(axis=2)
-        input_first_spec_by_path[path] = dataclasses.replace(
-            spec, input_first=True, tensor_slice=tensor_slice
+    for parameter_path, weight_spec in fused_spec_by_path.items():
+        tensor_slice = weight_spec.tensor_slice and weight_spec.tensor_slice._replace(axis=2)
+        input_first_spec_by_path[parameter_path] = dataclasses.replace(
+            weight_spec, input_first=True, tensor_slice=tensor_slice
         )
 
     def shapes_agree(specs: Mapping[ParamPath, WeightSpec]) -> bool:
@@ -357,7 +359,9 @@ def load_params(
     """
     stage_count = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
-    stacked_spec_by_path = {path: spec for path, spec in table.items() if spec.axes[0] == "layers"}
+    stacked_spec_by_path = {
+        parameter_path: spec for parameter_path, spec in table.items() if spec.axes[0] == "layers"
+    }
 
     def zeros() -> dict[ParamPath, jax.Array]:
         return {
@@ -365,17 +369,17 @@ def load_params(
         }
 
     sharding_by_path = {}
-    for path, spec in stacked_spec_by_path.items():
-        sharding_by_path[path] = layout.sharding(spec.axes, spec.shape)
+    for parameter_path, spec in stacked_spec_by_path.items():
+        sharding_by_path[parameter_path] = layout.sharding(spec.axes, spec.shape)
     array_by_path = jax.jit(zeros, out_shardings=sharding_by_path)()
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
     load_jobs: list[tuple[ParamPath, int | None]] = []
-    for path, spec in table.items():
-        if path in stacked_spec_by_path:
-            load_jobs += [(path, layer) for layer in range(spec.shape[0] // stage_count)]
+    for parameter_path, spec in table.items():
+        if parameter_path in stacked_spec_by_path:
+            load_jobs += [(parameter_path, layer) for layer in range(spec.shape[0] // stage_count)]
         else:
-            load_jobs.append((path, None))
+            load_jobs.append((parameter_path, None))
 
     def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
         """Returns the sort key of a job: the position of its first tensor in the files.
@@ -389,10 +393,10 @@ def load_params(
                 The name of the file with the first tensor; "" for zeros.
                 The offset of this tensor in the file in bytes; 0 for zeros.
         """
-        path, layer_in_stage = job
-        spec = table[path]
-        tensors_per_layer = math.prod(spec.shape[1 : spec.stacked_axes])
-        tensor_names = spec.hf_names[(layer_in_stage or 0) * tensors_per_layer :]
+        parameter_path, layer_in_stage = job
+        weight_spec = table[parameter_path]
+        tensors_per_layer = math.prod(weight_spec.shape[1 : weight_spec.stacked_axes])
+        tensor_names = weight_spec.hf_names[(layer_in_stage or 0) * tensors_per_layer :]
         if not tensor_names:
             return True, "", 0
         first_file, header_entry = checkpoint.locate(tensor_names[0])
@@ -445,13 +449,15 @@ def load_params(
     load_jobs.sort(key=position)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as reader_pool:
         loaded_arrays = _loaded_ahead(reader_pool, load, load_jobs)
-        for path, layer in load_jobs:
+        for parameter_path, layer in load_jobs:
             loaded_array = next(loaded_arrays)
             progress(loaded_array.nbytes)
             if layer is not None:
-                loaded_array = _put_layer(array_by_path[path], loaded_array, np.int32(layer))
+                loaded_array = _put_layer(
+                    array_by_path[parameter_path], loaded_array, np.int32(layer)
+                )
             # Without waiting here, arrays of many jobs would accumulate in the devices' memory.
-            array_by_path[path] = jax.block_until_ready(loaded_array)
+            array_by_path[parameter_path] = jax.block_until_ready(loaded_array)
             del loaded_array  # because the array would stay in memory while the next one is loaded
     return unflatten_dict(array_by_path)
 
