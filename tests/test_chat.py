@@ -236,7 +236,9 @@ def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
                 n for n in sample.kept_subset.tolist() if n < length
             ]
         found = {sample.facts.row["line"]: [] for sample in whole}
-        for piece in samples_of(QWEN3, rows, length=length, split=True, overlap=5, **options):
+        for piece in samples_of(
+            QWEN3, rows, length=length, splits_documents=True, overlap=5, **options
+        ):
             row = piece.facts.row
             found[row["line"]] += (piece.kept_subset + row["start"]).tolist()
         assert found == {sample.facts.row["line"]: sample.kept_subset.tolist() for sample in whole}

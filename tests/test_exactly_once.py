@@ -52,7 +52,9 @@ def keeping(*rule, **more):
 CASES = {
     "text": Case(),
     "hosts": Case(hosts=2),
-    "pieces": Case(SampleSettings(LENGTH, split=True, overlap=5), shard_format="safetensors"),
+    "pieces": Case(
+        SampleSettings(LENGTH, splits_documents=True, overlap=5), shard_format="safetensors"
+    ),
     "few tokens": Case(keeping(9, 10), hosts=2, shard=100, shard_format="safetensors"),
     "no tokens": Case(keeping(share=1e-15), shard=200),
     "more samples": Case(before={"max_samples": 7}),

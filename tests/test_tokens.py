@@ -109,7 +109,7 @@ def test_pieces_are_those_of_the_whole(template, overlap, models, texts):
     text = TEXTS[3]
     ids, path = reference(text).input_ids, texts([{"text": text}])
     for length in range(4, len(ids) + 2):
-        pieces, joined = read(path, tokenizer, length, split=True, overlap=overlap), []
+        pieces, joined = read(path, tokenizer, length, splits_documents=True, overlap=overlap), []
         for number, piece in enumerate(pieces):
             start, repeated = number * (length - overlap), overlap if number else 0
             assert (piece.facts.row["start"], piece.facts.cut) == (start, 0)
@@ -353,7 +353,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(text, tokenizer, texts, monkeyp
         assert sample.token_ids.tolist() == ids[:most]
         assert sample.facts.cut == max(len(ids) - most, 0)
     starts = [start for start, _ in own.encode(text, add_special_tokens=False).offsets[::30]]
-    found = samples(stream_of(path), own, SampleSettings(30, split=True))
+    found = samples(stream_of(path), own, SampleSettings(30, splits_documents=True))
     assert [each.facts.text_preview for each in found] == [text[at : at + 200] for at in starts]
 
 

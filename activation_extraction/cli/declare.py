@@ -69,9 +69,9 @@ class Flag:
             such flag.
         collect: Function that turns the list of values after the flag into the value of the field.
             Only flags that take several values use it.
-        content: Whether the value of the flag determines the content of shards. A run that
-            continues must have the same value (see `store.identity.Identity`).
-        per_host: Whether the value may differ between the hosts of a run.
+        determines_shards: Whether the value of the flag determines the content of shards. A run
+            that continues must have the same value (see `store.identity.Identity`).
+        may_differ_by_host: Whether the value may differ between the hosts of a run.
     """
 
     options: dict[str, Any]
@@ -81,8 +81,8 @@ class Flag:
     variables: Variables | None = None
     opposite: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
-    content: bool = False
-    per_host: bool = False
+    determines_shards: bool = False
+    may_differ_by_host: bool = False
 
 
 def flag(
@@ -97,8 +97,8 @@ def flag(
     excludes: tuple[str, ...] = (),
     variables: Variables | None = None,
     collect: Callable[[list[Any]], Any] = tuple,
-    content: bool = False,
-    per_host: bool = False,
+    determines_shards: bool = False,
+    may_differ_by_host: bool = False,
     **options: Any,
 ) -> Any:
     """Declares a flag that takes a value.
@@ -115,8 +115,9 @@ def flag(
         excludes: Names of flags that cannot be used together with this flag.
         variables: Environment variables that replace the flag if it is missing; None for none.
         collect: Function that turns a list of values into the value of the field (see `Flag`).
-        content: Whether the value of the flag determines the content of shards (see `Flag`).
-        per_host: Whether the value may differ between the hosts of a run.
+        determines_shards: Whether the value of the flag determines the content of shards (see
+            `Flag`).
+        may_differ_by_host: Whether the value may differ between the hosts of a run.
         options: Further arguments of argparse's `add_argument`.
 
     Returns:
@@ -141,8 +142,8 @@ def flag(
         excludes,
         variables,
         collect=collect,
-        content=content,
-        per_host=per_host,
+        determines_shards=determines_shards,
+        may_differ_by_host=may_differ_by_host,
     )
     return field(default=default, metadata={"flag": flag_declaration})
 
@@ -153,8 +154,8 @@ def switch(
     group: Group | None = None,
     needs: str = "",
     excludes: tuple[str, ...] = (),
-    content: bool = False,
-    per_host: bool = False,
+    determines_shards: bool = False,
+    may_differ_by_host: bool = False,
 ) -> Any:
     """Declares a boolean flag that is false by default.
 
@@ -163,15 +164,21 @@ def switch(
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excludes: Names of flags that cannot be used together with this flag.
-        content: Whether the value of the flag determines the content of shards (see `Flag`).
-        per_host: Whether the value may differ between the hosts of a run.
+        determines_shards: Whether the value of the flag determines the content of shards (see
+            `Flag`).
+        may_differ_by_host: Whether the value may differ between the hosts of a run.
 
     Returns:
         The field of a dataclass.
     """
     argparse_options = {"help": help, "action": "store_true"}
     flag_declaration = Flag(
-        argparse_options, group, needs, excludes, content=content, per_host=per_host
+        argparse_options,
+        group,
+        needs,
+        excludes,
+        determines_shards=determines_shards,
+        may_differ_by_host=may_differ_by_host,
     )
     return field(default=False, metadata={"flag": flag_declaration})
 
@@ -182,7 +189,7 @@ def pair(
     opposite_help: str,
     *,
     group: Group | None = None,
-    content: bool = False,
+    determines_shards: bool = False,
 ) -> Any:
     """Declares a boolean flag that is true by default, and a second flag that makes it false.
 
@@ -191,14 +198,18 @@ def pair(
         opposite: Name of the second flag.
         opposite_help: Help text of the second flag.
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
-        content: Whether the value of the flag determines the content of shards (see `Flag`).
+        determines_shards: Whether the value of the flag determines the content of shards (see
+            `Flag`).
 
     Returns:
         The field of a dataclass.
     """
     argparse_options = {"help": f"{help} (default)", "action": "store_true"}
     flag_declaration = Flag(
-        argparse_options, group, opposite=(opposite, opposite_help), content=content
+        argparse_options,
+        group,
+        opposite=(opposite, opposite_help),
+        determines_shards=determines_shards,
     )
     return field(default=True, metadata={"flag": flag_declaration})
 

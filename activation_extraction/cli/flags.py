@@ -277,7 +277,7 @@ class TextOptions:
         Positions(),
         parse=parse_positions,
         metavar="RULE",
-        content=True,
+        determines_shards=True,
         group=TOKENS,
     )
     roles: tuple[str, ...] = several(
@@ -290,7 +290,7 @@ class TextOptions:
         choices=ROLES,
         collect=each_once,
         metavar="ROLE",
-        content=True,
+        determines_shards=True,
         group=TOKENS,
     )
     drop_token_ids: tuple[Any, ...] = several(
@@ -299,7 +299,7 @@ class TextOptions:
         token,
         collect=_ids_and_names,
         metavar="ID|NAME",
-        content=True,
+        determines_shards=True,
         group=TOKENS,
     )
     dataset_name: str | None = flag(
@@ -333,7 +333,7 @@ class TextOptions:
         "the column with the text of each row. If a row lacks it but has the columns train and "
         "test of an ARC-AGI task, they become a prompt",
         "text",
-        content=True,
+        determines_shards=True,
     )
     messages_column: str | None = flag(
         "the column with a conversation in each row, instead of --text_column: a list of messages "
@@ -343,7 +343,7 @@ class TextOptions:
         "role and a turn only if the template writes turns between <|im_start|> and <|im_end|>, as "
         "Qwen's templates do",
         excludes=("text_column",),
-        content=True,
+        determines_shards=True,
     )
     chat_template: str | None = flag(
         "with --messages_column: a file with the chat template for all rows",
@@ -364,7 +364,7 @@ class TextOptions:
         "the column with a list of token ids in each row, instead of --text_column. They are used "
         "unchanged, without a tokenizer",
         excludes=("text_column", "messages_column"),
-        content=True,
+        determines_shards=True,
     )
     mask_column: str | None = flag(
         "with --ids_column: the column with a list of 0 or 1 for each token id. Tokens with 0 are "
@@ -372,17 +372,17 @@ class TextOptions:
         "attention_mask, they are padding, which the model does not read either",
         default_is="all tokens are stored",
         needs="ids_column",
-        content=True,
+        determines_shards=True,
     )
     id_column: str | None = flag(
         "the column with the id of each row, which is stored as doc_id",
         default_is="id, or task_id of an ARC-AGI task, if a row has it",
-        content=True,
+        determines_shards=True,
     )
     keep_columns: tuple[str, ...] = several(
         "more columns of the data set that are stored with each sample, such as a label",
         collect=each_once,
-        content=True,
+        determines_shards=True,
     )
     special_tokens: str = flag(
         "the special tokens that are added to plain text. tokenizer: the tokens that the model's "
@@ -399,7 +399,7 @@ class TextOptions:
         "of them, and --positions applies to each of them",
         "cut",
         choices=("cut", "split"),
-        content=True,
+        determines_shards=True,
     )
     overlap: int = number(
         "with --long_documents split: the number of tokens from the end of a sample that the next "
@@ -408,7 +408,7 @@ class TextOptions:
         0,
         least=0,
         unit=" tokens",
-        content=True,
+        determines_shards=True,
     )
     shuffle_documents: int | None = number(
         "read the documents in a random order that depends on this seed. Files and row groups are "
@@ -416,13 +416,13 @@ class TextOptions:
         least=0,
         default_is="the order of the data set",
         metavar="SEED",
-        content=True,
+        determines_shards=True,
     )
     skip_bad_rows: bool = switch(
         "skip and count rows that cannot be used, for example because they are not JSON, or "
         "because a column is missing or does not contain text. The flag may be added when a run "
         "is continued (default: such a row ends the run)",
-        content=True,
+        determines_shards=True,
     )
     max_seq_length: int = number(
         "the number of tokens in each row of a batch, and the largest number of tokens of a "
@@ -430,7 +430,7 @@ class TextOptions:
         2048,
         default_is=f"2048 tokens; {DEMO_MAX_SEQ_LENGTH} with --demo",
         metavar="TOKENS",
-        content=True,
+        determines_shards=True,
         group=COMPUTING,
     )
 
@@ -494,7 +494,7 @@ class ComputingOptions:
         variables=Variables(("JAX_COMPILATION_CACHE_DIR",)),
         parse=path,
         metavar="FOLDER",
-        per_host=True,
+        may_differ_by_host=True,
     )
 
 
@@ -538,7 +538,7 @@ class HostOptions:
         needs="multihost",
         parse=address,
         metavar="HOST:PORT",
-        per_host=True,
+        may_differ_by_host=True,
     )
     host_id: int | None = number(
         "with --multihost: the number of this host, counted from 0",
@@ -546,7 +546,7 @@ class HostOptions:
         variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), required_flag="multihost"),
         needs="multihost",
         metavar="I",
-        per_host=True,
+        may_differ_by_host=True,
     )
     num_hosts: int | None = number(
         "with --multihost: the number of hosts",
@@ -576,7 +576,7 @@ class OutputOptions:
         "activations",
         path,
         metavar="FOLDER",
-        per_host=True,
+        may_differ_by_host=True,
     )
     min_free_gb: float = gigabytes(
         "refuse to start if the disk of --output_dir has less free space than this",
@@ -658,7 +658,7 @@ class StorageOptions:
     shard_size_gb: float = gigabytes(
         "the size of the activations in a shard, before compression",
         1.0,
-        content=True,
+        determines_shards=True,
     )
     shard_format: str = flag(
         "the file format of the shards. pickle: a dict that Python reads without this program; "
@@ -667,13 +667,13 @@ class StorageOptions:
         "--verify compares whole files with their sha256",
         "pickle",
         choices=SHARD_FORMATS,
-        content=True,
+        determines_shards=True,
     )
     compress_shards: bool = pair(
         "compress pickles with gzip. Safetensors are never compressed",
         "no_compress_shards",
         "do not compress pickles, which are then .pkl files",
-        content=True,
+        determines_shards=True,
     )
     max_samples: int | None = number(
         "store at most N samples on this machine. Each of its hosts stores an equal share of N. A "
@@ -885,7 +885,7 @@ def content_flags(options: Any) -> dict[str, Any]:
     """
     value_by_flag = {}
     for option_field in fields(options):
-        if option_field.metadata["flag"].content:
+        if option_field.metadata["flag"].determines_shards:
             value_by_flag[option_field.name] = getattr(options, option_field.name)
     return value_by_flag
 
@@ -958,7 +958,7 @@ class Config:
     )
     verbose: bool = switch(
         "log every step and shard, on all hosts (default: hosts other than 0 log only problems)",
-        per_host=True,
+        may_differ_by_host=True,
         group=GENERAL,
     )
 

@@ -74,7 +74,7 @@ class DataFiles:
             defaultdict(list)
         )
         for data_file, recorded_file in zip(self.files, self.records, strict=True):
-            if data_file.local:
+            if data_file.is_local:
                 for file_name in {data_file.name, data_file.name.partition("/")[2]}:
                     self._local_files_by_row_name[file_name].append((data_file, recorded_file))
 
@@ -249,7 +249,7 @@ def _record(file: DataFile) -> RecordedFile:
     Raises:
         InputError: If a local file cannot be read.
     """
-    if file.local:
+    if file.is_local:
         content_fingerprint = f"blocks {file_fingerprint(Path(file.url), file.size)}"
     else:
         content_fingerprint = file.version or f"{file.size} bytes"

@@ -126,7 +126,7 @@ INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 
 # Names of the flags that may differ between the hosts of a run.
 HOST_FLAGS = {
-    *(flag_name for flag_name, flag in FLAGS.items() if flag.per_host),
+    *(flag_name for flag_name, flag in FLAGS.items() if flag.may_differ_by_host),
     *(path_flag for run_input in INPUTS for path_flag in run_input.paths),
 }
 

@@ -87,7 +87,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     if totals.empty_rows:
         say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
     if totals.cut_samples:
-        splits_documents = run.text.sample_settings.split
+        splits_documents = run.text.sample_settings.splits_documents
         causes_of_cuts = []
         if not splits_documents:
             row_tokens = run.text.options.max_seq_length

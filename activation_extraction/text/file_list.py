@@ -119,7 +119,7 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     # Path of a file with all links resolved, or its URL -> its path in `files`.
     url_by_resolved_path: dict[str, str] = {}
     for data_file in files:
-        resolved_path = os.path.realpath(data_file.url) if data_file.local else data_file.url
+        resolved_path = os.path.realpath(data_file.url) if data_file.is_local else data_file.url
         if resolved_path in url_by_resolved_path:
             other_path_in_words = (
                 f", also as {url_by_resolved_path[resolved_path]}"

@@ -76,7 +76,7 @@ class DataFile:
     version: str = ""
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Returns whether the file is on this machine."""
         return "://" not in self.url
 
@@ -90,7 +90,7 @@ class DataFile:
     @property
     def may_grow(self) -> bool:
         """Returns whether rows may be appended to the file after the run has begun."""
-        return self.local and self.kind.is_text
+        return self.is_local and self.kind.is_text
 
     @property
     def read_to(self) -> int | None:
@@ -190,7 +190,9 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
             error_remedy = REPLACE_ADVICE
         # A damaged local file raises the error again at the next start. A file at a URL may have
         # been transferred wrongly only this time.
-        does_error_recur = error_remedy is not None and (file.local or isinstance(error, RunError))
+        does_error_recur = error_remedy is not None and (
+            file.is_local or isinstance(error, RunError)
+        )
         error_message = f"{file.url}: {one_line(error)}{last_row_in_words}"
         raise RunError(error_message, remedy=error_remedy, recurs=does_error_recur) from error
 

@@ -47,8 +47,8 @@ class SampleSettings:
 
     Attributes:
         length: Largest number of tokens of a sample.
-        split: Whether a document with more than `length` tokens is split into several samples.
-            Otherwise it is cut to `length` tokens.
+        splits_documents: Whether a document with more than `length` tokens is split into several
+            samples. Otherwise it is cut to `length` tokens.
         overlap: Number of tokens at the end of a piece that the next piece of the same document
             repeats at its start. The next piece uses them as context and never keeps them.
         choice: Choice of the tokens to keep.
@@ -57,7 +57,7 @@ class SampleSettings:
     """
 
     length: int
-    split: bool = False
+    splits_documents: bool = False
     overlap: int = 0
     choice: TokenChoice = TokenChoice()
     special_tokens: SpecialTokens = SpecialTokens()
@@ -68,7 +68,7 @@ class SampleSettings:
         Args:
             tokens: Number of tokens of the document.
         """
-        if not self.split or tokens <= self.length:
+        if not self.splits_documents or tokens <= self.length:
             return [range(min(tokens, self.length))]
         piece_starts = range(0, tokens - self.overlap, self.length - self.overlap)
         return [
@@ -169,7 +169,7 @@ def samples(
                 sample,
                 mark_before_sample,
                 num_kept_tokens,
-                continues=settings.split and not is_over(),
+                continues=settings.splits_documents and not is_over(),
             )
             continue
         stored_row_position = stored_sample.facts.row
@@ -214,7 +214,9 @@ def _whole_samples(
     row_counts = counts_in(start.stream) if start.stream else RowCounts()
     unread_rows = documents.read(state_of_documents)
     cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
-    max_document_tokens = None if settings.split else settings.length - len(settings.special_tokens)
+    max_document_tokens = (
+        None if settings.splits_documents else settings.length - len(settings.special_tokens)
+    )
     read_error: RunError | None = None
     is_last_chunk = False
     while not is_last_chunk:
@@ -347,7 +349,7 @@ def _sample(
     if piece_number and tokens.starts is not None:
         preview_start = int(tokens.starts[token_range.start])
     row_position = document.position
-    if settings.split:
+    if settings.splits_documents:
         row_position = {**row_position, "piece": piece_number, "start": token_range.start}
     sample_facts = SampleFacts(
         sample_idx=sample_idx,
