@@ -50,7 +50,7 @@ def test_help_tells_every_flag_with_its_default_and_unit(capsys):
         assert part in text
     assert "HOST_ID --host_id (with --multihost)" in text
     for name, flag in FLAGS.items():
-        assert f"--{name} " in text and " ".join(flag.options["help"].split()) in text
+        assert f"--{name} " in text and " ".join(flag.argparse_options["help"].split()) in text
 
 
 @pytest.mark.long

@@ -122,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
             message += "; a value that begins with - follows a =, such as --text_column=-x"
         comma_list_match = re.match(r"argument --(\w+): .*'([^',\s]+(?:,[^',\s]+)+)'", message)
         list_flag = FLAGS.get(comma_list_match[1]) if comma_list_match else None
-        if comma_list_match and list_flag and list_flag.options.get("nargs") == "+":
+        if comma_list_match and list_flag and list_flag.argparse_options.get("nargs") == "+":
             message += f"; put spaces between values: {comma_list_match[2].replace(',', ' ')}"
         if message.startswith("unrecognized"):
             flags_in_usage = re.findall(r"--\w+", self.format_usage())
@@ -166,7 +166,7 @@ def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) 
         name: The name of the flag.
         flag: The declaration of the flag.
     """
-    argparse_options = flag.options
+    argparse_options = flag.argparse_options
     if "type" in argparse_options:
         argparse_options = {**argparse_options, "type": _for_argparse(argparse_options["type"])}
     if flag.opposite is None:

@@ -58,7 +58,8 @@ class Flag:
     """The declaration of a flag, except its name, type and default.
 
     Attributes:
-        options: Arguments of argparse's `add_argument` by name. `type` is a parser of values.py.
+        argparse_options: Arguments of argparse's `add_argument` by name. `type` is a parser of
+            values.py.
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag without which this flag is refused, or several names with
             " or " between them if any of these flags is enough; "" if no other flag is needed.
@@ -74,7 +75,7 @@ class Flag:
         may_differ_by_host: Whether the value may differ between the hosts of a run.
     """
 
-    options: dict[str, Any]
+    argparse_options: dict[str, Any]
     group: Group | None = None
     needs: str = ""
     excludes: tuple[str, ...] = ()
