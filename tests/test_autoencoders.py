@@ -102,7 +102,7 @@ def test_codes_are_those_of_the_publishers_formula(form, tmp_path):
     path, formula = make(tmp_path, **options)
     x, other = inputs()
     encoder, codes = encoded(path, x, other, most=made.F)
-    assert (encoder.source.name, encoder.target.name) == (source, target)
+    assert (encoder.source_hook.name, encoder.target_hook.name) == (source, target)
     assert_codes(codes, *formula(x.astype(np.float64)), x if source == target else other)
 
 

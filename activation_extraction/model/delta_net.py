@@ -332,20 +332,20 @@ class _Chunks(NamedTuple):
     Attributes:
         initial_vectors: The vectors that tokens would add if S were zero before the chunk,
             (N, B, K, G, C, U).
-        readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D). The
-            products of the first C rows are subtracted from `initial_vectors`, which gives the
+        state_readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D).
+            The products of the first C rows are subtracted from `initial_vectors`, which gives the
             vectors that the tokens add. The products of the other C rows are added to the outputs.
         output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
         decayed_keys: The key of each token, multiplied by the decay from this token to the end of
             the chunk, (N, B, K, G, C, D).
-        decay: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
+        state_decay: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
     initial_vectors: Array
-    readers: Array
+    state_readers: Array
     output_factors: Array
     decayed_keys: Array
-    decay: Array
+    state_decay: Array
 
 
 def _prepare(
@@ -377,10 +377,10 @@ def _prepare(
     initial_vectors, vector_readers = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         initial_vectors=initial_vectors,
-        readers=jnp.concatenate([vector_readers, decay_since_chunk_begin * q], axis=-2),
+        state_readers=jnp.concatenate([vector_readers, decay_since_chunk_begin * q], axis=-2),
         output_factors=query_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
-        decay=decay_since_chunk_begin[..., -1:, :],
+        state_decay=decay_since_chunk_begin[..., -1:, :],
     )
 
 
@@ -478,12 +478,12 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         S after the chunk, (B, K, G, D, U).
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
-    reader_products = einsum("BKGCD,BKGDU->BKGCU", chunk.readers, state)
+    reader_products = einsum("BKGCD,BKGDU->BKGCU", chunk.state_readers, state)
     subtracted_vectors, state_outputs = jnp.split(reader_products, 2, axis=3)
     added_vectors = chunk.initial_vectors - subtracted_vectors
     token_outputs = state_outputs + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
     )
-    state = chunk.decay * state
+    state = chunk.state_decay * state
     state += einsum("BKGCD,BKGCU->BKGDU", chunk.decayed_keys, added_vectors)
     return state, token_outputs

@@ -56,20 +56,21 @@ class Encoder:
 
     Attributes:
         autoencoder: The autoencoder with its weights on the host.
-        source: The hook whose values are encoded.
-        target: The hook whose values are reconstructed. It equals `source` for all but transcoders.
+        source_hook: The hook whose values are encoded.
+        target_hook: The hook whose values are reconstructed. It equals `source_hook` for all but
+            transcoders.
         max_codes: The largest number of features that are kept for each token.
     """
 
     autoencoder: Autoencoder
-    source: Hook
-    target: Hook
+    source_hook: Hook
+    target_hook: Hook
     max_codes: int
 
     @property
     def hook(self) -> Hook:
         """The hook of the codes, whose values are records of codes (see common/codes.py)."""
-        source_kind = self.source.kind
+        source_kind = self.source_hook.kind
         codes_kind = replace(
             source_kind,
             name=source_kind.name + CODES,
@@ -79,7 +80,7 @@ class Encoder:
             dtype="int32",
             width_factor=record_width(self.max_codes),
         )
-        return self.source._replace(kind=codes_kind)
+        return self.source_hook._replace(kind=codes_kind)
 
     def metadata(self) -> dict[str, Any]:
         """Returns the entry of the hook of the codes in metadata.json.
@@ -96,7 +97,7 @@ class Encoder:
             "width": self.autoencoder.features,
             "most": self.max_codes,
             "autoencoder": plain_url(self.autoencoder.name),
-            "reconstructs": self.target.name,
+            "reconstructs": self.target_hook.name,
         }
 
     def in_words(self, dtype: Any) -> str:
@@ -198,12 +199,12 @@ def make_encoders(
         target_hook = _hook_of_width(
             autoencoder.target, len(autoencoder.b_dec), flag_and_name, table, depth, sizes
         )
-        if any(encoder.source == source_hook for encoder in encoders):
+        if any(encoder.source_hook == source_hook for encoder in encoders):
             raise InputError(f"{flag_and_name}: {source_hook.name} has another autoencoder already")
         max_active_features = autoencoder.k or autoencoder.features
         encoder_max_codes = min(max_codes or autoencoder.k or DEFAULT_MOST, max_active_features)
         encoders.append(Encoder(autoencoder, source_hook, target_hook, encoder_max_codes))
-    return tuple(sorted(encoders, key=lambda encoder: encoder.source))
+    return tuple(sorted(encoders, key=lambda encoder: encoder.source_hook))
 
 
 def _hook_of_width(
@@ -259,7 +260,7 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
     feature_shard_count = layout.size(*RULES["head_vocab"])
     tokens_per_block = VALUES_OF_A_BLOCK * feature_shard_count // encoder.autoencoder.features
     weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
-    values_at_hooks = [x] if encoder.source == encoder.target else [x, target]
+    values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
         sharded_hook_values = [
@@ -323,7 +324,7 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     is_kept = (score > lowest_kept_score) | is_tied_and_kept
     kept_features = jnp.where(is_kept & active, pre, 0).astype(product_dtype)
     result = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
-    if encoder.source == encoder.target:
+    if encoder.source_hook == encoder.target_hook:
         result = undo_normalisation(result)
     if autoencoder.W_skip is not None:
         result += einsum("BTD,OD->BTO", rounded_input.astype(product_dtype), weights["W_skip"])

@@ -147,8 +147,8 @@ class Program:
             hook: next(array_iterator_by_type[self.vector_type(hook)]) for hook in self.model.hooks
         }
         for encoder, encoder_weights in zip(self.encoders, weights_by_encoder, strict=True):
-            source_values = activations_by_hook[encoder.source]
-            target_values = activations_by_hook[encoder.target]
+            source_values = activations_by_hook[encoder.source_hook]
+            target_values = activations_by_hook[encoder.target_hook]
             codes = encode(encoder, encoder_weights, source_values, target_values, self.layout)
             activations_by_hook[encoder.hook] = codes
         arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)

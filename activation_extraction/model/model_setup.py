@@ -280,7 +280,7 @@ def _computed_hooks(
     hooks_of_codes = {encoder.hook for encoder in encoders}
     computed_hooks = set(stored_hook_of_key.values()) - hooks_of_codes
     for encoder in encoders:
-        computed_hooks |= {encoder.source, encoder.target}
+        computed_hooks |= {encoder.source_hook, encoder.target_hook}
     return sorted(computed_hooks), encoders
 
 
@@ -366,7 +366,7 @@ def choose_hooks(
     ):
         hook_of_key = _requested_hooks(hook_options, config, hooks_of_model)
     for encoder in encoders:
-        source_hook = encoder.source
+        source_hook = encoder.source_hook
         if not hook_options.keep_activations:
             hook_of_key = {key: hook for key, hook in hook_of_key.items() if hook != source_hook}
         elif source_hook not in hook_of_key.values():
@@ -428,12 +428,12 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
         codes_in_words = encoder.in_words(forward.model.activation_dtype)
         log.info("codes of %s: %s", autoencoder_name, codes_in_words)
         token_bytes_of_hook.pop(encoder.hook.name)
-        if layer_in_name(hook_in_files) not in ("", str(encoder.source.layer)):
+        if layer_in_name(hook_in_files) not in ("", str(encoder.source_hook.layer)):
             log.warning(
                 "--encode %s: its files name %s, and it is used at %s",
                 autoencoder_name,
                 hook_in_files,
-                encoder.source.name,
+                encoder.source_hook.name,
             )
     if not token_bytes_of_hook:
         return

@@ -78,7 +78,7 @@ def _autoencoder_digest(forward: Forward) -> str:
         # the files and only be a part of the folder's name.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
         autoencoder_digest_lines.append(
-            f"{encoder.source.name} {encoder.autoencoder.k} {files_digest}\n"
+            f"{encoder.source_hook.name} {encoder.autoencoder.k} {files_digest}\n"
         )
     return hashlib.sha256("".join(autoencoder_digest_lines).encode()).hexdigest()
 

@@ -273,7 +273,7 @@ def list_hooks(
         table_lines.append("  ".join(padded_cells))
     table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
     for encoder in encoders:
-        activation_bytes = encoder.source.kind.vector_type(model_sizes, dtype).bytes
+        activation_bytes = encoder.source_hook.kind.vector_type(model_sizes, dtype).bytes
         table_lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
     if model_config.weights:
         table_lines.append(f"the checkpoint has {model_config.weights}")
