@@ -18,19 +18,22 @@ from activation_extraction.inspect.verify import COMPUTING_ERRORS, ROUNDING_ERRO
 
 # Largest error of one token, as a multiple of the largest error of a row.
 TOKEN_FACTOR = 5
-# Largest share of a row's tokens that may have other experts, and largest error of such a token.
-# Rounding to bfloat16 decides between experts that are nearly tied. In tiny random models with 6
-# experts, 3 % of 200 tokens had errors above the limit of a token after two layers. The error of a
-# token of zeros, 1, is too large.
+# Largest share of a row's tokens for which the two programs may have chosen different experts, and
+# largest error of a token with different experts. Rounding to bfloat16 decides between experts that
+# are nearly tied. In tiny random models with 6 experts, 3 % of 200 tokens had errors above the
+# limit of a token after two layers. A token of zeros has the error 1, which exceeds the largest
+# error.
 OTHER_EXPERTS = 0.1
 OTHER_EXPERTS_ERROR = 0.9
 # Largest error of a token when its sample and position are searched, as a multiple of the largest
 # error of a row. It is below TOKEN_FACTOR, because states of different tokens may be similar.
 ALIGNMENT_FACTOR = 2
-# Largest number of parts of a layer, of other samples or at other offsets, that are described.
+# Largest number of parts of a layer that are described. A part belongs to another sample, or its
+# tokens are at another offset.
 MAX_PARTS = 3
-# A hook is only taken for another one than the expected hook if its error is smaller by this
-# factor. Rounding alone may make the states of a neighbouring layer slightly nearer.
+# Factor by which the error of another hook must be smaller than the error of the expected hook, so
+# that the states are taken for those of the other hook. Rounding alone may make the states of a
+# neighbouring layer slightly nearer.
 NEARER = 2
 
 
@@ -136,7 +139,7 @@ def match_hooks(
     if len(stored_states) < token_count:
         token_offsets.add(token_count - len(stored_states))
     match_by_hook_and_offset = {}
-    for hook, hook_states in computed.items():
+    for hook_name, hook_states in computed.items():
         for token_offset in token_offsets:
             first_state = max(0, -token_offset)
             stop_state = min(len(stored_states), token_count - token_offset)
@@ -146,15 +149,15 @@ def match_hooks(
                 hook_states[first_state + token_offset : stop_state + token_offset], first_state
             )
             errors_by_token = token_errors(stored_states[first_state:stop_state], expected_states)
-            may_have_other_experts = _tokens_with_other_experts(errors_by_token, limits)
-            errors_by_token = errors_by_token[~may_have_other_experts]
+            has_other_experts = _tokens_with_other_experts(errors_by_token, limits)
+            errors_by_token = errors_by_token[~has_other_experts]
             row_error = float(np.sqrt(np.mean(errors_by_token**2)))
-            match_by_hook_and_offset[hook, token_offset] = HookMatch(
+            match_by_hook_and_offset[hook_name, token_offset] = HookMatch(
                 row_error,
                 float(errors_by_token.max()),
-                hook,
+                hook_name,
                 token_offset,
-                int(may_have_other_experts.sum()),
+                int(has_other_experts.sum()),
             )
     return match_by_hook_and_offset
 
@@ -172,10 +175,10 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     may_have_other_experts = np.zeros(len(errors), bool)
     if not limits.other_experts or len(errors) < 2:
         return may_have_other_experts
-    candidate_tokens = np.flatnonzero((errors > limits.row) & (errors <= OTHER_EXPERTS_ERROR))
-    max_count = max(int(limits.other_experts * len(errors)), 1)
-    candidates_by_error = candidate_tokens[np.argsort(-errors[candidate_tokens])]
-    may_have_other_experts[candidates_by_error[:max_count]] = True
+    candidate_indices = np.flatnonzero((errors > limits.row) & (errors <= OTHER_EXPERTS_ERROR))
+    max_token_count = max(int(limits.other_experts * len(errors)), 1)
+    candidates_by_error = candidate_indices[np.argsort(-errors[candidate_indices])]
+    may_have_other_experts[candidates_by_error[:max_token_count]] = True
     return may_have_other_experts
 
 
@@ -229,14 +232,14 @@ def align(
         is_match = squared_distances <= (ALIGNMENT_FACTOR * limits.row) ** 2 * computed_squares
     is_match &= computed_squares > 0
     state_indices, token_indices = np.nonzero(is_match)
-    state_offsets = token_indices - state_indices
-    distinct_offsets, states_by_offset = np.unique(state_offsets, return_counts=True)
+    offset_of_match = token_indices - state_indices
+    distinct_offsets, states_by_offset = np.unique(offset_of_match, return_counts=True)
     most_frequent_indices = np.lexsort((np.abs(distinct_offsets), -states_by_offset))[:MAX_PARTS]
     alignments = []
-    for offset in distinct_offsets[most_frequent_indices].tolist():
+    for token_offset in distinct_offsets[most_frequent_indices].tolist():
         is_at_offset = np.zeros(len(stored_states), bool)
-        is_at_offset[state_indices[state_offsets == offset]] = True
-        alignments.append(Alignment(number, hook, offset, is_at_offset))
+        is_at_offset[state_indices[offset_of_match == token_offset]] = True
+        alignments.append(Alignment(number, hook, token_offset, is_at_offset))
     return alignments
 
 

@@ -114,7 +114,7 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
     yield f"size_categories: {_quoted(size_category(len(dataset)))}"
     yield "tags:"
     yield from (f"- {_quoted(hub_tag)}" for hub_tag in hub_tags)
-    # The page of the data set then shows the tables of samples.
+    # Because of this section, the page of the data set shows the tables of samples.
     yield "configs:"
     yield "- config_name: samples"
     yield '  data_files: "**/*.samples.parquet"'
@@ -132,8 +132,10 @@ def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
     yield " ".join(_data_sentences(dataset))
     yield "## Hooks"
     hook_table_rows = ["| hook | width | dtype |", "|---|---|---|"]
-    for hook, width in dataset.hooks.items():
-        hook_table_rows.append(f"| {_code(hook)} | {width:,} | {dataset.dtypes[hook].name} |")
+    for hook_name, width in dataset.hooks.items():
+        hook_table_rows.append(
+            f"| {_code(hook_name)} | {width:,} | {dataset.dtypes[hook_name].name} |"
+        )
     yield "\n".join(hook_table_rows)
     yield "## Tokens and samples"
     yield " ".join(_token_sentences(dataset))
@@ -166,10 +168,10 @@ def _model_sentences(dataset: ActivationDataset) -> Iterator[str]:
         yield f"{_code(name_of_model)} at commit {_code(model_commit)}."
     else:
         yield f"{_code(name_of_model)}, from a folder of the author."
-    model_description = dataset.metadata.get("model") or {}
-    if "model_type" in model_description:
-        model_type = _code(model_description["model_type"])
-        yield f"It is a {model_type} model of {model_description['num_hidden_layers']} layers."
+    model_fields = dataset.metadata.get("model") or {}
+    if "model_type" in model_fields:
+        model_type = _code(model_fields["model_type"])
+        yield f"It is a {model_type} model of {model_fields['num_hidden_layers']} layers."
     if adapter_path := recorded_flags.get("lora"):
         yield f"The LoRA adapter {_code(_public_name(adapter_path))} was merged into it."
     autoencoder_paths = [
@@ -197,9 +199,9 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
             for source_and_revision in identity.data_revision.split()
         )
         source_phrases = []
-        for source, weight in sources_and_weights:
-            source_revision = revision_by_source.get(source)
-            source_name = _code(source if source_revision else _last_part(source))
+        for source_path, weight in sources_and_weights:
+            source_revision = revision_by_source.get(source_path)
+            source_name = _code(source_path if source_revision else _last_part(source_path))
             commit_in_words = f" at commit {_code(source_revision)}" if source_revision else ""
             source_phrases.append(f"{source_name}{commit_in_words} (weight {weight:g})")
         yield f"A mixture of {', '.join(source_phrases)}."
@@ -218,11 +220,11 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
 
 def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
     text_options = dataset.identity.text
-    commits = dataset.shards.commits
-    stored_bytes = sum(commit.bytes for commit in commits)
+    shard_commits = dataset.shards.commits
+    stored_bytes = sum(commit.bytes for commit in shard_commits)
     yield (
         f"{counted(dataset.tokens, 'token')} of {counted(len(dataset), 'sample')}, in "
-        f"{counted(len(commits), 'shard')} ({stored_bytes / 1e6:,.1f} MB)."
+        f"{counted(len(shard_commits), 'shard')} ({stored_bytes / 1e6:,.1f} MB)."
     )
     if not dataset.complete:
         yield "The run is not complete."

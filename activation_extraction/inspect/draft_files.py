@@ -112,20 +112,20 @@ def _loss_mask(
     Raises:
         RunError: If the column does not contain a 0 or 1 for each token of its row.
     """
-    loss_mask: Any = np.ones(len(sample_tokens))
+    sample_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
         row_mask = dataset.samples[LOSS_MASK][sample_index].as_py()
-        piece = piece_of(dataset.samples["row"][sample_index].as_py())
-        first_token = 0 if piece is None else piece[1]
+        piece_of_document = piece_of(dataset.samples["row"][sample_index].as_py())
+        first_token = 0 if piece_of_document is None else piece_of_document[1]
         if not isinstance(row_mask, list):
             row_mask = []
-        loss_mask = np.array(row_mask[first_token : first_token + len(sample_tokens)])
-        if loss_mask.shape != (len(sample_tokens),) or not np.isin(loss_mask, (0, 1)).all():
+        sample_mask = np.array(row_mask[first_token : first_token + len(sample_tokens)])
+        if sample_mask.shape != (len(sample_tokens),) or not np.isin(sample_mask, (0, 1)).all():
             sample_and_column = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{sample_and_column}: expected a 0 or 1 for each of the row's tokens")
     elif sample_tokens.role is not None:
-        loss_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
-    return loss_mask.astype(np.int64)
+        sample_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
+    return sample_mask.astype(np.int64)
 
 
 def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
@@ -140,11 +140,11 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
         is returned.
     """
     hook_by_number: dict[int, str] = {}
-    for hook in hooks:
-        if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook):
+    for hook_name in hooks:
+        if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
             block_number, pre_or_post = hook_match.groups()
             stream_number = int(block_number) + 1 if pre_or_post == "post" else int(block_number)
-            hook_by_number.setdefault(stream_number, hook)
+            hook_by_number.setdefault(stream_number, hook_name)
     return dict(sorted(hook_by_number.items()))
 
 
@@ -170,7 +170,7 @@ class DraftFormat(ExportFormat):
         """Returns whether the hook matches one of `hook_globs` and has activations, no codes."""
         if not dataset.shards.hooks[hook].is_array:
             return False
-        return any(fnmatchcase(hook, glob) for glob in self.hook_globs)
+        return any(fnmatchcase(hook, hook_glob) for hook_glob in self.hook_globs)
 
 
 class SpeculatorsFormat(DraftFormat):
@@ -245,10 +245,12 @@ class SpeculatorsFormat(DraftFormat):
         arrow_folder = ArrowFolder(folder, column_types, "torch")
         stream_hooks = streams_by_number(hooks).values()
         stores_float8 = self._stores_float8(dataset)
-        written_tokens = 0
+        written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for row_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
-            hidden_states = np.stack([values_by_hook[hook] for hook in stream_hooks], axis=1)
+            hidden_states = np.stack(
+                [values_by_hook[hook_name] for hook_name in stream_hooks], axis=1
+            )
             tensors_of_file = {"hidden_states": hidden_states, "token_ids": token_ids}
             if stores_float8:
                 tensors_of_file["hidden_states"], tensors_of_file[SCALES] = quantize_tokens(
@@ -260,9 +262,9 @@ class SpeculatorsFormat(DraftFormat):
             arrow_folder.write(
                 {"input_ids": [token_ids], LOSS_MASK: [loss_mask], "seq_len": [len(token_ids)]}
             )
-            written_tokens += len(token_ids)
+            written_token_count += len(token_ids)
         arrow_folder.finalize()
-        return Exported(written_tokens, _empty_samples_in_words(dataset))
+        return Exported(written_token_count, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell command with which speculators trains a draft model on the files.
@@ -294,8 +296,10 @@ def quantize_tokens(hidden_states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     float32_states = hidden_states.astype(np.float32)
     largest_magnitudes = np.abs(float32_states).max(axis=(1, 2), keepdims=True, initial=0)
-    scales = np.maximum(largest_magnitudes / LARGEST_FLOAT8, SMALLEST_SCALE).astype(np.float32)
-    return (float32_states / scales).astype(ml_dtypes.float8_e4m3fn), scales
+    token_scales = np.maximum(largest_magnitudes / LARGEST_FLOAT8, SMALLEST_SCALE).astype(
+        np.float32
+    )
+    return (float32_states / token_scales).astype(ml_dtypes.float8_e4m3fn), token_scales
 
 
 class SpecForgeFormat(DraftFormat):
@@ -351,7 +355,7 @@ class SpecForgeFormat(DraftFormat):
         import torch
 
         hook_by_number = streams_by_number(hooks)
-        written_tokens = 0
+        written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
             first_index_of_folder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
@@ -360,7 +364,7 @@ class SpecForgeFormat(DraftFormat):
                 / f"rows_{first_index_of_folder}-{first_index_of_folder + SAMPLES_PER_FOLDER}"
             )
             subfolder.mkdir(exist_ok=True)
-            residual_streams = [values_by_hook[hook] for hook in hook_by_number.values()]
+            residual_streams = [values_by_hook[hook_name] for hook_name in hook_by_number.values()]
             concatenated_streams = np.concatenate(residual_streams, axis=1)
             tensors_of_file = {
                 "input_ids": as_tensor(token_ids),
@@ -372,8 +376,8 @@ class SpecForgeFormat(DraftFormat):
             file_buffer = io.BytesIO()
             torch.save(tensors_of_file, file_buffer)
             (subfolder / f"data_{sample_index}.ckpt").write_bytes(file_buffer.getbuffer())
-            written_tokens += len(token_ids)
-        return Exported(written_tokens, _empty_samples_in_words(dataset))
+            written_token_count += len(token_ids)
+        return Exported(written_token_count, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell commands that configure SpecForge and train a draft model.

@@ -122,9 +122,9 @@ def export(
     if export_format.needs_text:
         run_text = _load_text(finished_dataset, flag_and_format, load_text)
         token_chunks = with_texts(token_chunks, root, logs_by_folder, finished_dataset, run_text)
-    # In addition to activations, the files contain token ids, masks and scales, which need up to 24
-    # bytes per token and hook. Texts are not counted, because their lengths are unknown before
-    # decoding.
+    # Token ids, masks and scales in the files need up to 24 bytes per token and hook. They are
+    # counted in addition to the activations. Texts are not counted, because their lengths are
+    # unknown before decoding.
     max_export_bytes = finished_dataset.tokens * (bytes_per_token + 24 * len(exported_hooks))
     with raise_on_ctrl_c(), _new_folder(target_folder, max_export_bytes) as temporary_folder:
         export_result = export_format.write(
@@ -259,13 +259,13 @@ def _chunks(
         chunk_tokens: The number of tokens of each chunk but the last.
         columns: The names of the columns of the table of samples that the chunks contain.
     """
-    progress_settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
+    progress_bar_settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (
         closing(
             dataset.batches(chunk_tokens, hooks, buffer=2 * chunk_tokens, columns=columns)
         ) as batch_iterator,
-        tqdm(total=dataset.tokens, **progress_settings) as progress_bar,
+        tqdm(total=dataset.tokens, **progress_bar_settings) as progress_bar,
     ):
-        for batch in batch_iterator:
-            progress_bar.update(len(batch))
-            yield batch
+        for token_batch in batch_iterator:
+            progress_bar.update(len(token_batch))
+            yield token_batch

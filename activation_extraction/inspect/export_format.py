@@ -80,14 +80,18 @@ class ExportFormat(ABC):
         Raises:
             InputError: If the files cannot be made of the chosen hooks.
         """
-        ordered_hooks = [hook for hook in dataset.hooks if hook in chosen_hooks]
-        exported_hooks = [hook for hook in ordered_hooks if self.accepts(dataset, hook)]
+        ordered_hooks = [hook_name for hook_name in dataset.hooks if hook_name in chosen_hooks]
+        exported_hooks = [
+            hook_name for hook_name in ordered_hooks if self.accepts(dataset, hook_name)
+        ]
         if not exported_hooks:
             raise InputError(
                 f"--export {self.name}: takes {self.accepted_hooks}; {dataset.url} has "
                 f"{', '.join(chosen_hooks)}"
             )
-        if omitted_hooks := [hook for hook in chosen_hooks if hook not in exported_hooks]:
+        if omitted_hooks := [
+            hook_name for hook_name in chosen_hooks if hook_name not in exported_hooks
+        ]:
             say(f"left out: {', '.join(omitted_hooks)}; {self.name} takes {self.accepted_hooks}")
         return exported_hooks
 

@@ -197,23 +197,27 @@ class SpeculatorsFolder(StatesFolder):
         file_path = self.files[number]
         tensors_by_name = _safetensors(file_path)
         _check_names(file_path, tensors_by_name, ("hidden_states", "token_ids"))
-        states = tensors_by_name["hidden_states"]
+        states_of_layers = tensors_by_name["hidden_states"]
         token_ids = tensors_by_name["token_ids"]
-        _check_states(file_path, "hidden_states", states, ("tokens", "layers", "width"))
+        _check_states(file_path, "hidden_states", states_of_layers, ("tokens", "layers", "width"))
         if token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
             raise RunError(f"{file_path}: token_ids is {_described(token_ids)}, expected (tokens,)")
         token_scales = tensors_by_name.get(SCALES)
-        if (token_scales is not None) != (states.dtype == VALUE_DTYPE):
+        if (token_scales is not None) != (states_of_layers.dtype == VALUE_DTYPE):
             with_or_without = "without" if token_scales is None else "with"
-            raise RunError(f"{file_path}: holds {states.dtype} {with_or_without} {SCALES}")
+            raise RunError(
+                f"{file_path}: holds {states_of_layers.dtype} {with_or_without} {SCALES}"
+            )
         if token_scales is not None:
-            if token_scales.shape != (len(states), 1, 1):
-                shape_in_words = f"expected ({len(states)}, 1, 1)"
+            if token_scales.shape != (len(states_of_layers), 1, 1):
+                shape_in_words = f"expected ({len(states_of_layers)}, 1, 1)"
                 raise RunError(
                     f"{file_path}: {SCALES} is {_described(token_scales)}, {shape_in_words}"
                 )
             token_scales = token_scales.astype(np.float32)[:, 0]
-        states_by_layer = [states[:, layer_index] for layer_index in range(states.shape[1])]
+        states_by_layer = [
+            states_of_layers[:, layer_index] for layer_index in range(states_of_layers.shape[1])
+        ]
         return StoredRow(token_ids.astype(np.int64), states_by_layer, token_scales)
 
     @cached_property
@@ -254,10 +258,10 @@ class SpeculatorsFolder(StatesFolder):
             return [
                 "there is no data set beside hidden_states, so token_ids are not compared with it"
             ]
-        missing_count = len(set(range(len(self._data_set))) - self.files.keys())
-        if missing_count:
+        missing_file_count = len(set(range(len(self._data_set))) - self.files.keys())
+        if missing_file_count:
             return [
-                f"{missing_count:,} of the {len(self._data_set):,} rows of the data set "
+                f"{missing_file_count:,} of the {len(self._data_set):,} rows of the data set "
                 "have no file"
             ]
         return []
@@ -355,15 +359,20 @@ def _safetensors(path: Path) -> dict[str, np.ndarray]:
         mapped_bytes = np.memmap(path, np.uint8, "r")
     except (OSError, ValueError) as error:  # ValueError for an empty file
         raise RunError(f"{path}: {reason_of(error)}") from error
-    header = read_header(
+    tensor_header = read_header(
         lambda start, stop: mapped_bytes[start:stop].tobytes(),
         len(mapped_bytes),
         str(path),
         RunError,
     )
     return {
-        tensor_name: np.ndarray(tensor.shape, tensor.dtype, mapped_bytes, tensor.offset)
-        for tensor_name, tensor in header.tensors.items()
+        tensor_name: np.ndarray(
+            tensor_description.shape,
+            tensor_description.dtype,
+            mapped_bytes,
+            tensor_description.offset,
+        )
+        for tensor_name, tensor_description in tensor_header.tensors.items()
     }
 
 

@@ -87,34 +87,36 @@ class DelphiFormat(ExportFormat):
         sample_lengths = dataset.samples["tokens"].to_numpy()
         # Index of each sample's first token among all tokens of the run.
         first_token_of_sample = np.cumsum([0, *sample_lengths])
-        tokens_read = 0
-        tokens_in_rows = 0  # number of tokens in whole rows so far
+        read_token_count = 0
+        row_token_count = 0  # number of tokens in whole rows so far
         small_count_by_hook = dict.fromkeys(hooks, 0)  # number of omitted values by hook
         ids_of_chunks: list[np.ndarray] = []
-        # For each hook, the paths of its files by their ranges of features (first, stop). At first,
-        # a file contains entries in the order of the tokens. At the end, tensors replace the
-        # entries.
+        # Paths of the files of each hook, by their ranges of features (first, stop). While tokens
+        # are read, a file contains entries in the order of the tokens. After the last token,
+        # tensors replace the entries.
         paths_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
-        for hook in hooks:
-            (folder / hook).mkdir()
-            paths_by_hook[hook] = {}
-            for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook)):
+        for hook_name in hooks:
+            (folder / hook_name).mkdir()
+            paths_by_hook[hook_name] = {}
+            for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook_name)):
                 file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
-                paths_by_hook[hook][first_feature, stop_feature] = folder / hook / file_name
-        for batch in chunks:
-            token_indices = np.arange(tokens_read, tokens_read + len(batch))
+                paths_by_hook[hook_name][first_feature, stop_feature] = (
+                    folder / hook_name / file_name
+                )
+        for token_batch in chunks:
+            token_indices = np.arange(read_token_count, read_token_count + len(token_batch))
             sample_of_token = np.searchsorted(first_token_of_sample, token_indices, "right") - 1
             is_row_token = (
-                batch.position
+                token_batch.position
                 < sample_lengths[sample_of_token] // self.row_tokens * self.row_tokens
             )
-            # For each token in a whole row, its index among all such tokens of the run.
-            index_among_row_tokens = tokens_in_rows + np.cumsum(is_row_token) - 1
-            ids_of_chunks.append(batch.token_ids[is_row_token])
-            for hook, codes in batch.items():
-                token_of_value = np.repeat(np.arange(len(batch)), np.diff(codes.indptr))
-                is_small_value = np.abs(codes.data) <= SMALLEST_VALUE
-                small_count_by_hook[hook] += int(
+            # Index of each token in a whole row, among all tokens of the run in whole rows.
+            index_among_row_tokens = row_token_count + np.cumsum(is_row_token) - 1
+            ids_of_chunks.append(token_batch.token_ids[is_row_token])
+            for hook_name, hook_codes in token_batch.items():
+                token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
+                is_small_value = np.abs(hook_codes.data) <= SMALLEST_VALUE
+                small_count_by_hook[hook_name] += int(
                     np.count_nonzero(is_row_token[token_of_value] & is_small_value)
                 )
                 is_kept_value = is_row_token[token_of_value] & ~is_small_value
@@ -123,22 +125,22 @@ class DelphiFormat(ExportFormat):
                 entry_columns = [
                     row_of_value,
                     position_in_row,
-                    codes.indices[is_kept_value],
-                    codes.data[is_kept_value],
+                    hook_codes.indices[is_kept_value],
+                    hook_codes.data[is_kept_value],
                 ]
                 value_entries = np.rec.fromarrays(entry_columns, dtype=ENTRY)
-                for (first_feature, stop_feature), file_path in paths_by_hook[hook].items():
+                for (first_feature, stop_feature), file_path in paths_by_hook[hook_name].items():
                     feature_of_value = value_entries["latent"]
                     is_in_file = (feature_of_value >= first_feature) & (
                         feature_of_value < stop_feature
                     )
                     with open(file_path, "ab") as entry_file:
                         value_entries[is_in_file].tofile(entry_file)
-            tokens_read += len(batch)
-            tokens_in_rows += int(is_row_token.sum())
+            read_token_count += len(token_batch)
+            row_token_count += int(is_row_token.sum())
         token_table = np.concatenate(ids_of_chunks).reshape(-1, self.row_tokens)
-        for hook in hooks:
-            for (first_feature, _), file_path in paths_by_hook[hook].items():
+        for hook_name in hooks:
+            for (first_feature, _), file_path in paths_by_hook[hook_name].items():
                 sorted_entries = np.fromfile(file_path, ENTRY)
                 sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
                 sorted_entries["latent"] -= first_feature
@@ -160,13 +162,13 @@ class DelphiFormat(ExportFormat):
                 "cache_ctx_len": self.row_tokens,
                 "ctx_len": self.row_tokens,
                 "n_tokens": token_table.size,
-                "n_splits": len(paths_by_hook[hook]),
+                "n_splits": len(paths_by_hook[hook_name]),
             }
-            (folder / hook / "config.json").write_text(json.dumps(delphi_settings, indent=2))
+            (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
         omissions_in_words = [
-            f"{counted(small_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook}, as by "
+            f"{counted(small_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook_name}, as by "
             "delphi itself"
-            for hook, small_count in small_count_by_hook.items()
+            for hook_name, small_count in small_count_by_hook.items()
             if small_count
         ]
         return Exported(token_table.size, tuple(omissions_in_words))

@@ -59,16 +59,18 @@ def with_texts(
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
     numbers_and_ids = _token_ids(root, folders, dataset, run_text)
-    current_sample = -1  # number of the sample to which `current_ids` belong
+    current_sample_number = -1  # number of the sample to which `current_ids` belong
     current_ids = np.empty(0, np.int32)
-    for batch in chunks:
-        truncated_texts = np.empty(len(batch), object)
-        numbers_and_positions = zip(batch.sample_idx.tolist(), batch.position.tolist(), strict=True)
-        for token_index, (sample_number, position) in enumerate(numbers_and_positions):
-            while current_sample != sample_number:
-                current_sample, current_ids = next(numbers_and_ids)
-            truncated_texts[token_index] = run_text.decode(current_ids[: position + 1])
-        yield replace(batch, columns={**batch.columns, TEXT_COLUMN: truncated_texts})
+    for token_batch in chunks:
+        truncated_texts = np.empty(len(token_batch), object)
+        numbers_and_positions = zip(
+            token_batch.sample_idx.tolist(), token_batch.position.tolist(), strict=True
+        )
+        for token_index, (sample_number, token_position) in enumerate(numbers_and_positions):
+            while current_sample_number != sample_number:
+                current_sample_number, current_ids = next(numbers_and_ids)
+            truncated_texts[token_index] = run_text.decode(current_ids[: token_position + 1])
+        yield replace(token_batch, columns={**token_batch.columns, TEXT_COLUMN: truncated_texts})
 
 
 def _token_ids(
@@ -169,25 +171,31 @@ class NlaFormat(ExportFormat):
             "doc_id": pyarrow.string(),
         }
         arrow_schema = pyarrow.schema(column_types)
-        written_rows = 0
+        written_row_count = 0
         with ParquetWriter(folder / FILE_NAME, arrow_schema) as parquet_writer:
-            for batch in chunks:
-                flat_vectors = np.asarray(batch[hook_name], np.float32).reshape(-1)
-                ids_and_rows = zip(batch.columns["doc_id"], batch.columns["row"], strict=True)
+            for token_batch in chunks:
+                flat_vectors = np.asarray(token_batch[hook_name], np.float32).reshape(-1)
+                ids_and_rows = zip(
+                    token_batch.columns["doc_id"], token_batch.columns["row"], strict=True
+                )
                 column_values = {
-                    "n_raw_tokens": batch.position.astype(np.int64) + 1,
-                    "detokenized_text_truncated": batch.columns[TEXT_COLUMN],
+                    "n_raw_tokens": token_batch.position.astype(np.int64) + 1,
+                    "detokenized_text_truncated": token_batch.columns[TEXT_COLUMN],
                     "activation_vector": pyarrow.FixedSizeListArray.from_arrays(
                         flat_vectors, width
                     ),
-                    "activation_layer": np.full(len(batch), layer_number),
-                    "doc_id": [_document_id(doc_id, row) for doc_id, row in ids_and_rows],
+                    "activation_layer": np.full(len(token_batch), layer_number),
+                    "doc_id": [
+                        _document_id(doc_id, document_row) for doc_id, document_row in ids_and_rows
+                    ],
                 }
                 parquet_writer.write_table(pyarrow.table(column_values, arrow_schema))
-                written_rows += len(batch)
-        yaml_text = yaml.safe_dump(_description(dataset, hook_name, written_rows), sort_keys=False)
+                written_row_count += len(token_batch)
+        yaml_text = yaml.safe_dump(
+            _description(dataset, hook_name, written_row_count), sort_keys=False
+        )
         (folder / f"{FILE_NAME}.nla_meta.yaml").write_text(yaml_text)
-        return Exported(written_rows)
+        return Exported(written_row_count)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell command of the stage of the pipeline that reads the files.
@@ -238,8 +246,13 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     recorded_flags = dataset.metadata["configuration"]
     model_path = recorded_flags["model_path"]
     data_path_or_name = recorded_flags.get("dataset_path") or dataset.identity.data
-    pieces_of_samples = [piece_of(row) for row in dataset.shards.columns(["row"])["row"]]
-    document_count = sum(piece is None or piece[0] == 0 for piece in pieces_of_samples)
+    pieces_of_samples = [
+        piece_of(document_row) for document_row in dataset.shards.columns(["row"])["row"]
+    ]
+    document_count = sum(
+        piece_of_document is None or piece_of_document[0] == 0
+        for piece_of_document in pieces_of_samples
+    )
     corpus_slice = {"start": 0, "length": document_count}
     text_options = dataset.identity.text
     expected_tokens = text_options.positions.expected(text_options.max_seq_length)

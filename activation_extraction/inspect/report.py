@@ -116,7 +116,9 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
     for hook_index, hook_name in enumerate(hook_names):
         hook_reports.append(report_numbers.HookReport(token_sample, hook_index, hook_name))
     statistics_by_hook = totals_of_hosts(folders).statistics
-    warning_lines = [f"Warning: {line}" for line in code_warnings(statistics_by_hook)]
+    warning_lines = [
+        f"Warning: {warning_line}" for warning_line in code_warnings(statistics_by_hook)
+    ]
     return _template().render(
         dataset=dataset,
         identity=dataset.identity,

@@ -60,9 +60,9 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         axes: The axes to draw on.
         hooks: The hooks of one kind.
     """
-    layer_numbers = [hook.layer for hook in hooks]
+    layer_numbers = [hook_report.layer for hook_report in hooks]
     # A row for each level in LEVELS, (6, hooks).
-    norm_quantiles = np.transpose([hook.norms for hook in hooks])
+    norm_quantiles = np.transpose([hook_report.norms for hook_report in hooks])
     percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = norm_quantiles
     axes.vlines(layer_numbers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
     axes.vlines(layer_numbers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)
@@ -82,13 +82,13 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Seq
         range_starts: The first position of each range of positions for which there is a median.
     """
     line_colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
-    for line_color, hook in zip(line_colors, hooks, strict=True):
-        layer_label = hook.layer if hook in (hooks[0], hooks[-1]) else None
-        axes.plot(hook.by_position, ".-", color=line_color, label=layer_label)
+    for line_color, hook_report in zip(line_colors, hooks, strict=True):
+        layer_label = hook_report.layer if hook_report in (hooks[0], hooks[-1]) else None
+        axes.plot(hook_report.by_position, ".-", color=line_color, label=layer_label)
     axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
     axes.set_xticks(range(len(range_starts)), [str(range_start) for range_start in range_starts])
-    _norm_scale(axes, np.stack([hook.by_position for hook in hooks]))
+    _norm_scale(axes, np.stack([hook_report.by_position for hook_report in hooks]))
 
 
 @_image

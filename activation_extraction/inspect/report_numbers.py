@@ -114,18 +114,18 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     """
     bytes_per_token = max(dataset.shards.row_bytes(hooks), 1)
     tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
-    commits = [commit for _, commit in dataset.shards.shards]
-    mean_shard_bytes = max(sum(commit.unpacked for commit in commits) / len(commits), 1)
-    shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(commits))
-    shard_indices = np.linspace(0, len(commits) - 1, shard_count, dtype=int).tolist()
+    shard_commits = [commit for _, commit in dataset.shards.shards]
+    mean_shard_bytes = max(sum(commit.unpacked for commit in shard_commits) / len(shard_commits), 1)
+    shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(shard_commits))
+    shard_indices = np.linspace(0, len(shard_commits) - 1, shard_count, dtype=int).tolist()
     documents_per_shard = max(
         tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
-    first_document_of_shard = np.cumsum([0, *(commit.count for commit in commits)])
+    first_document_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
     is_chosen_document = np.zeros(len(dataset), bool)
     chosen_documents: list[StoredSample] = []
     for shard_index in shard_indices:
-        max_offset_in_shard = max(commits[shard_index].count - documents_per_shard, 0)
+        max_offset_in_shard = max(shard_commits[shard_index].count - documents_per_shard, 0)
         offset_in_shard = int(np.random.default_rng(shard_index).integers(max_offset_in_shard + 1))
         first_chosen_document = first_document_of_shard[shard_index] + offset_in_shard
         stop_chosen_document = min(
@@ -141,8 +141,8 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
             if stored_sample.tokens
         ]
     tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, tokens_to_read))
-    norms_by_hook: dict[str, list[np.ndarray]] = {hook: [] for hook in hooks}
-    sums_by_hook = {hook: Sums.zeros(dataset.hooks[hook]) for hook in hooks}
+    norms_by_hook: dict[str, list[np.ndarray]] = {hook_name: [] for hook_name in hooks}
+    sums_by_hook = {hook_name: Sums.zeros(dataset.hooks[hook_name]) for hook_name in hooks}
     numbers_of_batches: list[np.ndarray] = []
     ids_of_batches: list[np.ndarray] = []
     positions_of_batches: list[np.ndarray] = []
@@ -150,19 +150,20 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         tokens_per_batch, hooks, buffer=4 * tokens_per_batch, where=is_chosen_document
     )
     for token_batch in tqdm(token_batches, "reading", unit=" batches", disable=None):
-        for hook, hook_values in token_batch.items():
+        for hook_name, hook_values in token_batch.items():
             batch_norms = np.linalg.norm(hook_values.astype(np.float64), axis=1)
             is_damaged_token = ~(batch_norms < MAX_NORM)  # this condition is also true for NaN
             damaged_sample_numbers = token_batch.sample_idx[is_damaged_token]
             if len(damaged_sample_numbers):
                 raise OSError(
-                    f"{dataset.url}: sample {damaged_sample_numbers[0]}, {hook}: NaN or huge values"
+                    f"{dataset.url}: sample {damaged_sample_numbers[0]}, {hook_name}: NaN or huge "
+                    "values"
                 )
-            norms_by_hook[hook].append(batch_norms)
+            norms_by_hook[hook_name].append(batch_norms)
             batch_sums = sums_of(
                 hook_values.__getitem__, hook_values.shape[1], token_batch.position
             )
-            sums_by_hook[hook] = sums_by_hook[hook].merge(batch_sums)
+            sums_by_hook[hook_name] = sums_by_hook[hook_name].merge(batch_sums)
         numbers_of_batches.append(token_batch.sample_idx)
         ids_of_batches.append(token_batch.token_ids)
         positions_of_batches.append(token_batch.position)
@@ -176,7 +177,9 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         document=np.cumsum(is_document_start),
         token_ids=np.concatenate(ids_of_batches),
         position=np.concatenate(positions_of_batches),
-        norms={hook: np.concatenate(hook_norms) for hook, hook_norms in norms_by_hook.items()},
+        norms={
+            hook_name: np.concatenate(hook_norms) for hook_name, hook_norms in norms_by_hook.items()
+        },
         sums=sums_by_hook,
         shards=len(shard_indices),
     )
@@ -226,8 +229,8 @@ class HookReport:
         if not dimension_statistics.tokens:
             dimension_statistics = sampled_statistics.all_tokens
         rms_of_dimensions = np.sqrt(dimension_statistics.variance + dimension_statistics.mean**2)
-        # If most dimensions of a hook are always zero, their median is zero. Then all ratios are
-        # set to zero, so that no dimension is an outlier.
+        # If most dimensions of a hook are always zero, the median is zero. In this case, all ratios
+        # are set to zero, so that no dimension is an outlier.
         rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)
         dimensions_by_ratio = np.argsort(-rms_ratios).tolist()
         self.dimensions = [
@@ -275,8 +278,8 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
         of all hosts together in each bin, (bins,). None if the times in the commits do not show how
         long the shards took.
     """
-    # For each host, the seconds and the tokens until the end of each of its shards, (2, shards +
-    # 1). The first column is 0.
+    # Seconds and tokens of each host until the end of each of its shards, (2, shards + 1). The
+    # first column is 0.
     sums_of_hosts: list[np.ndarray] = []
     for commits in hosts:
         seconds_and_tokens = [

@@ -46,7 +46,7 @@ class SaeLensFormat(ExportFormat):
         """
         import datasets
 
-        written_tokens = 0
+        written_token_count = 0
         folder_by_hook = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()
@@ -56,11 +56,11 @@ class SaeLensFormat(ExportFormat):
                 "token_ids": datasets.List(datasets.Value("int32"), length=self.row_tokens),
             }
             folder_by_hook[hook_name] = ArrowFolder(folder / hook_name, column_types)
-        for batch in chunks:
-            row_count = len(batch) // self.row_tokens
+        for token_batch in chunks:
+            row_count = len(token_batch) // self.row_tokens
             tokens_in_rows = row_count * self.row_tokens
-            id_rows = batch.token_ids[:tokens_in_rows].reshape(row_count, self.row_tokens)
-            for hook_name, hook_activations in batch.items():
+            id_rows = token_batch.token_ids[:tokens_in_rows].reshape(row_count, self.row_tokens)
+            for hook_name, hook_activations in token_batch.items():
                 width = hook_activations.shape[1]
                 activation_rows = hook_activations[:tokens_in_rows].reshape(
                     row_count, self.row_tokens, width
@@ -69,10 +69,10 @@ class SaeLensFormat(ExportFormat):
                     _file_dtype(dataset, hook_name), copy=False
                 )
                 folder_by_hook[hook_name].write({hook_name: activation_rows, "token_ids": id_rows})
-            written_tokens += tokens_in_rows
+            written_token_count += tokens_in_rows
         for arrow_folder in folder_by_hook.values():
             arrow_folder.finalize()
-        return Exported(written_tokens)
+        return Exported(written_token_count)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python call that makes SAELens train on the first hook.

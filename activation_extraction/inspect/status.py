@@ -175,20 +175,20 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     state_name = _state(run_log, run_metadata, recent_pace, last_sign_time)
     limit_by_count_name = {}
     for count_name in ("samples", "tokens"):
-        limit = run_metadata.get(f"max_{count_name}")
-        if limit is not None:
-            limit_by_count_name[count_name] = limit
+        max_count = run_metadata.get(f"max_{count_name}")
+        if max_count is not None:
+            limit_by_count_name[count_name] = max_count
     if limit_by_count_name:
         done_fractions = []
-        for count_name, limit in limit_by_count_name.items():
-            done_fractions.append(getattr(host_totals, count_name) / (limit or 1))
+        for count_name, max_count in limit_by_count_name.items():
+            done_fractions.append(getattr(host_totals, count_name) / (max_count or 1))
         done_fraction = 1.0 if state_name == "complete" else max(done_fractions)
     if state_name == "running" and recent_pace is not None:
         seconds_to_limits = []
-        for count_name, limit in limit_by_count_name.items():
+        for count_name, max_count in limit_by_count_name.items():
             count_per_second = getattr(recent_pace, count_name)
             if count_per_second:
-                remaining_count = limit - getattr(host_totals, count_name)
+                remaining_count = max_count - getattr(host_totals, count_name)
                 seconds_to_limits.append(remaining_count / count_per_second)
         if seconds_to_limits:
             expected_end = last_sign_time + min(seconds_to_limits)
@@ -288,10 +288,10 @@ def totals_of_hosts(folders: Mapping[str, RunLog]) -> Totals:
     Args:
         folders: The run log of each folder, by the folder's name.
     """
-    totals = Totals()
+    totals_of_run = Totals()
     for run_log in folders.values():
-        totals.add_host(Totals.of_log(run_log))
-    return totals
+        totals_of_run.add_host(Totals.of_log(run_log))
+    return totals_of_run
 
 
 def aggregate(
@@ -318,12 +318,14 @@ def aggregate(
     for run_log in folders.values():
         for commit in run_log.in_order:
             description_by_name.update(
-                {description["name"]: description for description in commit.hooks}
+                {hook_description["name"]: hook_description for hook_description in commit.hooks}
             )
     hook_descriptions = []
     for hook_name, hook_statistics in totals.statistics.items():
-        description = description_by_name[hook_name]
-        names_and_width = {key: description[key] for key in ("key", "name", "width")}
+        hook_description = description_by_name[hook_name]
+        names_and_width = {
+            field_name: hook_description[field_name] for field_name in ("key", "name", "width")
+        }
         hook_descriptions.append(names_and_width | hook_statistics.to_json())
     return {
         "format_version": FORMAT_VERSION,
@@ -349,7 +351,8 @@ def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) ->
     for row_cells in table_rows:
         say(
             "  ".join(
-                cell.rjust(width) for cell, width in zip(row_cells, column_widths, strict=True)
+                cell_text.rjust(column_width)
+                for cell_text, column_width in zip(row_cells, column_widths, strict=True)
             )
         )
 

@@ -287,10 +287,10 @@ def check_numbers(
     """
     numbers_by_folder: dict[str, list[np.ndarray]] = {folder_name: [] for folder_name in folders}
     numbers_of_shards = [NO_NUMBERS]
-    for shard in checked_shards:
-        if shard.sample_idx is not None:
-            numbers_by_folder[shard.folder].append(shard.sample_idx)
-            numbers_of_shards.append(shard.sample_idx)
+    for checked_shard in checked_shards:
+        if checked_shard.sample_idx is not None:
+            numbers_by_folder[checked_shard.folder].append(checked_shard.sample_idx)
+            numbers_of_shards.append(checked_shard.sample_idx)
     sample_numbers, occurrence_counts = np.unique(
         np.concatenate(numbers_of_shards), return_counts=True
     )
@@ -339,7 +339,10 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
     fingerprint_by_file: dict[tuple[str, int], str] = {}
     for folder_name, run_log in folders.items():
         yield from run_log.damaged_files.values()
-        yield from (file_path(folder_name, message) for message in run_log.missing_jsons)
+        yield from (
+            file_path(folder_name, missing_json_message)
+            for missing_json_message in run_log.missing_jsons
+        )
         folder_metadata = run_log.metadata or {}
         metadata_path = file_path(folder_name, METADATA)
         for data_file in folder_metadata.get("data_files", ()):

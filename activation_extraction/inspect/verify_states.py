@@ -105,7 +105,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         InputError: If there is no model, or it does not fit the files, or the flags name other
             hooks than the files can contain.
     """
-    from tqdm import tqdm  # imported late, because the other flags of this package do not need it
+    from tqdm import tqdm  # other flags of this package do not need tqdm
 
     if load_model is None:
         raise InputError(
@@ -113,20 +113,20 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             "with a model; give --model_path"
         )
     chosen_numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
-    rows, read_problems = _read_rows(folder, chosen_numbers)
-    if not rows:
+    row_by_number, read_problems = _read_rows(folder, chosen_numbers)
+    if not row_by_number:
         say(*read_problems)
         raise InputError(
             f"{folder.path}: none of {counted(len(chosen_numbers), 'chosen file')} can be used"
         )
-    first_row_read = next(iter(rows.values()))
+    first_row_read = next(iter(row_by_number.values()))
     layer_count = len(first_row_read.layers)
-    ids_by_row = _neighbours(folder, rows) | {
-        row_number: row.token_ids for row_number, row in rows.items()
+    ids_by_row = _neighbours(folder, row_by_number) | {
+        row_number: row.token_ids for row_number, row in row_by_number.items()
     }
     states_model = load_model([*ids_by_row.values()], first_row_read.width)
     expected_hooks = _requested_hooks(folder, states_model, layer_count)
-    row_checks = _match_rows(rows, states_model)
+    row_checks = _match_rows(row_by_number, states_model)
     if expected_hooks is None:
         expected_hooks = [_nearest_hook(row_checks, layer) for layer in range(layer_count - 1)]
         expected_hooks.append(ExpectedHook(folder.last_hook(states_model.depth)))
@@ -138,10 +138,14 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     )
     if order_message:
         report_lines.append(order_message)
-    wrong_row_numbers = {number for number in chosen_numbers if number not in rows}
+    wrong_row_numbers = {
+        wrong_row_number
+        for wrong_row_number in chosen_numbers
+        if wrong_row_number not in row_by_number
+    }
     report_lines += read_problems
-    for number, id_problem in _wrong_ids(folder, rows):
-        wrong_row_numbers.add(number)
+    for wrong_row_number, id_problem in _wrong_ids(folder, row_by_number):
+        wrong_row_numbers.add(wrong_row_number)
         report_lines.append(id_problem)
     for row_check in tqdm(
         row_checks, "describing wrong rows", leave=False, unit=" rows", disable=None
@@ -182,28 +186,30 @@ def _read_rows(
             The rows by number. All have as many layers and values per state as the first one.
             A message about each row that is left out.
     """
-    rows_by_number: dict[int, StoredRow] = {}
-    messages = []
+    row_by_number: dict[int, StoredRow] = {}
+    problem_messages = []
     for number in numbers:
         try:
-            row = folder.read(number)
+            stored_row = folder.read(number)
         except RunError as error:
-            messages.append(f"row {number}: {error}")
+            problem_messages.append(f"row {number}: {error}")
             continue
-        first_row = next(iter(rows_by_number.values()), row)
-        layer_count, width = len(row.layers), row.width
+        first_row = next(iter(row_by_number.values()), stored_row)
+        layer_count, width = len(stored_row.layers), stored_row.width
         first_layer_count, first_width = len(first_row.layers), first_row.width
-        if not len(row.token_ids) or not len(row.layers[0]):
-            messages.append(f"row {number}: {folder.file_name(number)}: holds no tokens or states")
+        if not len(stored_row.token_ids) or not len(stored_row.layers[0]):
+            problem_messages.append(
+                f"row {number}: {folder.file_name(number)}: holds no tokens or states"
+            )
         elif (layer_count, width) != (first_layer_count, first_width):
-            messages.append(
+            problem_messages.append(
                 f"row {number}: {folder.file_name(number)}: holds {layer_count} layers of {width} "
-                f"values; row {next(iter(rows_by_number))} holds {first_layer_count} of "
+                f"values; row {next(iter(row_by_number))} holds {first_layer_count} of "
                 f"{first_width}"
             )
         else:
-            rows_by_number[number] = row
-    return rows_by_number, messages
+            row_by_number[number] = stored_row
+    return row_by_number, problem_messages
 
 
 def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarray]:
@@ -224,7 +230,7 @@ def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarr
                 try:
                     ids_by_neighbour[neighbour_number] = folder.read(neighbour_number).token_ids
                 except RunError:
-                    continue  # it is only one of the samples to which wrong states may belong
+                    continue  # wrong states may belong to other samples than this neighbour, too
     return ids_by_neighbour
 
 
@@ -234,18 +240,22 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
 
     row_numbers = [*rows]
     checks_by_number: dict[int, RowCheck] = {}
-    states_of_rows = model.states([rows[number].token_ids for number in row_numbers])
+    states_of_rows = model.states([rows[row_number].token_ids for row_number in row_numbers])
     for row_index, states_by_hook in tqdm(
         states_of_rows, "verifying", len(row_numbers), leave=False, unit=" rows", disable=None
     ):
-        row = rows[row_numbers[row_index]]
+        stored_row = rows[row_numbers[row_index]]
         row_check = RowCheck(
-            row_numbers[row_index], row, Limits.of(row.dtype, model.dtype, model.has_experts)
+            row_numbers[row_index],
+            stored_row,
+            Limits.of(stored_row.dtype, model.dtype, model.has_experts),
         )
-        for layer in range(len(row.layers)):
-            row_check.matches.append(match_hooks(row, layer, states_by_hook, row_check.limits))
+        for layer in range(len(stored_row.layers)):
+            row_check.matches.append(
+                match_hooks(stored_row, layer, states_by_hook, row_check.limits)
+            )
         checks_by_number[row_check.number] = row_check
-    return [checks_by_number[number] for number in row_numbers]
+    return [checks_by_number[row_number] for row_number in row_numbers]
 
 
 def _requested_hooks(
@@ -304,10 +314,12 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
     Only rows whose states match a hook count, unless there is no such row. Of two hooks with as
     many rows, the one with the smallest error is returned.
     """
-    best_matches = sorted(check.best(layer) for check in checks)
+    best_matches = sorted(row_check.best(layer) for row_check in checks)
     error_limits = checks[0].limits
-    matches_within_limits = [match for match in best_matches if match.within(error_limits)]
-    rows_by_hook = Counter(match.hook for match in matches_within_limits or best_matches)
+    matches_within_limits = [
+        hook_match for hook_match in best_matches if hook_match.within(error_limits)
+    ]
+    rows_by_hook = Counter(hook_match.hook for hook_match in matches_within_limits or best_matches)
     return ExpectedHook(rows_by_hook.most_common(1)[0][0], bool(matches_within_limits))
 
 
@@ -323,9 +335,9 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     right_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
     if not right_matches:
         return f"{layer_name}: {hook.name}, {right_in_words}"
-    largest_in_words = _percent(max(match.error for match in right_matches))
+    largest_in_words = _percent(max(right_match.error for right_match in right_matches))
     at_most_or_nothing = "" if largest_in_words.startswith("below") else "at most "
-    other_expert_tokens = sum(match.other_experts for match in right_matches)
+    other_expert_tokens = sum(right_match.other_experts for right_match in right_matches)
     exception_in_words = ""
     if other_expert_tokens:
         exception_in_words = (
@@ -359,19 +371,22 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
     Yields:
         The number of a row, and a message about it.
     """
-    for number, row in rows.items():
-        expected_ids = folder.data_set_ids(number)
-        if expected_ids is None or np.array_equal(expected_ids, row.token_ids):
+    for row_number, stored_row in rows.items():
+        expected_ids = folder.data_set_ids(row_number)
+        if expected_ids is None or np.array_equal(expected_ids, stored_row.token_ids):
             continue
         difference_in_words = (
-            f"{len(row.token_ids)} token ids, the data set has {len(expected_ids)}"
+            f"{len(stored_row.token_ids)} token ids, the data set has {len(expected_ids)}"
         )
-        if len(expected_ids) == len(row.token_ids):
-            first_different_token = int(np.flatnonzero(expected_ids != row.token_ids)[0])
+        if len(expected_ids) == len(stored_row.token_ids):
+            first_different_token = int(np.flatnonzero(expected_ids != stored_row.token_ids)[0])
             difference_in_words = (
                 f"another token id than the data set at token {first_different_token}"
             )
-        yield number, f"row {number}: {folder.file_name(number)}: has {difference_in_words}"
+        yield (
+            row_number,
+            f"row {row_number}: {folder.file_name(row_number)}: has {difference_in_words}",
+        )
 
 
 def _notes_on_hooks(
@@ -385,9 +400,8 @@ def _notes_on_hooks(
         "the hook that most rows match; --layers_to_extract or --hook_names name them"
     )
     default_blocks = folder.default_blocks(model.depth)
-    if default_blocks != sorted(
-        set(default_blocks)
-    ):  # the model has too few blocks for the default layers
+    # The default blocks are not ascending if the model has too few blocks.
+    if default_blocks != sorted(set(default_blocks)):
         return
     default_hooks = [f"blocks.{block}.hook_resid_post" for block in default_blocks]
     if (
@@ -422,36 +436,43 @@ def _describe(
             row, (tokens,) each.
     """
     description_by_layer = {
-        layer: _describe_by_own_sample(check, layer, hooks[layer], model) for layer in wrong_layers
+        layer_index: _describe_by_own_sample(check, layer_index, hooks[layer_index], model)
+        for layer_index in wrong_layers
     }
-    unexplained_layers = [layer for layer in wrong_layers if description_by_layer[layer] is None]
-    alignments_by_layer: dict[int, list[Alignment]] = {layer: [] for layer in unexplained_layers}
+    unexplained_layers = [
+        layer_index for layer_index in wrong_layers if description_by_layer[layer_index] is None
+    ]
+    alignments_by_layer: dict[int, list[Alignment]] = {
+        layer_index: [] for layer_index in unexplained_layers
+    }
     if unexplained_layers:
         row_numbers = [*samples]
         for sample_index, states_by_hook in model.states(
-            [samples[number] for number in row_numbers]
+            [samples[row_number] for row_number in row_numbers]
         ):
-            for layer in unexplained_layers:
-                for hook in _hooks_to_align(hooks[layer], states_by_hook):
-                    alignments_by_layer[layer] += align(
+            for layer_index in unexplained_layers:
+                for hook_name in _hooks_to_align(hooks[layer_index], states_by_hook):
+                    alignments_by_layer[layer_index] += align(
                         check.row,
-                        layer,
+                        layer_index,
                         row_numbers[sample_index],
-                        hook,
-                        states_by_hook[hook],
+                        hook_name,
+                        states_by_hook[hook_name],
                         check.limits,
                     )
-    messages = []
-    for layer in wrong_layers:
-        description = description_by_layer[layer]
-        if description is None:
-            description = _describe_parts(
-                check, layer, hooks[layer], alignments_by_layer[layer], model
+    layer_messages = []
+    for layer_index in wrong_layers:
+        layer_description = description_by_layer[layer_index]
+        if layer_description is None:
+            layer_description = _describe_parts(
+                check, layer_index, hooks[layer_index], alignments_by_layer[layer_index], model
             )
-        expectation_in_words = f"expected {hooks[layer].name}, " if hooks[layer].is_known else ""
-        layer_name = f"row {check.number}, layer {layer + 1} of {len(hooks)}"
-        messages.append(f"{layer_name}: {expectation_in_words}found {description}")
-    return messages
+        expectation_in_words = (
+            f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_known else ""
+        )
+        layer_name = f"row {check.number}, layer {layer_index + 1} of {len(hooks)}"
+        layer_messages.append(f"{layer_name}: {expectation_in_words}found {layer_description}")
+    return layer_messages
 
 
 def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
@@ -482,25 +503,30 @@ def _describe_by_own_sample(
         hook: Hook that the layer should contain.
         model: Model.
     """
-    states = check.row.states(layer)
+    stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
-    has_non_finite_value = np.array(~np.isfinite(states).all(axis=1))
+    has_non_finite_value = np.array(~np.isfinite(stored_states).all(axis=1))
     if has_non_finite_value.any():
         return f"NaN or infinity in {_tokens_in_words(has_non_finite_value)}"
-    if not states.any():
-        if len(states) == token_count:
+    if not stored_states.any():
+        if len(stored_states) == token_count:
             return "zeros"
-        return f"{counted(len(states), 'state')} of zeros for {counted(token_count, 'token')}"
+        return (
+            f"{counted(len(stored_states), 'state')} of zeros for {counted(token_count, 'token')}"
+        )
     best_match = check.best(layer)
-    if not best_match.within(check.limits) or len(states) > token_count:
+    if not best_match.within(check.limits) or len(stored_states) > token_count:
         return None
-    if len(states) < token_count:
-        counts_in_words = f"{counted(len(states), 'state')} for {counted(token_count, 'token')}"
-        if best_match.offset not in (0, token_count - len(states)):
+    if len(stored_states) < token_count:
+        counts_in_words = (
+            f"{counted(len(stored_states), 'state')} for {counted(token_count, 'token')}"
+        )
+        if best_match.offset not in (0, token_count - len(stored_states)):
             return None
         first_or_last = "first" if best_match.offset == 0 else "last"
         other_hook_in_words = _other_hook(best_match.hook, hook, model)
-        return f"{counts_in_words}: those of the {first_or_last} {len(states)}{other_hook_in_words}"
+        states_in_words = f"those of the {first_or_last} {len(stored_states)}"
+        return f"{counts_in_words}: {states_in_words}{other_hook_in_words}"
     if best_match.offset:
         next_or_previous = "next" if best_match.offset > 0 else "previous"
         other_hook_in_words = _other_hook(best_match.hook, hook, model)
@@ -572,7 +598,7 @@ def _describe_parts(
         alignments: Alignments with the row's own sample, with its neighbours, and with other rows.
         model: Model.
     """
-    states = check.row.states(layer)
+    stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
     # A right part is preferred to a part of another sample, and near rows to far ones, for example
     # if two samples begin alike.
@@ -581,11 +607,11 @@ def _describe_parts(
         key=lambda a: (a.hook != hook.name, abs(a.number - check.number), a.offset != 0),
     )
     problem_phrases = []
-    if len(states) != token_count:
+    if len(stored_states) != token_count:
         problem_phrases.append(
-            f"{counted(len(states), 'state')} for {counted(token_count, 'token')}"
+            f"{counted(len(stored_states), 'state')} for {counted(token_count, 'token')}"
         )
-    is_zero_state = np.array(~states.any(axis=1))
+    is_zero_state = np.array(~stored_states.any(axis=1))
     if is_zero_state.any():
         problem_phrases.append(f"zeros in {_tokens_in_words(is_zero_state)}")
     best_match = check.best(layer)

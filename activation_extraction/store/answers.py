@@ -216,7 +216,7 @@ def _as_one_line(code: str, message: str) -> str:
     Only the first line of the message is used, because Azure adds lines with an id and the time.
     """
     first_line = next(iter(message.strip().splitlines()), "")
-    one_line_texts = [" ".join(text.split()) for text in (code, first_line)]
+    one_line_texts = [" ".join(answer_text.split()) for answer_text in (code, first_line)]
     return ": ".join(filter(None, one_line_texts))
 
 

@@ -93,7 +93,8 @@ class ForeignFolder:
         if max_bytes is not None and (file_entry := self.head(name)) is not None:
             check_size(file_entry.size, max_bytes)
         start_byte, stop_byte = byte_range or (None, None)
-        # In buckets of the Hugging Face hub, fsspec would read ahead, again for every range.
+        # Without this option, fsspec would read ahead in buckets of the Hugging Face hub, again for
+        # every range.
         cache_options = {"cache_type": "none"} if "hf" in self._file_system.protocol else {}
         with suppress(FileNotFoundError):
             file_path = f"{self._path}/{name}"
@@ -256,8 +257,8 @@ class Folder:
         content_and_version = self._read(name, version, max_bytes, None)
         if content_and_version is None:
             return None
-        content, current_version = content_and_version
-        return bytes(content), current_version
+        file_bytes, current_version = content_and_version
+        return bytes(file_bytes), current_version
 
     def read_range(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -318,7 +319,7 @@ class Folder:
         Args:
             file_content: Content of the file that is written, as bytes or as consecutive buffers.
         """
-        file_bytes = sum(view.nbytes for view in _views(file_content))
+        file_bytes = sum(byte_view.nbytes for byte_view in _views(file_content))
         return Patience(self.patience, file_bytes / MIN_BYTES_PER_SECOND)
 
     def write(
@@ -457,7 +458,7 @@ class Folder:
                 `once` is True and the attempt failed.
             FolderError: If the failure is final, or no time is left for another attempt.
         """
-        attempts = Attempts(self, request, patience)
+        request_attempts = Attempts(self, request, patience)
         while True:
             try:
                 request_result = action()
@@ -483,7 +484,7 @@ class Folder:
                 self._is_failing = True
                 if once:
                     raise ChangedError(error_message) from error
-                attempts.failed(folder_error)
+                request_attempts.failed(folder_error)
             else:
                 self._is_failing = False
                 return request_result

@@ -396,13 +396,13 @@ class DenseValues(HookValues):
     def sums(self, samples: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Sums:
         if self.meaning == "integers":
             return Sums.zeros(samples[0].shape[1])
-        values = np.concatenate(samples)
+        concatenated_values = np.concatenate(samples)
         all_positions = np.concatenate(positions)
         if self.meaning == "loss":
-            has_loss = self._has_loss(values, all_positions)
-            values = values[has_loss]
-            all_positions = all_positions[has_loss]
-        return sums_of(values.__getitem__, values.shape[1], all_positions)
+            is_loss_token = self._has_loss(concatenated_values, all_positions)
+            concatenated_values = concatenated_values[is_loss_token]
+            all_positions = all_positions[is_loss_token]
+        return sums_of(concatenated_values.__getitem__, concatenated_values.shape[1], all_positions)
 
     @staticmethod
     def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -424,8 +424,8 @@ class DenseValues(HookValues):
         return {"activation": values}
 
     def from_record(self, record: Mapping[str, Any]) -> np.ndarray:
-        values: np.ndarray = record["activation"]
-        return values
+        sample_values: np.ndarray = record["activation"]
+        return sample_values
 
     @property
     def row(self) -> np.dtype:
@@ -726,11 +726,11 @@ class CodeValues(HookValues):
         # Codes may differ twice as much as activations, because two computations add to the error:
         # the product with the encoder, and the difference from the reconstruction.
         max_relative_error = 2 * tolerance.activations
-        for quantity, (stored_array, recomputed_array) in compared_arrays.items():
+        for quantity_name, (stored_array, recomputed_array) in compared_arrays.items():
             relative_error = _relative_error(stored_array, recomputed_array)
             if not relative_error <= max_relative_error:
                 yield (
-                    f"its {quantity} differ by {relative_error:.2g} of their norm "
+                    f"its {quantity_name} differ by {relative_error:.2g} of their norm "
                     f"(allowed: {max_relative_error:g})"
                 )
 
@@ -755,8 +755,8 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
     start_sample = 0
     slice_bytes = 0
     stop_sample = 0
-    for stop_sample, values in enumerate(samples, 1):
-        slice_bytes += values.nbytes
+    for stop_sample, sample_values in enumerate(samples, 1):
+        slice_bytes += sample_values.nbytes
         if slice_bytes >= SLICE_BYTES:
             yield slice(start_sample, stop_sample)
             start_sample = stop_sample

@@ -240,8 +240,8 @@ class Identity:
         for identity_field in fields(self):
             field_value = getattr(self, identity_field.name)
             if identity_field.name in ("text", "storage"):
-                for flag, flag_value in content_flags(field_value).items():
-                    json_fields[flag] = _flag_to_json(flag, flag_value)
+                for option_name, option_value in content_flags(field_value).items():
+                    json_fields[option_name] = _flag_to_json(option_name, option_value)
             elif identity_field.name == "worker":
                 json_fields["total_machines"] = self.worker.machines
                 json_fields["num_hosts"] = self.worker.hosts

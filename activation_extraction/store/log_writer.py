@@ -67,11 +67,11 @@ class RunDescription:
             totals: Totals over the stored shards.
         """
         hook_descriptions = []
-        for key, hook_name in self.hooks.items():
+        for hook_key, hook_name in self.hooks.items():
             hook_statistics = totals.statistics.get(hook_name, Statistics())
-            hook_facts = self.facts.hooks.get(key, {})
+            hook_facts = self.facts.hooks.get(hook_key, {})
             hook_descriptions.append(
-                {"key": key, "name": hook_name, **hook_facts, **hook_statistics.to_json()}
+                {"key": hook_key, "name": hook_name, **hook_facts, **hook_statistics.to_json()}
             )
         source_files = self.facts.sources
         return {

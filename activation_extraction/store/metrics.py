@@ -96,8 +96,8 @@ def last_metrics(folder: Folder, size: int) -> dict[str, Any]:
             metric_by_name = json.loads(metrics_line)
             if isinstance(metric_by_name, dict):
                 return {
-                    metric_name: metric
-                    for metric_name, metric in metric_by_name.items()
-                    if type(metric) in (int, float)
+                    metric_name: metric_value
+                    for metric_name, metric_value in metric_by_name.items()
+                    if type(metric_value) in (int, float)
                 }
     return {}

@@ -144,11 +144,11 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
     try:
         records_by_key = _Unpickler(_LimitedReader(decompressed_file, limit)).load()
         return {
-            key: [
+            hook_key: [
                 {field_name: _plain(field_value) for field_name, field_value in record.items()}
                 for record in records
             ]
-            for key, records in records_by_key.items()
+            for hook_key, records in records_by_key.items()
         }
     except RunError as error:
         raise type(error)(f"{where}: {error}") from error
@@ -177,22 +177,30 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
         RunError: If the file is damaged, or its records lack fields.
     """
     records_by_key = read_records(file, where, limit)
-    stored_hooks = {key: hook_values for key, hook_values in hooks.items() if key in records_by_key}
+    stored_hooks = {
+        hook_key: hook_values
+        for hook_key, hook_values in hooks.items()
+        if hook_key in records_by_key
+    }
     try:
         values_by_key = {
-            key: [hook_values.from_record(record) for record in records_by_key[key]]
-            for key, hook_values in stored_hooks.items()
+            hook_key: [
+                hook_values.from_record(sample_record) for sample_record in records_by_key[hook_key]
+            ]
+            for hook_key, hook_values in stored_hooks.items()
         }
         shard_samples = [
             ShardSample(
-                SampleFacts(record["sample_idx"]),
-                token_ids=record["token_ids"],
-                positions=record["positions"],
+                SampleFacts(sample_record["sample_idx"]),
+                token_ids=sample_record["token_ids"],
+                positions=sample_record["positions"],
                 labels={
-                    label_name: record[label_name] for label_name in LABELS if label_name in record
+                    label_name: sample_record[label_name]
+                    for label_name in LABELS
+                    if label_name in sample_record
                 },
             )
-            for record in next(iter(records_by_key.values()), [])
+            for sample_record in next(iter(records_by_key.values()), [])
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RunError(f"{where}: its records cannot be read: {error!r:.200}") from error
@@ -252,9 +260,9 @@ class _Array(np.ndarray):
         return super().__new__(cls, 0, np.int8)
 
     def __setstate__(self, state: Any) -> None:
-        state_version, shape, dtype_stand_in, is_fortran_order, array_bytes = state
+        state_version, array_shape, dtype_stand_in, is_fortran_order, array_bytes = state
         super().__setstate__(
-            (state_version, shape, dtype_stand_in.dtype, is_fortran_order, array_bytes)
+            (state_version, array_shape, dtype_stand_in.dtype, is_fortran_order, array_bytes)
         )
 
 

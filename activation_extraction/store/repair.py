@@ -122,8 +122,8 @@ class Repair:
         """
         recorded_limits = self.metadata if self.gaps else {}
         return {
-            limit_name: recorded_limits.get(limit_name, limit)
-            for limit_name, limit in limits.items()
+            limit_name: recorded_limits.get(limit_name, process_limit)
+            for limit_name, process_limit in limits.items()
         }
 
     def samples_missing(self, added_samples: int) -> int:
@@ -172,7 +172,7 @@ class Repair:
         if new_metadata["status"] == "complete":
             revised_status = self.status(new_metadata["samples"])
             changed_keys += [*COUNTED, *CUT, "hooks"]
-        changed_fields = {key: new_metadata[key] for key in changed_keys}
+        changed_fields = {changed_key: new_metadata[changed_key] for changed_key in changed_keys}
         return {**new_metadata, **self.metadata, **changed_fields, "status": revised_status}
 
 
@@ -359,7 +359,9 @@ class RepairPlanner:
             good_shards: Good shards, in the order of their numbers.
         """
         stored_metadata = run_log.metadata or {}
-        good_commit_by_number = {shard.commit.number: shard.commit for shard in good_shards}
+        good_commit_by_number = {
+            good_shard.commit.number: good_shard.commit for good_shard in good_shards
+        }
         last_good_number = max(good_commit_by_number, default=0)
         damaged_numbers = {
             number_of(damaged_name)

@@ -164,16 +164,18 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
     except RunError as error:
         raise OSError(str(error)) from error
     for run_log in logs_by_name.values():
-        for problem in run_log.problems:
+        for problem_message in run_log.problems:
             repair_option = (
                 "--repair" if run_log.identity is None else run_log.identity.repair_option
             )
-            repair_remedy = "" if OTHER_VERSION in problem else f"; {repair_option} repairs it"
-            raise OSError(f"{problem}{repair_remedy}")
+            repair_remedy = (
+                "" if OTHER_VERSION in problem_message else f"; {repair_option} repairs it"
+            )
+            raise OSError(f"{problem_message}{repair_remedy}")
         if run_log.moved_to and run_log.missing_files:
             raise OSError(f"{run_log.url}: the shards were uploaded to {run_log.moved_to}")
-    for problem in foreign_folders(logs_by_name):
-        raise ValueError(f"{run_root.url}: {problem}")
+    for problem_message in foreign_folders(logs_by_name):
+        raise ValueError(f"{run_root.url}: {problem_message}")
     return run_root, logs_by_name
 
 
@@ -204,10 +206,10 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
             folder_worker.machine, folder_worker.host, folder_worker.hosts
         ).name
         first_folder_name, first_identity = names_and_identities[0]
-        difference = first_identity.compare(folder_identity, shared_only=True)
+        identity_difference = first_identity.compare(folder_identity, shared_only=True)
         host_count = host_count_by_machine.get(folder_worker.machine, folder_worker.hosts)
-        if difference is not None:
-            field_name, folder_value, first_value = difference
+        if identity_difference is not None:
+            field_name, folder_value, first_value = identity_difference
             yield (
                 f"{folder_in_words}: belongs to another run: its {field_name} is "
                 f"{shown(folder_value, first_value)}, but {shown(first_value, folder_value)} in "
@@ -233,9 +235,9 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
         logs_by_name: Log of each existing folder, by the name of the folder.
     """
     identity_by_folder: dict[str, Identity] = {}
-    for name, run_log in logs_by_name.items():
+    for name_of_folder, run_log in logs_by_name.items():
         if run_log.identity is not None:
-            identity_by_folder[name] = run_log.identity
+            identity_by_folder[name_of_folder] = run_log.identity
     if not identity_by_folder:
         return list(logs_by_name)
     if "" in identity_by_folder:
@@ -336,17 +338,19 @@ class RunFolders:
                 folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
             }
             stale_candidates = [""]  # "" is the name of the output itself
-            for name, host_folder in host_folders(root.listing()).items():
-                machine = host_folder.machine
-                if machine == worker.machine or machine >= worker.machines:
-                    stale_candidates.append(name)
-            for name in stale_candidates:
-                stale_folder = root.child(name)
-                if name not in current_names and own_files(stale_folder.files()):
-                    remedy = "delete it" if overwrite else "give the same number, or delete it"
+            for name_of_folder, host_folder in host_folders(root.listing()).items():
+                machine_number = host_folder.machine
+                if machine_number == worker.machine or machine_number >= worker.machines:
+                    stale_candidates.append(name_of_folder)
+            for name_of_folder in stale_candidates:
+                stale_folder = root.child(name_of_folder)
+                if name_of_folder not in current_names and own_files(stale_folder.files()):
+                    stale_remedy = (
+                        "delete it" if overwrite else "give the same number, or delete it"
+                    )
                     raise InputError(
                         f"{stale_folder.url}: holds a run with another number of hosts or "
-                        f"machines; {remedy}"
+                        f"machines; {stale_remedy}"
                     )
 
     def earlier(self) -> list[tuple[str, dict[str, Any]]]:
@@ -383,9 +387,11 @@ class RunFolders:
         for root in self.roots:
             url_and_metadata = _find_metadata(root)
             if url_and_metadata is not None:
-                folder_url, metadata = url_and_metadata
-                difference = identity.compare(identity_of(metadata, folder_url), shared_only=True)
-                refuse_difference(folder_url, difference)
+                folder_url, stored_metadata = url_and_metadata
+                identity_difference = identity.compare(
+                    identity_of(stored_metadata, folder_url), shared_only=True
+                )
+                refuse_difference(folder_url, identity_difference)
 
     def remove_totals(self) -> None:
         """Deletes the file with totals over all folders, which --overwrite makes wrong.

@@ -148,7 +148,9 @@ def values_of(table: pyarrow.Table, name: str) -> list[Any]:
     """
     if name not in table.column_names:
         return [None] * table.num_rows
-    return [None if value is ABSENT else value for value in _decoded(table, name)]
+    return [
+        None if stored_value is ABSENT else stored_value for stored_value in _decoded(table, name)
+    ]
 
 
 def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
@@ -213,7 +215,9 @@ def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Arr
     if ABSENT not in values and (column_array := _array_or_none(values)) is not None:
         if json.dumps(_plain(column_array), sort_keys=True) == json.dumps(values, sort_keys=True):
             return pyarrow.field(name, column_array.type), column_array
-    json_texts = [None if value is ABSENT else json.dumps(value) for value in values]
+    json_texts = [
+        None if sample_value is ABSENT else json.dumps(sample_value) for sample_value in values
+    ]
     column_array = pyarrow.array(json_texts, pyarrow.string())
     return pyarrow.field(name, column_array.type, metadata=JSON), column_array
 

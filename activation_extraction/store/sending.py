@@ -177,9 +177,9 @@ def _sockets_with_unsent_bytes() -> set[str]:
             table_columns = table_line.split()
             connection_state = table_columns[3]
             unacknowledged_bytes = int(table_columns[4].split(":")[0], 16)
-            inode = table_columns[9]
+            socket_inode = table_columns[9]
             if connection_state == CONNECTED and unacknowledged_bytes:
-                sending_inodes.add(inode)
+                sending_inodes.add(socket_inode)
     return sending_inodes
 
 

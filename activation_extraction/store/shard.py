@@ -91,9 +91,9 @@ class Shard:
         """
         encoded_by_key: dict[Key, list[Any]] = {}
         errors_by_key: dict[Key, Errors] = {}
-        for key, hook_values in self.hooks.items():
-            encoded_by_key[key], errors_by_key[key] = hook_values.encode(
-                self.values[key], self.positions, threads
+        for hook_key, hook_values in self.hooks.items():
+            encoded_by_key[hook_key], errors_by_key[hook_key] = hook_values.encode(
+                self.values[hook_key], self.positions, threads
             )
         return replace(self, values=encoded_by_key), errors_by_key
 
@@ -115,27 +115,27 @@ class Shard:
         """
         keys_of_slices: list[Key] = []
         sample_slices: list[slice] = []
-        for key in self.hooks:
-            for sample_slice in slices_of(self.values[key]):
-                keys_of_slices.append(key)
+        for hook_key in self.hooks:
+            for sample_slice in slices_of(self.values[hook_key]):
+                keys_of_slices.append(hook_key)
                 sample_slices.append(sample_slice)
         sums_by_key: dict[Key, Any] = {}
-        for key, slice_sums in zip(
+        for hook_key, slice_sums in zip(
             keys_of_slices, threads.map(self._sums, keys_of_slices, sample_slices), strict=True
         ):
-            sums_by_key[key] = (
-                sums_by_key[key].merge(slice_sums) if key in sums_by_key else slice_sums
+            sums_by_key[hook_key] = (
+                sums_by_key[hook_key].merge(slice_sums) if hook_key in sums_by_key else slice_sums
             )
         hook_descriptions = []
-        for key, hook_sums in sums_by_key.items():
-            hook_statistics = replace(hook_sums.statistics, error=errors[key])
+        for hook_key, hook_sums in sums_by_key.items():
+            hook_statistics = replace(hook_sums.statistics, error=errors[hook_key])
             if not hook_statistics.finite:
-                self._refuse_not_finite(key)
-            hook_description = self.hooks[key].to_json(self.values[key][0])
+                self._refuse_not_finite(hook_key)
+            hook_description = self.hooks[hook_key].to_json(self.values[hook_key][0])
             hook_descriptions.append(hook_description | hook_statistics.to_json())
         sums_by_name = {
-            hook_values.name: sums_by_key[key]
-            for key, hook_values in self.hooks.items()
+            hook_values.name: sums_by_key[hook_key]
+            for hook_key, hook_values in self.hooks.items()
             if hook_values.is_array
         }
         return hook_descriptions, sums_by_name
@@ -147,8 +147,8 @@ class Shard:
             key: Key of the hook.
             sample_slice: Slice of the samples of the shard.
         """
-        positions = [sample.positions for sample in self.samples[sample_slice]]
-        return self.hooks[key].sums(self.values[key][sample_slice], positions)
+        positions_of_samples = [sample.positions for sample in self.samples[sample_slice]]
+        return self.hooks[key].sums(self.values[key][sample_slice], positions_of_samples)
 
     def _refuse_not_finite(self, key: Key) -> None:
         """Raises StorageError for the first sample with a value that is NaN or infinite.

@@ -103,8 +103,8 @@ class ShardWriter:
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
         encodes_values = any(hook_values.is_encoded for hook_values in self._hooks.values())
-        copy_count = 1 + self.format.compressed + encodes_values
-        self.queue.take(batch_bytes * copy_count)
+        copies_in_memory = 1 + self.format.compressed + encodes_values
+        self.queue.take(batch_bytes * copies_in_memory)
 
     def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
         """Adds a sample. If it does not fit into the current shard, that shard is submitted first.
@@ -151,15 +151,15 @@ class ShardWriter:
         """
         self._pending_samples.sort(key=lambda pending: pending[0].facts.sample_idx)
         shard_samples = [shard_sample for shard_sample, _ in self._pending_samples]
-        values_by_key: dict[Key, list[Any]] = {key: [] for key in self._hooks}
+        values_by_key: dict[Key, list[Any]] = {hook_key: [] for hook_key in self._hooks}
         for _, sample_values in self._pending_samples:
-            for key in self._hooks:
-                values_by_key[key].append(sample_values[key])
-        shard = Shard(shard_samples, self._hooks, values_by_key)
+            for hook_key in self._hooks:
+                values_by_key[hook_key].append(sample_values[hook_key])
+        pending_shard = Shard(shard_samples, self._hooks, values_by_key)
         # Ctrl-C may interrupt `_submit`. The samples are removed before it, so that no sample can
         # be in two shards.
         self._clear_pending()
-        self._submit(shard, number)
+        self._submit(pending_shard, number)
 
     def _submit(self, shard: Shard, number: int) -> None:
         self.queue.submit(partial(self._store, shard, self._mark, number))
@@ -235,8 +235,8 @@ class ShardWriter:
         Raises:
             StorageError: If a file from which samples come has changed.
         """
-        shard_commit, samples = stored_shard
-        self._source_check.check(samples)
+        shard_commit, shard_samples = stored_shard
+        self._source_check.check(shard_samples)
         shard_commit = self._log_writer.commit(
             replace(shard_commit, committed=round(time.time(), 3))
         )

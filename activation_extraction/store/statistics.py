@@ -325,11 +325,12 @@ class Statistics:
             mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
             error={
-                kind: encoding_error.merge(other.error[kind])
-                for kind, encoding_error in self.error.items()
+                token_kind: encoding_error.merge(other.error[token_kind])
+                for token_kind, encoding_error in self.error.items()
             },
             codes={
-                kind: code_sums.merge(other.codes[kind]) for kind, code_sums in self.codes.items()
+                token_kind: code_sums.merge(other.codes[token_kind])
+                for token_kind, code_sums in self.codes.items()
             },
         )
 
@@ -338,14 +339,17 @@ class Statistics:
 
         `error` and `codes` are left out if they are empty.
         """
-        json_fields = {key: getattr(self, field_name) for key, field_name in STATISTICS.items()}
+        json_fields = {
+            json_key: getattr(self, field_name) for json_key, field_name in STATISTICS.items()
+        }
         if self.error:
             json_fields["error"] = {
-                kind: asdict(encoding_error) for kind, encoding_error in self.error.items()
+                token_kind: asdict(encoding_error)
+                for token_kind, encoding_error in self.error.items()
             }
         if self.codes:
             json_fields["codes"] = {
-                kind: asdict(code_sums) for kind, code_sums in self.codes.items()
+                token_kind: asdict(code_sums) for token_kind, code_sums in self.codes.items()
             }
         return json_fields
 
@@ -357,14 +361,16 @@ class Statistics:
             json_fields: Result of `to_json`. Other keys in it are ignored.
         """
         errors_by_kind = {
-            kind: EncodingError(**number_by_name)
-            for kind, number_by_name in json_fields.get("error", {}).items()
+            token_kind: EncodingError(**number_by_name)
+            for token_kind, number_by_name in json_fields.get("error", {}).items()
         }
         sums_by_kind = {
-            kind: CodeSums(**number_by_name)
-            for kind, number_by_name in json_fields.get("codes", {}).items()
+            token_kind: CodeSums(**number_by_name)
+            for token_kind, number_by_name in json_fields.get("codes", {}).items()
         }
-        field_values = {field_name: json_fields[key] for key, field_name in STATISTICS.items()}
+        field_values = {
+            field_name: json_fields[json_key] for json_key, field_name in STATISTICS.items()
+        }
         return cls(**field_values, error=errors_by_kind, codes=sums_by_kind)
 
 

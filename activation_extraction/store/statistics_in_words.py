@@ -62,8 +62,8 @@ def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
             cut_tokens_in_words = counted(code_sums.cut_tokens, "token")
             codes_line += f", {code_sums.cut:,} cut from {cut_tokens_in_words} (--encode_most)"
         shares_in_words = [
-            f"{sums_of_kind.explained:.1%} of {KINDS_OF_TOKENS[kind]}"
-            for kind, sums_of_kind in hook_statistics.codes.items()
+            f"{sums_of_kind.explained:.1%} of {KINDS_OF_TOKENS[token_kind]}"
+            for token_kind, sums_of_kind in hook_statistics.codes.items()
             if sums_of_kind.explained >= 0
         ]
         if shares_in_words:
@@ -82,11 +82,11 @@ def code_warnings(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         statistics: Statistics by the full names of the hooks.
     """
     for hook_name, hook_statistics in statistics.items():
-        for kind, code_sums in hook_statistics.codes.items():
+        for token_kind, code_sums in hook_statistics.codes.items():
             if code_sums.explained < 0:
                 yield (
-                    f"{hook_name}: the features explain nothing of {KINDS_OF_TOKENS[kind]}: what "
-                    f"they leave has {code_sums.error / code_sums.square:.3g} times the squared "
-                    "norm of the values; check that the autoencoder is for this model, "
+                    f"{hook_name}: the features explain nothing of {KINDS_OF_TOKENS[token_kind]}: "
+                    f"what they leave has {code_sums.error / code_sums.square:.3g} times the "
+                    "squared norm of the values; check that the autoencoder is for this model, "
                     "hook and kind of tokens"
                 )

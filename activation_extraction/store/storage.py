@@ -134,9 +134,9 @@ class ActivationStorage:
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
         self._hooks = {
             hook_key: self._identity.hook_values(
-                hook_key, name, facts.hooks.get(hook_key, {}).get("width", 0)
+                hook_key, hook_name, facts.hooks.get(hook_key, {}).get("width", 0)
             )
-            for hook_key, name in hooks.items()
+            for hook_key, hook_name in hooks.items()
         }
         tensor_names = set(OF_TOKENS)
         for hook_values in self._hooks.values():
@@ -181,8 +181,8 @@ class ActivationStorage:
         if repair:
             self._planner = RepairPlanner(self.destination, self._identity, options.limits)
         if options.overwrite:
-            for folder in {local_folder, self.destination}:
-                check_own(folder)
+            for checked_folder in {local_folder, self.destination}:
+                check_own(checked_folder)
             self._follow(StoragePlan())
         else:
             if remote is not None:
@@ -355,17 +355,20 @@ class ActivationStorage:
         """
         self.open()
         self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
-        for placement, (kept_index, positions) in zip(
+        for placement, (kept_index, kept_positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
             text_sample = placement.sample
             self._check_takes_samples(text_sample.facts.sample_idx)
             kept_labels = {
-                label_name: label_values[positions]
+                label_name: label_values[kept_positions]
                 for label_name, label_values in text_sample.labels.items()
             }
             shard_sample = ShardSample(
-                text_sample.facts, text_sample.token_ids[positions], positions, kept_labels
+                text_sample.facts,
+                text_sample.token_ids[kept_positions],
+                kept_positions,
+                kept_labels,
             )
             values_by_key = {}
             for hook_key, hook_values in self._hooks.items():
@@ -444,10 +447,10 @@ class ActivationStorage:
             copied_ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
             raise ValueError(f"{sample_and_hook}: {error}") from error
-        for problem in self._problems(layer_idx, activation, copied_ids, sample_number):
-            raise ValueError(f"{sample_and_hook}: {problem}")
+        for activation_problem in self._problems(layer_idx, activation, copied_ids, sample_number):
+            raise ValueError(f"{sample_and_hook}: {activation_problem}")
         if sample_number not in self._incomplete_samples:
-            positions = np.arange(len(activation), dtype=np.int32)
+            token_positions = np.arange(len(activation), dtype=np.int32)
             sample_facts = SampleFacts(
                 sample_number,
                 deepcopy(row),
@@ -457,7 +460,7 @@ class ActivationStorage:
                 deepcopy(columns or {}),
             )
             self._incomplete_samples[sample_number] = (
-                ShardSample(sample_facts, copied_ids, positions),
+                ShardSample(sample_facts, copied_ids, token_positions),
                 {},
             )
             self._next_number += 1
