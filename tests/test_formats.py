@@ -27,12 +27,12 @@ from activation_extraction import ActivationDataset
 from activation_extraction import store as store_package
 from activation_extraction.common.choices import SHARD_FORMATS
 from activation_extraction.store import sample_table
-from activation_extraction.store.formats import BY_SUFFIX, format_of
+from activation_extraction.store.formats import FORMAT_BY_SUFFIX, format_of
 from activation_extraction.store.run_log import own_files
 from activation_extraction.store.statistics import STATISTICS
 
 
-@pytest.mark.parametrize("each", BY_SUFFIX.values(), ids=lambda each: each.suffix)
+@pytest.mark.parametrize("each", FORMAT_BY_SUFFIX.values(), ids=lambda each: each.suffix)
 def test_files_are_known_by_their_names(each):
     name = f"shard_12345{each.suffix}"
     assert format_of(name) is each
@@ -122,7 +122,7 @@ def writer_in(path):
     return text[1]
 
 
-@pytest.mark.parametrize("each", BY_SUFFIX.values(), ids=lambda each: each.suffix)
+@pytest.mark.parametrize("each", FORMAT_BY_SUFFIX.values(), ids=lambda each: each.suffix)
 def test_the_bytes_of_a_file_are_its_writers_own_and_read_the_same(each, tmp_path, capsys):
     """So the version of an object names one write, even where it is a digest of the content."""
     pickled = "safetensors" not in each.suffix

@@ -26,7 +26,7 @@ from activation_extraction.dataset.windows import (
     cut_chunk,
     shuffled_chunks,
 )
-from activation_extraction.store.shard_reader import IN_FLIGHT
+from activation_extraction.store.shard_reader import MAX_REQUESTS
 
 # Number of this worker, and number of all workers, in a process that is no worker of a DataLoader.
 ONLY_WORKER = 0, 1
@@ -328,9 +328,9 @@ class Batches(Iterator[T]):
                 )
             chunks = pieces
         elif not are_local:
-            max_bytes_ahead = IN_FLIGHT * MAX_READ_BYTES
+            max_bytes_ahead = MAX_REQUESTS * MAX_READ_BYTES
             chunks_ahead = max(
-                min(IN_FLIGHT // hook_count, max_bytes_ahead // (chunk_tokens * row_bytes)), 2
+                min(MAX_REQUESTS // hook_count, max_bytes_ahead // (chunk_tokens * row_bytes)), 2
             )
         # A window takes half of the buffer, and contains whole batches.
         window_tokens = options.buffer // 2 // options.size * options.size

@@ -34,7 +34,7 @@ from activation_extraction.store.sample_table import (
 )
 from activation_extraction.store.shard import MAX_GZIP_RATIO
 from activation_extraction.store.shard_reader import (
-    IN_FLIGHT,
+    MAX_REQUESTS,
     front_bytes,
     open_shard,
     read_by_ranges,
@@ -232,7 +232,7 @@ class OpenShards:
                 and returns the result.
         """
         # The pool is not kept, because a fork of this process would lack its threads.
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
             yield from pool.map(read, range(len(self.shards)))
 
     @cached_property

@@ -3,8 +3,8 @@
 --verify compares the stored values of some samples with the values that a `Recompute` returns. A
 `Reread` returns the token ids that a run did not store, and a `RunText` also decodes token ids. A
 `RecomputeStates` computes hidden states for samples that another program has stored. These four are
-only declared here, because they need the model or the data set of the run, which this package does
-not use. run/recompute.py, run/recompute_states.py and run/reread.py make them.
+only declared in this module, because they need the model or the data set of the run, which this
+package does not use. run/recompute.py, run/recompute_states.py and run/reread.py make them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class Reread(Protocol):
             A list with an item for each sample: all its token ids, int32 (tokens,), which
             `positions` indexes, or a message if the data set no longer contains the stored tokens.
             The array is empty for a sample without stored tokens. It contains the whole sample even
-            if --max_tokens cut the stored one.
+            if --max_tokens ended the stored sample early.
         """
 
 
@@ -80,7 +80,7 @@ class ChosenSample:
 
     Attributes:
         where: Path of the shard's file and number of the sample, for messages.
-        tokens: Tokens of the sample that are stored.
+        tokens: Stored tokens of the sample.
         hooks: Hooks of the run.
         values: Stored values at each of the hooks, in the form in which users get them: an array
             (tokens, width) or `Codes`.
@@ -174,10 +174,12 @@ def read_samples(
     tokens_by_sample = _tokens_of(reader, run_log, commit, sample_indices)
     chosen_samples = []
     for sample_index, tokens in zip(sample_indices, tokens_by_sample, strict=True):
-        start, stop = reader.offsets[sample_index : sample_index + 2].tolist()
-        values = [hook.for_user(hook.begin_rows(reader, start, stop)()) for hook in hooks]
+        first_token, end_token = reader.offsets[sample_index : sample_index + 2].tolist()
+        hook_values = [
+            hook.for_user(hook.begin_rows(reader, first_token, end_token)()) for hook in hooks
+        ]
         path_and_number = f"{where}: sample {tokens.sample_idx}"
-        chosen_samples.append(ChosenSample(path_and_number, tokens, hooks, values))
+        chosen_samples.append(ChosenSample(path_and_number, tokens, hooks, hook_values))
     return chosen_samples
 
 
@@ -195,21 +197,23 @@ def _tokens_of(
     identity = run_log.identity
     assert identity is not None
     worker = identity.worker
-    mark = furthest_mark(run_log.in_order, worker.number_of(commit.first))
+    start_mark = furthest_mark(run_log.in_order, worker.number_of(commit.first))
     if not sample_indices:
         return []
     # In a bucket, one large range takes less time than many small ones.
     first_token = int(reader.offsets[min(sample_indices)])
     end_token = int(reader.offsets[max(sample_indices) + 1])
-    tokens = reader.begin_tokens(first_token, end_token)()
-    samples = []
+    token_fields = reader.begin_tokens(first_token, end_token)()
+    stored_samples = []
     for sample_index in sample_indices:
-        start, stop = (reader.offsets[sample_index : sample_index + 2] - first_token).tolist()
-        token_ids = tokens["token_ids"][start:stop]
-        positions = tokens["position"][start:stop]
+        start_index, stop_index = (
+            reader.offsets[sample_index : sample_index + 2] - first_token
+        ).tolist()
+        token_ids = token_fields["token_ids"][start_index:stop_index]
+        positions = token_fields["position"][start_index:stop_index]
         sample_idx = int(reader.sample_idx[sample_index])
-        samples.append(StoredTokens(worker, sample_idx, token_ids, positions, mark))
-    return samples
+        stored_samples.append(StoredTokens(worker, sample_idx, token_ids, positions, start_mark))
+    return stored_samples
 
 
 def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
@@ -222,9 +226,9 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
     identity = run_log.identity
     assert identity is not None
     metadata = run_log.metadata or {}
-    descriptions = {hook["name"]: hook for hook in metadata.get("hooks", ())}
-    hooks = []
+    descriptions_by_hook = {hook["name"]: hook for hook in metadata.get("hooks", ())}
+    recorded_hooks = []
     for shard_hook in commit.hooks:
-        description = descriptions.get(shard_hook["name"], {})
-        hooks.append(identity.recorded_hook(shard_hook | description))
-    return hooks
+        description = descriptions_by_hook.get(shard_hook["name"], {})
+        recorded_hooks.append(identity.recorded_hook(shard_hook | description))
+    return recorded_hooks

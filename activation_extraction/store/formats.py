@@ -2,10 +2,10 @@
 
 pickle_file.py and safetensors_file.py make the uncompressed bytes of the two formats; this module
 compresses them and computes checksums. A compressed shard is cut into blocks of equal size, except
-for the last one. Threads compress each block to a gzip member, and the concatenated members are one
-gzip file. So the compressed bytes depend on neither the number of threads nor their timing. They do
-depend on the version of isal, and may depend on the processor family, because isal has different
-code for some.
+for the last block. Threads compress each block to a gzip member, and the concatenated members are
+one gzip file. So the compressed bytes depend on neither the number of threads nor their timing. The
+bytes depend on the version of isal, and perhaps on the processor family, because isal has different
+code for some families.
 
 Every file contains the id of the process that wrote it, at a place that readers ignore. In a gzip
 file, this is the comment in the first header. run_log.py explains why the id is needed.
@@ -37,12 +37,12 @@ from activation_extraction.store.shard import Shard
 # Regular expression for the number of a shard in a file name: at least four digits, without more
 # leading zeros than needed.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-GZIP_BLOCK = 4 * 2**20  # size of a block before compression, in bytes
+GZIP_BLOCK_BYTES = 4 * 2**20  # size of a block before compression, in bytes
 MIB = 2**20
 COMPRESSION_LEVEL = 1
-GZIP = 31  # zlib's `wbits` for a gzip header without a time, and a window of 32 KiB
-COMMENT = 16  # flag in a gzip header which says that a comment follows
-GZIP_HEADER = 10  # size of a gzip header in bytes; its fourth byte contains the flags
+GZIP_WINDOW_BITS = 31  # zlib's `wbits`: a gzip header without a time, 32 KiB window
+COMMENT_FLAG = 16  # flag in a gzip header that announces a comment
+GZIP_HEADER_BYTES = 10  # size of a gzip header; its fourth byte contains the flags
 
 
 def shard_name(number: int, suffix: str) -> str:
@@ -56,7 +56,11 @@ def shard_name(number: int, suffix: str) -> str:
 
 
 def number_of(name: str) -> int:
-    """Returns the number of the shard that a file belongs to, from the file's name."""
+    """Returns the number of the shard to which a file belongs.
+
+    Args:
+        name: Name of the file, such as "shard_0007.json".
+    """
     return int(name.removeprefix("shard_").split(".")[0])
 
 
@@ -93,13 +97,13 @@ class FileFacts:
             TypeError: If a field has a value of another type.
             ValueError: If a number cannot be read.
         """
-        ranges = fields.get("ranges")  # older files lack this field
+        range_fields = fields.get("ranges")  # older files lack this field
         return cls(
             bytes=fields["bytes"],
             sha256=fields["sha256"],
             version=fields["version"],
             crc32c=fields["crc32c"],
-            ranges=None if ranges is None else RangeChecksums.from_json(ranges),
+            ranges=None if range_fields is None else RangeChecksums.from_json(range_fields),
         )
 
 
@@ -112,7 +116,7 @@ def gzip_member(block_buffers: Sequence[memoryview]) -> list[bytes]:
     Returns:
         Consecutive buffers of the member. They are not joined, because joining would hold the GIL.
     """
-    compressor = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP)
+    compressor = isal_zlib.compressobj(COMPRESSION_LEVEL, isal_zlib.DEFLATED, GZIP_WINDOW_BITS)
     return [*map(compressor.compress, block_buffers), compressor.flush()]
 
 
@@ -129,10 +133,10 @@ def with_comment(member_buffers: Sequence[bytes], comment: str) -> list[bytes]:
         Consecutive buffers of the member with the comment.
     """
     first_buffer, *later_buffers = filter(None, member_buffers)
-    header = bytearray(first_buffer[:GZIP_HEADER])
-    header[3] |= COMMENT
+    header_bytes = bytearray(first_buffer[:GZIP_HEADER_BYTES])
+    header_bytes[3] |= COMMENT_FLAG
     comment_field = comment.encode("latin-1", "replace") + b"\0"
-    return [bytes(header), comment_field, first_buffer[GZIP_HEADER:], *later_buffers]
+    return [bytes(header_bytes), comment_field, first_buffer[GZIP_HEADER_BYTES:], *later_buffers]
 
 
 class PackedFile(NamedTuple):
@@ -179,18 +183,20 @@ class ShardFormat:
         uncompressed_buffers = self.serialize(shard, "" if self.compressed else writer)
         unhashed_buffers: Iterable[bytes | memoryview] = uncompressed_buffers
         if self.compressed:
-            members = iter(threads.map(gzip_member, blocks_of(uncompressed_buffers, GZIP_BLOCK)))
+            gzip_members = iter(
+                threads.map(gzip_member, blocks_of(uncompressed_buffers, GZIP_BLOCK_BYTES))
+            )
             if writer:
-                members = chain([with_comment(next(members), writer)], members)
-            unhashed_buffers = chain.from_iterable(members)
+                gzip_members = chain([with_comment(next(gzip_members), writer)], gzip_members)
+            unhashed_buffers = chain.from_iterable(gzip_members)
         file_buffers: list[bytes | memoryview] = []
-        digest = hashlib.sha256()
+        file_digest = hashlib.sha256()
         for file_buffer in unhashed_buffers:
-            digest.update(file_buffer)
+            file_digest.update(file_buffer)
             file_buffers.append(file_buffer)
         file_facts = FileFacts(
             bytes=sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers),
-            sha256=digest.hexdigest(),
+            sha256=file_digest.hexdigest(),
             crc32c=crc_digits(map(memoryview, file_buffers), MIB),
             ranges=None if self.ranges is None else self.ranges(shard, uncompressed_buffers),
         )
@@ -204,8 +210,8 @@ DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, ranges=range_checksums)
-BY_SUFFIX = {format_.suffix: format_ for format_ in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
-SUFFIXES = "|".join(map(re.escape, BY_SUFFIX))
+FORMAT_BY_SUFFIX = {format_.suffix: format_ for format_ in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
+SUFFIXES = "|".join(map(re.escape, FORMAT_BY_SUFFIX))
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 
 
@@ -230,4 +236,4 @@ def chosen_format(name: str, compress: bool) -> ShardFormat:
 def format_of(file_name: str) -> ShardFormat | None:
     """Returns the format of a file of activations, from its name; None for any other file."""
     name_match = SHARD_FILE.fullmatch(file_name)
-    return BY_SUFFIX[name_match[1]] if name_match else None
+    return FORMAT_BY_SUFFIX[name_match[1]] if name_match else None

@@ -102,8 +102,9 @@ OTHER_VERSION = "was written by another version of this program"
 REPAIRS = "--repair repairs it"
 # Largest size of a JSON file in bytes; this program writes smaller files.
 MAX_JSON_BYTES = 256 * 2**20
-RESERVED = "reserved"  # name of a field that only reservations contain
+RESERVED = "reserved"  # name of the field that only reservations contain
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
+# Names of all files that a run writes to a folder, including temporary files.
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
@@ -142,19 +143,19 @@ def unseal(json_bytes: bytes, where: str) -> dict[str, Any]:
         where: Path of the file, for messages.
 
     Raises:
-        DamagedError: If the bytes are not exactly those that `seal` made.
+        DamagedError: If the bytes are not exactly the bytes that `seal` made.
     """
     try:
-        content = json.loads(json_bytes)
-        del content["checksum"]
-        is_intact = json_bytes == seal(content)
+        json_object = json.loads(json_bytes)
+        del json_object["checksum"]
+        is_intact = json_bytes == seal(json_object)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{where}: is damaged, or was not written by this program"
         raise DamagedError(message, remedy=REPAIRS) from error
     if not is_intact:
         message = f"{where}: is damaged: its checksum does not match its content"
         raise DamagedError(message, remedy=REPAIRS)
-    return content
+    return json_object
 
 
 @contextmanager
@@ -177,7 +178,7 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def commit_name(number: int) -> str:
-    """Returns the name of the JSON file of an entry, such as "shard_0007.json"."""
+    """Returns the name of the JSON file of an entry of the log, such as "shard_0007.json"."""
     return shard_name(number, ".json")
 
 
@@ -191,13 +192,13 @@ class Commit:
     Attributes:
         number: Number of the entry and of the shard, from 1.
         began: Unix time at which the process that stored the shard began.
-        mark: Place in the data before which all samples are stored when this shard and all shards
-            before it are committed. None for the beginning of the data, and for a program with a
-            loop of its own.
+        mark: Position in the host's stream of samples. When this shard and all earlier shards are
+            committed, all samples before the mark are stored. None for the beginning of the data,
+            and for a program that computes activations itself.
         run: Id of the run; "" until the shard is committed.
         owner: Id of the process that committed the shard; "" until the shard is committed.
         url: URL of the folder to which the shard was written; "" until the shard is committed. The
-            versions in `files` only hold in this folder.
+            versions in `files` are valid only in this folder.
         identity: Digest of the run's identity; "" in older shards, which do not record it.
         file: Name of the file of activations; "" for a shard without samples, which has no files.
         files: Facts about each file of the shard, by the name of the file.
@@ -206,7 +207,7 @@ class Commit:
         last: Largest number (`sample_idx`) of a sample in the shard.
         count: Number of samples.
         tokens: Number of stored tokens.
-        hooks: Key, name, width, dtype, scale and statistics of each hook, as JSON objects.
+        hooks: A JSON object for each hook, with its key, name, width, dtype, scale and statistics.
         committed: Unix time of the commit.
         cut_samples: Number of samples that were cut at their end.
         cut_tokens: Number of tokens that were cut off from these samples.
@@ -265,11 +266,11 @@ class Commit:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the JSON file, without its checksum."""
-        content = asdict(self)
+        json_object = asdict(self)
         sample_range = {
-            field_name: content.pop(field_name) for field_name in ("first", "last", "count")
+            field_name: json_object.pop(field_name) for field_name in ("first", "last", "count")
         }
-        return {"format_version": FORMAT_VERSION, **content, "samples": sample_range}
+        return {"format_version": FORMAT_VERSION, **json_object, "samples": sample_range}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Commit":
@@ -314,7 +315,7 @@ def _from_fields(dataclass_type: type[T], content: Mapping[str, Any]) -> T:
 
 
 def furthest_mark(commits: Iterable[Commit], max_samples: float = math.inf) -> Mark | None:
-    """Returns the mark of some commits that lies furthest in the data.
+    """Returns, of the marks of some commits, the mark that is furthest in the data.
 
     Args:
         commits: Commits whose marks are compared.
@@ -348,8 +349,8 @@ def parse_commit(json_bytes: bytes, where: str) -> Commit | None:
     Raises:
         DamagedError: If the entry is damaged, or was written by another version of this program.
     """
-    content = unseal(json_bytes, where)
-    return None if RESERVED in content else Commit.from_json(content, where)
+    json_object = unseal(json_bytes, where)
+    return None if RESERVED in json_object else Commit.from_json(json_object, where)
 
 
 def parse_metadata(json_bytes: bytes, where: str) -> dict[str, Any]:
@@ -362,11 +363,11 @@ def parse_metadata(json_bytes: bytes, where: str) -> dict[str, Any]:
     Raises:
         DamagedError: If the file is damaged, or was written by another version of this program.
     """
-    content = unseal(json_bytes, where)
-    if content.get("format_version") != FORMAT_VERSION:
+    metadata = unseal(json_bytes, where)
+    if metadata.get("format_version") != FORMAT_VERSION:
         raise DamagedError(f"{where}: {OTHER_VERSION}")
-    identity_of(content, where)
-    return content
+    identity_of(metadata, where)
+    return metadata
 
 
 def identity_of(metadata: Mapping[str, Any], where: str) -> Identity:
@@ -457,9 +458,9 @@ class RunLog:
     @property
     def moved_to(self) -> str | None:
         """The URL of the folder that contains the shards; None if it is this folder."""
-        remote = (self.metadata or {}).get("remote")
-        is_here = not self.local or local_path(remote or "") == local_path(self.url)
-        return None if is_here else remote
+        remote_url = (self.metadata or {}).get("remote")
+        is_here = not self.local or local_path(remote_url or "") == local_path(self.url)
+        return None if is_here else remote_url
 
     @property
     def missing_files(self) -> list[str]:
@@ -472,8 +473,8 @@ class RunLog:
     @property
     def missing_jsons(self) -> list[str]:
         """One message on each missing JSON file, or on several missing files in a row."""
-        has_metadata = self.metadata or METADATA in self.damaged_files
-        messages = [] if has_metadata else [f"{METADATA}: is missing"]
+        has_metadata_file = self.metadata or METADATA in self.damaged_files
+        messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return messages
         metadata = self.metadata or {}
@@ -485,9 +486,9 @@ class RunLog:
         existing_numbers = {
             number for number in {*self.commits, *damaged_numbers} if number < end_number
         }
-        for gap in _gaps([0, *sorted(existing_numbers), end_number]):
-            first_name = commit_name(gap.start)
-            last_name = commit_name(gap.stop - 1)
+        for missing_range in _gaps([0, *sorted(existing_numbers), end_number]):
+            first_name = commit_name(missing_range.start)
+            last_name = commit_name(missing_range.stop - 1)
             if first_name == last_name:
                 messages.append(f"{first_name}: is missing")
             else:
@@ -511,8 +512,8 @@ def _read_once(folder: Folder) -> RunLog:
 
     The returned log may mix the files of two runs if a new run begins at the same time.
     """
-    metadata_file = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
-    metadata_bytes, version = metadata_file or (None, None)
+    bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
+    metadata_bytes, metadata_version = bytes_and_version or (None, None)
     damaged_files: dict[str, str] = {}
     versions: dict[str, str | None] = {}
     metadata = None
@@ -521,8 +522,8 @@ def _read_once(folder: Folder) -> RunLog:
             metadata = parse_metadata(metadata_bytes, f"{folder.url}/{METADATA}")
         except DamagedError as error:
             damaged_files[METADATA] = str(error)
-    files = folder.files()
-    listed_names = {name for name in files if COMMIT.fullmatch(name)}
+    file_sizes = folder.files()
+    listed_names = {name for name in file_sizes if COMMIT.fullmatch(name)}
     commits = _read_commits(folder, listed_names, metadata, versions, damaged_files)
     # A listing of several pages is not a snapshot, so missing entries are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
@@ -531,12 +532,12 @@ def _read_once(folder: Folder) -> RunLog:
     commits |= _read_commits(folder, unlisted_names, metadata, versions, damaged_files)
     run_log = RunLog(
         metadata=metadata,
-        version=version,
+        version=metadata_version,
         commits=commits,
         versions=versions,
-        files=files,
+        files=file_sizes,
         damaged_files=damaged_files,
-        metrics=last_metrics(folder, files.get(METRICS, 0)),
+        metrics=last_metrics(folder, file_sizes.get(METRICS, 0)),
         url=folder.url,
         local=folder.local,
     )
@@ -570,8 +571,10 @@ def _read_commits(
     def read(name: str) -> tuple[bytes, str | None] | None:
         return folder.read_with_version(name, max_bytes=MAX_JSON_BYTES)
 
-    with ThreadPoolExecutor(JSONS_AT_ONCE) as pool:
-        for name, bytes_and_version in zip(sorted_names, pool.map(read, sorted_names), strict=True):
+    with ThreadPoolExecutor(JSONS_AT_ONCE) as thread_pool:
+        for name, bytes_and_version in zip(
+            sorted_names, thread_pool.map(read, sorted_names), strict=True
+        ):
             if bytes_and_version is None:
                 continue
             json_bytes, versions[name] = bytes_and_version
@@ -589,10 +592,14 @@ def _gaps(numbers: Iterable[int]) -> list[range]:
     """Returns the ranges of numbers that are missing in a series.
 
     Args:
-        numbers: Numbers in ascending order. Numbers outside of the first and the last one do not
-            count as missing.
+        numbers: Numbers in ascending order. Only numbers between the first and the last of them
+            can be missing.
     """
-    return [range(a + 1, b) for a, b in pairwise(numbers) if b > a + 1]
+    return [
+        range(number + 1, next_number)
+        for number, next_number in pairwise(numbers)
+        if next_number > number + 1
+    ]
 
 
 def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:

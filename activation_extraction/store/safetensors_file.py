@@ -1,10 +1,10 @@
 """The safetensors format of a shard: every tensor is one contiguous range of bytes.
 
-So the values at one hook can be read without the others, by mapping a part of a local file or by
-range requests to a bucket. The docstring of the package `store` lists the tensors in the order in
-which they are written. All tensors of a hook are written one after the other. The bytes of a file
-depend only on its content and on the id of the process that wrote it, which is `writer` in the
-metadata of the header. common/safetensors.py parses and writes the header.
+So the values at one hook can be read without the values at other hooks, by mapping a part of a
+local file or by range requests to a bucket. The docstring of the package `store` lists the tensors
+in the order in which they are written. All tensors of a hook are written one after the other. The
+bytes of a file depend only on its content and on the id of the process that wrote it, which is
+`writer` in the metadata of the header. common/safetensors.py parses and writes the header.
 
 If there were only checksums of whole MiB, a reader of a bucket would have to read up to two MiB
 more for each range of a tensor. So `RangeChecksums` divides the tokens of a shard into blocks, and
@@ -24,7 +24,7 @@ from activation_extraction.common.safetensors import Tensor, pack_header, read_h
 from activation_extraction.common.visible import counted
 from activation_extraction.store.shard import LABELS, Shard
 
-# Names of the tensors that belong to no hook.
+# Names of the tensors of a shard that belong to no hook, without the labels of the tokens.
 OF_TOKENS = ("sample_idx", "sample_offsets", "token_ids", "position")
 FORMAT = "2"
 # Largest size in bytes of a block of tokens in the tensors of the hook with the most bytes. A block
@@ -100,7 +100,7 @@ class RangeChecksums:
 
         Args:
             name: Name of the tensor.
-            tensor: Dtype, shape and place of the tensor in the file.
+            tensor: Dtype, shape and byte offsets of the tensor in the file.
         """
         if name not in self.crc32c:
             return None
@@ -118,18 +118,18 @@ def blocks_of(buffers: Iterable[memoryview], block_bytes: int) -> Iterator[list[
     Yields:
         The consecutive buffers of each block. The last block may be smaller than `block_bytes`.
     """
-    block: list[memoryview] = []
+    block_buffers: list[memoryview] = []
     missing_bytes = block_bytes
     for buffer in buffers:
         while buffer.nbytes > missing_bytes:
-            yield [*block, buffer[:missing_bytes]]
+            yield [*block_buffers, buffer[:missing_bytes]]
             buffer = buffer[missing_bytes:]
-            block = []
+            block_buffers = []
             missing_bytes = block_bytes
-        block.append(buffer)
+        block_buffers.append(buffer)
         missing_bytes -= buffer.nbytes
-    if block:
-        yield block
+    if block_buffers:
+        yield block_buffers
 
 
 def crc_digits(buffers: Iterable[memoryview], block_bytes: int) -> str:
@@ -139,11 +139,11 @@ def crc_digits(buffers: Iterable[memoryview], block_bytes: int) -> str:
         buffers: Consecutive buffers with the bytes, of any sizes.
         block_bytes: Size of a block in bytes. The last block may be smaller.
     """
-    checksums = (
-        reduce(lambda crc, buffer: crc32c(buffer, crc), block, 0)
-        for block in blocks_of(buffers, block_bytes)
+    block_checksums = (
+        reduce(lambda checksum, buffer: crc32c(buffer, checksum), block_buffers, 0)
+        for block_buffers in blocks_of(buffers, block_bytes)
     )
-    return "".join(f"{crc:08x}" for crc in checksums)
+    return "".join(f"{checksum:08x}" for checksum in block_checksums)
 
 
 def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
@@ -157,31 +157,33 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         Consecutive buffers with the bytes of the file: the header, then the tensors. No buffer
         contains bytes of two tensors.
     """
-    tensors = {
+    arrays_by_tensor = {
         "sample_idx": [np.array([sample.facts.sample_idx for sample in shard.samples], np.int64)],
         "sample_offsets": [shard.offsets],
         "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
         "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],
     }
     for name in shard.samples[0].labels:
-        tensors[name] = [sample.labels[name] for sample in shard.samples]
+        arrays_by_tensor[name] = [sample.labels[name] for sample in shard.samples]
     for key, hook in shard.hooks.items():
-        tensors |= hook.tensors(shard.values[key])
-    metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
-    shapes = {
+        arrays_by_tensor |= hook.tensors(shard.values[key])
+    header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
+    dtypes_and_shapes = {
         name: (
             arrays_of_tensor[0].dtype,
             (sum(map(len, arrays_of_tensor)), *arrays_of_tensor[0].shape[1:]),
         )
-        for name, arrays_of_tensor in tensors.items()
+        for name, arrays_of_tensor in arrays_by_tensor.items()
     }
-    arrays = (
+    contiguous_arrays = (
         np.ascontiguousarray(array)
-        for arrays_of_tensor in tensors.values()
+        for arrays_of_tensor in arrays_by_tensor.values()
         for array in arrays_of_tensor
     )
-    array_buffers = (array.reshape(-1).view(np.uint8).data for array in arrays if array.size)
-    return [memoryview(pack_header(shapes, metadata)), *array_buffers]
+    array_buffers = (
+        array.reshape(-1).view(np.uint8).data for array in contiguous_arrays if array.size
+    )
+    return [memoryview(pack_header(dtypes_and_shapes, header_metadata)), *array_buffers]
 
 
 def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeChecksums:
@@ -202,7 +204,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     block_tokens = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
-    def between(start: int, stop: int) -> Sequence[memoryview]:
+    def buffers_of_range(start: int, stop: int) -> Sequence[memoryview]:
         """Returns the buffers of a range of bytes that contains only whole tensors."""
         first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
         return file_buffers[first_buffer:stop_buffer]
@@ -211,11 +213,11 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     checksums_by_name = dict[str, str]()
     for name, tensor in header.tensors.items():
         if tensor.shape[0] == token_count:
-            tensor_buffers = between(tensor.offset, tensor.end)
+            tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
             checksums_by_name[name] = crc_digits(tensor_buffers, block_tokens * tensor.row_bytes)
     return RangeChecksums(
         front=front_bytes,
-        front_crc32c=crc_digits(between(0, front_bytes), front_bytes),
+        front_crc32c=crc_digits(buffers_of_range(0, front_bytes), front_bytes),
         tokens=block_tokens,
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
@@ -237,12 +239,12 @@ class SafetensorsFile:
     arrays with a value for each sample are kept in memory.
 
     Attributes:
-        tensors: Dtypes, shapes and places of the tensors by name, in the order of the file.
+        tensors: Dtypes, shapes and byte offsets of the tensors by name, in the order of the file.
         sample_idx: Numbers of the samples, int64 (samples,).
-        offsets: Index in the shard of the first token of each sample, then the number of tokens in
-            the shard, int64 (samples + 1,). Sample i has the tokens from offsets[i] to
-            offsets[i + 1] - 1.
-        labels: Names of the labels of the tokens: "role" and "turn", or none.
+        offsets: Index in the shard of the first token of each sample, int64 (samples + 1,). The
+            last item is the number of tokens in the shard. Sample i consists of the tokens from
+            offsets[i] to offsets[i + 1] - 1.
+        labels: Names of the labels of the tokens: "role" and "turn". Empty if the run has none.
     """
 
     def __init__(
@@ -268,18 +270,21 @@ class SafetensorsFile:
             RunError: If the file is not a shard of this program, or its size does not match its
                 tensors.
         """
-        self._ask = begin
+        self._begin_bytes = begin
         self._where = where
         self._checksums = checksums
+        # `_front` contains the first bytes of the file, uint8, from which the header and the arrays
+        # of samples are read.
         if checksums is not None:
             self._front = begin(0, checksums.front, checksums.front_blocks)()
         else:
             self._front = begin(0, min(front, size), None)()
         header = read_header(self._read, size, where, RunError)
-        version = header.metadata.get("format")
-        if version != FORMAT:
+        format_version = header.metadata.get("format")
+        if format_version != FORMAT:
             raise RunError(
-                f"{where}: is not a shard that can be read: format {version!r}, expected {FORMAT!r}"
+                f"{where}: is not a shard that can be read: format {format_version!r}, expected "
+                f"{FORMAT!r}"
             )
         self.tensors = header.tensors
         # A hook may have the same name as a label, but the tensor of a hook has two axes.
@@ -300,17 +305,17 @@ class SafetensorsFile:
 
         Returns:
             A function that waits for the arrays and returns them by name, int32 (stop - start,)
-            each. The names are `token_ids`, `position`, and those in `labels`.
+            each. The names are `token_ids`, `position`, and the names in `labels`.
         """
-        functions_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
+        waits_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
             # Computing the positions takes less time than a request.
-            functions_by_name["position"] = lambda: self._consecutive_positions(start, stop)
+            waits_by_name["position"] = lambda: self._consecutive_positions(start, stop)
         else:
-            functions_by_name["position"] = self.begin_rows("position", start, stop)
-        for name in self.labels:
-            functions_by_name[name] = self.begin_rows(name, start, stop)
-        return lambda: {name: wait() for name, wait in functions_by_name.items()}
+            waits_by_name["position"] = self.begin_rows("position", start, stop)
+        for label in self.labels:
+            waits_by_name[label] = self.begin_rows(label, start, stop)
+        return lambda: {name: wait() for name, wait in waits_by_name.items()}
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:
         """Returns the positions of consecutive tokens in samples that store all of their tokens.
@@ -348,8 +353,8 @@ class SafetensorsFile:
             )
         blocks = None if self._checksums is None else self._checksums.blocks_of(name, tensor)
         wait_for_bytes = self._begin(*tensor.byte_range(start, stop), blocks)
-        shape = stop - start, *tensor.shape[1:]
-        return lambda: np.ndarray(shape, tensor.dtype, wait_for_bytes())
+        rows_shape = stop - start, *tensor.shape[1:]
+        return lambda: np.ndarray(rows_shape, tensor.dtype, wait_for_bytes())
 
     def whole(self, name: str) -> np.ndarray:
         """Reads a whole tensor.
@@ -363,7 +368,7 @@ class SafetensorsFile:
         return self.begin_rows(name, 0, self._tensor(name).shape[0])()
 
     def _tensor(self, name: str) -> Tensor:
-        """Returns the dtype, the shape and the place of a tensor in the file.
+        """Returns the dtype, the shape and the byte offsets of a tensor in the file.
 
         Args:
             name: Name of the tensor.
@@ -377,10 +382,10 @@ class SafetensorsFile:
         return tensor
 
     def _read(self, start: int, stop: int) -> bytes:
-        """Reads bytes of the file from `start` to `stop`, for the header.
+        """Reads a range of bytes of the file, for the header.
 
-        If `start` is among the bytes that were read first (`_front`), fewer bytes are returned when
-        these end before `stop`.
+        If the range begins within the first bytes, which were read before (`_front`), and ends
+        after them, only the bytes up to their end are returned.
 
         Args:
             start: Offset of the first byte.
@@ -393,17 +398,17 @@ class SafetensorsFile:
     def _begin(self, start: int, stop: int, blocks: Blocks | None) -> Callable[[], np.ndarray]:
         """Begins to read a range of bytes.
 
-        Nothing is read if the range is among the bytes that were read first (`_front`).
+        Nothing is read if the range is within the first bytes, which were read before (`_front`).
 
         Args:
             start: Offset of the first byte.
             stop: Offset of the byte after the last one.
-            blocks: Blocks whose checksums are compared; None to compare those of whole MiB.
+            blocks: Blocks whose checksums are compared. None to compare the checksums of whole MiB.
 
         Returns:
             A function that waits for the bytes and returns them, uint8 (stop - start,).
         """
-        front = self._front
-        if stop > len(front):
-            return self._ask(start, stop, blocks)
-        return lambda: front[start:stop]
+        front_content = self._front
+        if stop > len(front_content):
+            return self._begin_bytes(start, stop, blocks)
+        return lambda: front_content[start:stop]

@@ -13,7 +13,7 @@ readers, and for each check the damage that no other check finds:
 - *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
   damage in a range of the file, for readers that do not read the rest of the file.
 - *SHA-256* of a whole file (shard_reader.py): any damage, with certainty. The small files are
-  compared whenever they are read, the activations only here.
+  compared whenever they are read; the file of activations is compared only here.
 - *Dtypes, shapes and counts* of the tensors (`open_shard`) and of the table (`read_table`): files
   that are not damaged, but differ from the description in the JSON, because of a fault of the
   program that wrote them, or because somebody has edited the JSON.
@@ -36,10 +36,9 @@ from activation_extraction.store.run_log import Commit, RunLog
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard_reader import check_shard_file, read_sums
 
-SHARDS_AT_ONCE = (
-    4  # number of shards that are checked at the same time; shards in buckets need memory
-)
-NO_NUMBERS = np.zeros(0, np.int64)
+# Number of shards that are checked at the same time. A shard in a bucket is read into memory.
+SHARDS_AT_ONCE = 4
+NO_NUMBERS = np.zeros(0, np.int64)  # numbers of the samples of a shard without samples
 T = TypeVar("T")
 
 
@@ -47,7 +46,7 @@ class CheckedShard(NamedTuple):
     """The result of checking a shard.
 
     Attributes:
-        folder: Name of the host's folder; "" for the output itself.
+        folder: Name of the host's folder; "" for the output folder itself.
         commit: Commit of the shard.
         problem: The first problem that was found, with the path of the file; "" if there is none.
         failure: Error of a request that failed, so that it is unknown whether the shard is good.
@@ -66,7 +65,7 @@ def file_path(folder: str, name: str) -> str:
     """Returns the path of a file relative to the output of the run, for messages.
 
     Args:
-        folder: Name of the host's folder; "" for the output itself.
+        folder: Name of the host's folder; "" for the output folder itself.
         name: Name of the file.
     """
     return f"{folder}/{name}" if folder else name
@@ -77,7 +76,7 @@ def check_shard(store: Folder, folder: str, run_log: RunLog, commit: Commit) -> 
 
     Args:
         store: The host's folder.
-        folder: Name of this folder, for messages; "" for the output itself.
+        folder: Name of this folder, for messages; "" for the output folder itself.
         run_log: Log of this folder.
         commit: Commit of the shard.
 
@@ -112,17 +111,19 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
     Raises:
         RunError: If a file is missing or has another size.
     """
-    for name, file_facts in commit.files.items():
-        found_bytes = run_log.files.get(name)
-        if found_bytes != file_facts.bytes:  # a listing of several pages is not a snapshot
-            file_entry = store.head(name)
-            found_bytes = None if file_entry is None else file_entry.size
-        if found_bytes is None:
+    for file_name, file_facts in commit.files.items():
+        actual_bytes = run_log.files.get(file_name)
+        if actual_bytes != file_facts.bytes:  # the listing may be outdated
+            listed_file = store.head(file_name)
+            actual_bytes = None if listed_file is None else listed_file.size
+        if actual_bytes is None:
             moved_to = run_log.moved_to
-            elsewhere = f" here, it was uploaded to {moved_to}" if moved_to else ""
-            raise RunError(f"{name}: is missing{elsewhere}")
-        if found_bytes != file_facts.bytes:
-            raise RunError(f"{name}: has {found_bytes} bytes, its JSON says {file_facts.bytes}")
+            upload_note = f" here, it was uploaded to {moved_to}" if moved_to else ""
+            raise RunError(f"{file_name}: is missing{upload_note}")
+        if actual_bytes != file_facts.bytes:
+            raise RunError(
+                f"{file_name}: has {actual_bytes} bytes, its JSON says {file_facts.bytes}"
+            )
 
 
 def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple]]) -> Iterator[T]:
@@ -135,17 +136,18 @@ def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple
     """
     from tqdm import tqdm  # imported here, because only these checks need it
 
-    total_bytes = sum(commit.bytes for commit, _ in shards)
+    bytes_of_shards = sum(commit.bytes for commit, _ in shards)
     with (
-        ThreadPoolExecutor(SHARDS_AT_ONCE) as pool,
+        ThreadPoolExecutor(SHARDS_AT_ONCE) as check_threads,
         tqdm(
-            total=total_bytes, unit="B", unit_scale=True, desc="verifying", disable=None
+            total=bytes_of_shards, unit="B", unit_scale=True, desc="verifying", disable=None
         ) as progress_bar,
     ):
-        futures = [pool.submit(check, *arguments) for _, arguments in shards]
+        check_futures = [check_threads.submit(check, *arguments) for _, arguments in shards]
         try:
-            for future, (commit, _) in zip(futures, shards, strict=True):
-                yield future.result()
+            for check_future, (commit, _) in zip(check_futures, shards, strict=True):
+                yield check_future.result()
                 progress_bar.update(commit.bytes)
-        finally:  # after Ctrl-C or a failure, only shards that are being read are finished
-            pool.shutdown(cancel_futures=True)
+        finally:
+            # After Ctrl-C or a failure, only checks that have begun are completed.
+            check_threads.shutdown(cancel_futures=True)

@@ -36,17 +36,18 @@ from activation_extraction.store.safetensors_file import (
 from activation_extraction.store.shard import Shard
 from activation_extraction.store.statistics import Sums, unpack_sums
 
-REPLACED = "the run was overwritten or repaired since its JSON was read; open it again"
-# Approximate number of bytes of a request, if a read from a bucket is split into several requests.
-# A request has fewer than 2 * RANGE bytes, and at least RANGE bytes if the whole read has as many.
-RANGE = 8 * MIB
-HEADER = 2**16  # number of bytes that is large enough for the headers of most safetensors files
-IN_FLIGHT = 32  # number of requests to buckets at the same time, over all runs, shards and hooks
-# Largest number of bytes of a small request, and number of small requests that are sent at the same
-# time. They have threads of their own, because they mostly wait for an answer, and would keep large
+REPLACED_REASON = "the run was overwritten or repaired since its JSON was read; open it again"
+# Approximate size in bytes of a request, if a read from a bucket is split into several requests. A
+# request has fewer than 2 * REQUEST_BYTES bytes, and at least REQUEST_BYTES bytes unless the whole
+# read has fewer.
+REQUEST_BYTES = 8 * MIB
+HEADER_BYTES = 2**16  # size in bytes that the headers of most safetensors files do not exceed
+MAX_REQUESTS = 32  # number of requests to buckets at the same time, over all runs, shards and hooks
+# Largest size in bytes of a small request, and number of small requests at the same time. Small
+# requests have separate threads, because they mostly wait for an answer, and would keep large
 # requests from being sent.
-SMALL = MIB // 2
-SMALL_IN_FLIGHT = 64
+SMALL_REQUEST_BYTES = MIB // 2
+MAX_SMALL_REQUESTS = 64
 
 
 @lru_cache(2)
@@ -54,11 +55,11 @@ def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
     """Returns the threads that send requests to buckets.
 
     Args:
-        process: Id of this process. A fork has another id, and lacks the threads of its parent, so
-            it gets threads of its own.
-        small: Whether the requests have at most SMALL bytes.
+        process: Id of this process. A fork lacks the threads of its parent, so it must get new
+            threads; the cache tells it from its parent by its id.
+        small: Whether the requests have at most SMALL_REQUEST_BYTES bytes.
     """
-    return ThreadPoolExecutor(SMALL_IN_FLIGHT if small else IN_FLIGHT, "requests")
+    return ThreadPoolExecutor(MAX_SMALL_REQUESTS if small else MAX_REQUESTS, "requests")
 
 
 def read_by_ranges(commit: Commit) -> bool:
@@ -73,19 +74,19 @@ def read_by_ranges(commit: Commit) -> bool:
 def front_bytes(commit: Commit) -> int:
     """Returns the number of bytes before the tokens in a safetensors shard, which is an estimate.
 
-    The bytes are the header and the two tensors with a value for each sample.
+    These bytes are the header, and the two tensors with a value for each sample.
 
     Args:
         commit: Commit of the shard.
     """
-    return HEADER + 16 * commit.count
+    return HEADER_BYTES + 16 * commit.count
 
 
 class ShardBytes:
     """The file of a shard, of which all bytes that are read are compared with a CRC-32C.
 
     A file on this machine is mapped into memory, and each MiB is compared when it is first read. In
-    a bucket, `request_threads` read ranges of whole blocks, of about RANGE bytes each.
+    a bucket, `request_threads` read ranges of whole blocks, of about REQUEST_BYTES bytes each.
 
     Args:
         folder: Folder of the shard.
@@ -142,23 +143,25 @@ class ShardBytes:
         blocks = blocks or self._mib_blocks
         first_block = (start - blocks.start) // blocks.block_bytes
         stop_block = -(-(stop - blocks.start) // blocks.block_bytes)
-        read_start = blocks.start + first_block * blocks.block_bytes
-        request_count = max((stop_block - first_block) * blocks.block_bytes // RANGE, 1)
+        first_read_byte = blocks.start + first_block * blocks.block_bytes
+        request_count = max((stop_block - first_block) * blocks.block_bytes // REQUEST_BYTES, 1)
         block_edges = np.linspace(
             first_block, stop_block, min(request_count, stop_block - first_block) + 1
         ).astype(int)
-        submit = request_threads(
-            os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL
+        submit_request = request_threads(
+            os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL_REQUEST_BYTES
         ).submit
-        futures = [
-            submit(self._read, blocks, first_of_request, stop_of_request)
+        block_futures = [
+            submit_request(self._read, blocks, first_of_request, stop_of_request)
             for first_of_request, stop_of_request in pairwise(block_edges.tolist())
         ]
 
         def wait() -> np.ndarray:
-            byte_arrays = [future.result() for future in futures]
-            read_bytes = byte_arrays[0] if len(byte_arrays) == 1 else np.concatenate(byte_arrays)
-            return read_bytes[start - read_start : stop - read_start]
+            request_arrays = [future.result() for future in block_futures]
+            read_bytes = (
+                request_arrays[0] if len(request_arrays) == 1 else np.concatenate(request_arrays)
+            )
+            return read_bytes[start - first_read_byte : stop - first_read_byte]
 
         return wait
 
@@ -176,8 +179,10 @@ class ShardBytes:
         """
         start = blocks.start + first_block * blocks.block_bytes
         stop = min(blocks.start + stop_block * blocks.block_bytes, blocks.stop)
-        options = {"start": start, "stop": stop}
-        answer_bytes = _read(self._folder, self._commit, self._commit.file, self._where, **options)
+        byte_range = {"start": start, "stop": stop}
+        answer_bytes = _read(
+            self._folder, self._commit, self._commit.file, self._where, **byte_range
+        )
         if len(answer_bytes) != stop - start:
             raise RunError(f"{self._where}: is shorter than its JSON says")
         read_bytes = np.frombuffer(answer_bytes, np.uint8)
@@ -197,7 +202,7 @@ class ShardBytes:
             block_number: Number of the block, from 0.
 
         Raises:
-            RunError: If they differ.
+            RunError: If the two checksums differ.
         """
         if (
             f"{crc32c(block_content.data):08x}"
@@ -226,20 +231,24 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
         RunError: If the file is missing or damaged, or does not match its JSON.
     """
     hooks = list(hooks)
-    where = f"{folder.url}/{commit.file}"
-    file = ShardBytes(folder, commit, where)
+    file_url = f"{folder.url}/{commit.file}"
+    shard_bytes = ShardBytes(folder, commit, file_url)
     if read_by_ranges(commit):
-        ranges = None if folder.local else commit.files[commit.file].ranges
+        range_checksums = None if folder.local else commit.files[commit.file].ranges
         max_front_bytes = 0 if folder.local else front_bytes(commit)
-        reader = SafetensorsFile(file.begin, commit.bytes, where, ranges, max_front_bytes)
-    else:
-        pickle_bytes = pyarrow.py_buffer(file.begin(0, commit.bytes)())
-        hooks_by_key = {hook.key: hook for hook in hooks}
-        shard = read_pickle(
-            pyarrow.BufferReader(pickle_bytes), where, commit.unpacked, hooks_by_key
+        reader = SafetensorsFile(
+            shard_bytes.begin, commit.bytes, file_url, range_checksums, max_front_bytes
         )
-        reader = _in_memory(shard, where)
-    tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in reader.tensors.items()}
+    else:
+        pickle_bytes = pyarrow.py_buffer(shard_bytes.begin(0, commit.bytes)())
+        hooks_by_key = {hook.key: hook for hook in hooks}
+        pickled_shard = read_pickle(
+            pyarrow.BufferReader(pickle_bytes), file_url, commit.unpacked, hooks_by_key
+        )
+        reader = _in_memory(pickled_shard, file_url)
+    actual_tensors = {
+        tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in reader.tensors.items()
+    }
     expected_tensors: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
         "sample_offsets": (np.dtype(np.int64), (commit.count + 1,)),
@@ -248,8 +257,8 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     }
     for hook in hooks:
         expected_tensors |= hook.expected_tensors(commit.tokens)
-    for name, dtype_and_shape in expected_tensors.items():
-        expect(where, name, tensors.get(name), dtype_and_shape)
+    for tensor_name, dtype_and_shape in expected_tensors.items():
+        expect(file_url, tensor_name, actual_tensors.get(tensor_name), dtype_and_shape)
     return reader
 
 
@@ -272,16 +281,18 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def begin(start: int, stop: int, _blocks: Blocks | None) -> Callable[[], np.ndarray]:
-        first_piece, last_piece = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        read_start = int(buffer_ends[first_piece - 1]) if first_piece else 0
-        piece_bytes = np.frombuffer(b"".join(file_buffers[first_piece : last_piece + 1]), np.uint8)
-        return lambda: piece_bytes[start - read_start : stop - read_start]
+        first_buffer, last_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        first_read_byte = int(buffer_ends[first_buffer - 1]) if first_buffer else 0
+        buffer_bytes = np.frombuffer(
+            b"".join(file_buffers[first_buffer : last_buffer + 1]), np.uint8
+        )
+        return lambda: buffer_bytes[start - first_read_byte : stop - first_read_byte]
 
     return SafetensorsFile(begin, int(buffer_ends[-1]), where)
 
 
 def expect(where: str, what: str, actual: Any, expected: Any) -> None:
-    """Compares a fact about a shard with its JSON.
+    """Raises RunError if a fact about a shard's file differs from the JSON of the shard.
 
     Args:
         where: URL of the file, for messages.
@@ -329,17 +340,16 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
         file_content = _read(folder, commit, commit.file, where, max_bytes=commit.bytes)
     else:
         try:
-            with open(Path(local_path(folder.url)) / commit.file, "rb") as file:
-                file_content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with open(Path(local_path(folder.url)) / commit.file, "rb") as opened_file:
+                file_content = mmap.mmap(opened_file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
-            raise RunError(f"{where}: is missing; {REPLACED}") from error
+            raise RunError(f"{where}: is missing; {REPLACED_REASON}") from error
         except ValueError as error:
             raise RunError(f"{where}: is empty") from error
-        except OSError as error:  # the file need not be damaged
+        except OSError as error:  # FolderError, because the file need not be damaged
             raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
-        _check_json(
-            folder, commit, where
-        )  # even if the file is replaced later, the mapped content stays
+        # If the file is replaced after this check, the mapped content does not change.
+        _check_json(folder, commit, where)
     if len(file_content) != commit.bytes:
         raise RunError(f"{where}: has {len(file_content)} bytes, its JSON says {commit.bytes}")
     return file_content
@@ -362,7 +372,7 @@ def _check_json(folder: Folder, commit: Commit, where: str) -> None:
     json_bytes = folder.read(commit.name, max_bytes=MAX_JSON_BYTES)
     with suppress(DamagedError):
         if json_bytes is not None and parse_commit(json_bytes, commit.name) != commit:
-            raise RunError(f"{where}: {REPLACED}")
+            raise RunError(f"{where}: {REPLACED_REASON}")
 
 
 def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any) -> bytes:
@@ -389,9 +399,9 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
         read = folder.read_range if "start" in options else folder.read
         file_bytes: Any = read(name, version=version, **options)
     except ChangedError as error:
-        raise RunError(f"{where}: {REPLACED}") from error
+        raise RunError(f"{where}: {REPLACED_REASON}") from error
     if file_bytes is None:
-        raise RunError(f"{where}: is missing; {REPLACED}")
+        raise RunError(f"{where}: is missing; {REPLACED_REASON}")
     return file_bytes
 
 
@@ -429,12 +439,13 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
         RunError: If the file is missing, damaged or replaced.
     """
     file_facts = commit.files[name]
-    where = f"{folder.url}/{name}"
+    file_url = f"{folder.url}/{name}"
     try:
-        file_bytes = _read(folder, commit, name, where, max_bytes=file_facts.bytes)
-        _check_digest(file_bytes, file_facts.sha256, where)
+        file_bytes = _read(folder, commit, name, file_url, max_bytes=file_facts.bytes)
+        _check_digest(file_bytes, file_facts.sha256, file_url)
     except RunError:
-        if folder.local:  # in other folders, the file was read in its recorded version
-            _check_json(folder, commit, where)
+        # In a bucket, the file was read in its recorded version, so it cannot have been replaced.
+        if folder.local:
+            _check_json(folder, commit, file_url)
         raise
-    return file_bytes, where
+    return file_bytes, file_url
