@@ -623,7 +623,9 @@ def _interleaved_tensors(
         first_row_of_projection = 0
         # Quantised versions of such a model may contain a tensor for each projection, like Qwen3.5.
         # Parameters of these versions are read from their own tensors.
-        if not tensors or any(name.endswith(full_tensor_name) for name in tensors):
+        if not tensors or any(
+            checkpoint_name.endswith(full_tensor_name) for checkpoint_name in tensors
+        ):
             for projection_letter, row_count in row_count_by_letter.items():
                 tensor_slice = TensorSlice(
                     0, first_row_of_projection, rows_per_key_head, per_head=True

@@ -190,8 +190,14 @@ class AutoencoderFiles:
             tensor_by_name = torch_object.get("sae", torch_object)
         else:
             opened_file = LocalFile(local_path)
-            tensor_by_name = {name: opened_file.read(name, ()) for name in opened_file.tensors}
-        return {FIELD_OF_TENSOR.get(name, name): tensor for name, tensor in tensor_by_name.items()}
+            tensor_by_name = {
+                tensor_name: opened_file.read(tensor_name, ())
+                for tensor_name in opened_file.tensors
+            }
+        return {
+            FIELD_OF_TENSOR.get(tensor_name, tensor_name): tensor_values
+            for tensor_name, tensor_values in tensor_by_name.items()
+        }
 
     def supported_setting(self, config: Config, key: str, *supported_values: str) -> str:
         """Returns a setting of a configuration after checking that it is supported.
@@ -241,23 +247,23 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         name, Repository(repository_path, kind=AUTOENCODER), folder_in_repository, layer_digits
     )
     try:
-        fields = _read_fields(autoencoder_files, weights_file)
-        _check_shapes(autoencoder_files, fields)
-        _check_finite(autoencoder_files, fields)
+        field_values = _read_fields(autoencoder_files, weights_file)
+        _check_shapes(autoencoder_files, field_values)
+        _check_finite(autoencoder_files, field_values)
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         error_text = f"{type(error).__name__}: {one_line(error):.200}"
         raise autoencoder_files.error(f"cannot be read: {error_text}") from error
-    hook_in_files = fields["hook"]
+    hook_in_files = field_values["hook"]
     if not hook and not hook_in_files:
         raise autoencoder_files.error(f"does not name its hook; give --encode HOOK={name}")
     if hook:
-        fields["hook"] = hook
-        if fields["target"] == hook_in_files:
-            fields["target"] = hook
-    is_bfloat16 = str(fields.get("dtype", fields["W_enc"].dtype)).endswith("bfloat16")
-    fields["dtype"] = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
+        field_values["hook"] = hook
+        if field_values["target"] == hook_in_files:
+            field_values["target"] = hook
+    is_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith("bfloat16")
+    field_values["dtype"] = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
     return Autoencoder(
-        **fields,
+        **field_values,
         name=name,
         hook_in_files=hook_in_files,
         files=tuple(autoencoder_files.paths_read),
@@ -477,7 +483,10 @@ def _fold_normalisation(
         b_dec = b_dec @ inverse_whitening_matrix + activation_mean
     folded_tensors = {"W_enc": W_enc, "b_enc": b_enc, "W_dec": W_dec, "b_dec": b_dec}
     with np.errstate(over="ignore"):  # `_check_finite` later rejects values that became infinite
-        return {name: tensor.astype(np.float32) for name, tensor in folded_tensors.items()}
+        return {
+            tensor_name: folded_tensor.astype(np.float32)
+            for tensor_name, folded_tensor in folded_tensors.items()
+        }
 
 
 def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:

@@ -139,7 +139,9 @@ class Capture:
             self.plan(range(first_layer, first_layer + length)) for first_layer in first_layers
         ]
         slots_by_kind = zip(*(plan.slots for plan in stage_plans), strict=True)
-        return stage_plans[0].with_slots(tuple(np.stack(slots) for slots in slots_by_kind))
+        return stage_plans[0].with_slots(
+            tuple(np.stack(kind_slots) for kind_slots in slots_by_kind)
+        )
 
     def plan_end(self) -> Plan:
         """Plans the slots of the hooks that come after the last layer."""
@@ -147,7 +149,7 @@ class Capture:
         end_hooks = [hook for hook in self.hooks if hook.kind.at_end]
         end_slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in end_hooks]
         end_kinds = tuple(hook.kind for hook in end_hooks)
-        return Plan(end_kinds, tuple(np.int32(slot) for slot in end_slots))
+        return Plan(end_kinds, tuple(np.int32(end_slot) for end_slot in end_slots))
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
         """Returns buffers of zeros with room for everything that the plans write.
@@ -161,10 +163,10 @@ class Capture:
         """
         slot_count_by_type: dict[VectorType, int] = {}
         for plan in plans:
-            for kind, slots in zip(plan.kinds, plan.slots, strict=True):
-                vector_type = self.vector_type(kind)
+            for hook_kind, kind_slots in zip(plan.kinds, plan.slots, strict=True):
+                vector_type = self.vector_type(hook_kind)
                 slot_count_by_type[vector_type] = max(
-                    slot_count_by_type.get(vector_type, 0), slots.max() + 1
+                    slot_count_by_type.get(vector_type, 0), kind_slots.max() + 1
                 )
         buffer_by_type = {}
         for vector_type, slot_count in slot_count_by_type.items():
@@ -193,9 +195,9 @@ class Capture:
         """
         rows_and_tokens = intermediates["resid_pre"].shape[:2]
         bits_by_kind = []
-        for kind in kinds:
-            vector_type = self.vector_type(kind)
-            x = intermediate(intermediates, kind.intermediate)
+        for hook_kind in kinds:
+            vector_type = self.vector_type(hook_kind)
+            x = intermediate(intermediates, hook_kind.intermediate)
             if x is None:
                 x = jnp.zeros((*rows_and_tokens, vector_type.width), vector_type.dtype)
             x = x.reshape(*rows_and_tokens, -1).astype(vector_type.dtype)
@@ -222,10 +224,12 @@ class Capture:
             The buffers with these values.
         """
         buffers = dict(buffers)
-        for kind, slot, kind_bits in zip(plan.kinds, plan.slots, bits_by_kind, strict=True):
-            vector_type = self.vector_type(kind)
+        for hook_kind, kind_slot, kind_bits in zip(
+            plan.kinds, plan.slots, bits_by_kind, strict=True
+        ):
+            vector_type = self.vector_type(hook_kind)
             kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
-            buffer_index = (slot,) if micro_batch is None else (slot, micro_batch)
+            buffer_index = (kind_slot,) if micro_batch is None else (kind_slot, micro_batch)
             bits_in_buffer_shape = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
             type_buffer = buffers[vector_type]
             buffers[vector_type] = lax.dynamic_update_slice(
@@ -243,8 +247,8 @@ class Capture:
             Vector type -> the values of its hooks, (hooks of this type, B, T, width).
         """
         values_by_vector_type = {}
-        for vector_type, hooks in self.hooks_by_type().items():
-            type_bits = buffers[vector_type][: len(hooks)]
+        for vector_type, type_hooks in self.hooks_by_type().items():
+            type_bits = buffers[vector_type][: len(type_hooks)]
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
                 type_bits, vector_type.dtype
             )
@@ -265,9 +269,11 @@ class Capture:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
         values_by_vector_type = {}
-        for vector_type, hooks in self.hooks_by_type().items():
+        for vector_type, type_hooks in self.hooks_by_type().items():
             bit_stacks = []
-            stage_number_by_hook = [hook.layer // length for hook in hooks if not hook.kind.at_end]
+            stage_number_by_hook = [
+                hook.layer // length for hook in type_hooks if not hook.kind.at_end
+            ]
             if stage_number_by_hook:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
                 # of the batch. So the axis of micro-batches must come after the axis of their rows
@@ -280,7 +286,7 @@ class Capture:
                     stage_bits[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_by_stage)
                 ]
-            for hook in hooks:
+            for hook in type_hooks:
                 if hook.kind.at_end:
                     end_bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
                     bit_stacks.append(end_bits[None])

@@ -163,9 +163,11 @@ class Decoder:
         Returns:
             The carry after the last layer.
         """
-        params, has_window_by_layer = layers
-        layer_types = self.config.layer_types[: self._count(params)]
-        params_by_type = params if self.has_several_types else {layer_types[0]: params}
+        params_of_layers, has_window_by_layer = layers
+        layer_types = self.config.layer_types[: self._count(params_of_layers)]
+        params_by_type = (
+            params_of_layers if self.has_several_types else {layer_types[0]: params_of_layers}
+        )
         sorted_type_names = sorted(params_by_type)
         stacks_by_type = {
             layer_type: self._separate(layer_type, stacked_params)
@@ -189,18 +191,18 @@ class Decoder:
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stack_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
-                params = layer_params
-                if params is None:
+                params_of_layer = layer_params
+                if params_of_layer is None:
                     take_row = partial(
                         jax.lax.dynamic_index_in_dim, index=stack_row, keepdims=False
                     )
-                    params = jax.tree.map(take_row, copied_stacks)
+                    params_of_layer = jax.tree.map(take_row, copied_stacks)
                 stack_and_row_by_path = {
                     parameter_path: (stack, stack_row)
                     for parameter_path, stack in stack_in_place_by_path.items()
                 }
                 apply_layer = self._apply(
-                    layer_type, params, has_window, keep, stack_and_row_by_path
+                    layer_type, params_of_layer, has_window, keep, stack_and_row_by_path
                 )
                 return in_groups(apply_layer, self.modules[layer_type])(*inputs)
 

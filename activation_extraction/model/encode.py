@@ -117,7 +117,7 @@ class Encoder:
     @property
     def flops(self) -> float:
         """The number of floating-point operations for a token."""
-        return 2.0 * sum(array.size for array in self.autoencoder.arrays.values())
+        return 2.0 * sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
 
     def memory(self, layout: Layout) -> float:
         """Estimates the memory of weights and of a block of tokens, in bytes on each device.
@@ -127,7 +127,7 @@ class Encoder:
         Args:
             layout: The mesh.
         """
-        weight_count = sum(array.size for array in self.autoencoder.arrays.values())
+        weight_count = sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
         weight_shard_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
         block_bytes = 4 * 4 * VALUES_OF_A_BLOCK  # about four arrays of float32 at a time
         return weight_count * self.autoencoder.dtype.itemsize / weight_shard_count + block_bytes
@@ -142,11 +142,11 @@ class Encoder:
             Field of `Autoencoder` -> the shape, dtype and sharding of its array.
         """
         shape_by_field = {}
-        for field_name, array in self.autoencoder.arrays.items():
-            array_dtype = self.autoencoder.dtype if array.ndim > 1 else np.dtype(np.float32)
-            sharding = layout.sharding(AXES[field_name], array.shape)
+        for field_name, weight_array in self.autoencoder.arrays.items():
+            array_dtype = self.autoencoder.dtype if weight_array.ndim > 1 else np.dtype(np.float32)
+            sharding = layout.sharding(AXES[field_name], weight_array.shape)
             shape_by_field[field_name] = jax.ShapeDtypeStruct(
-                array.shape, array_dtype, sharding=sharding
+                weight_array.shape, array_dtype, sharding=sharding
             )
         return shape_by_field
 
@@ -259,12 +259,16 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
     """
     feature_shard_count = layout.size(*RULES["head_vocab"])
     tokens_per_block = VALUES_OF_A_BLOCK * feature_shard_count // encoder.autoencoder.features
-    weights = {name: layout.gather(weight, AXES[name]) for name, weight in weights.items()}
+    weights = {
+        field_name: layout.gather(weight, AXES[field_name])
+        for field_name, weight in weights.items()
+    }
     values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
         sharded_hook_values = [
-            layout.constrain(array, "batch", "sequence", "hidden") for array in block_values
+            layout.constrain(hook_array, "batch", "sequence", "hidden")
+            for hook_array in block_values
         ]
         return _records(encoder, weights, sharded_hook_values[0], sharded_hook_values[-1], layout)
 

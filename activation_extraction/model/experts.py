@@ -185,7 +185,7 @@ def _sum_on_device(
     token_arrays = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
     token_sums = expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
-    split_axes = tuple(axis for axis in MODEL_AXES if layout.size(axis) > 1)
+    split_axes = tuple(mesh_axis for mesh_axis in MODEL_AXES if layout.size(mesh_axis) > 1)
     if split_axes:
         token_sums = lax.psum(token_sums.astype(x.dtype), split_axes).astype(jnp.float32)
     return token_sums.reshape(x.shape)
@@ -247,7 +247,7 @@ def _sum_in_ring(
 
     halves_by_direction = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        halves_by_part = [[array[half_slice] for array in (x, weights, chosen)]]
+        halves_by_part = [[token_array[half_slice] for token_array in (x, weights, chosen)]]
         for _ in range(1, device_count):
             halves_by_part.append(hop(halves_by_part[-1], ring_shift))
         halves_by_direction.append(halves_by_part)
@@ -330,7 +330,8 @@ def in_sorted_rows(
         return token_sums
 
     arrays_by_part = [
-        jnp.split(array, parts) for array in (sorted_row_numbers, weights, has_expert)
+        jnp.split(row_or_token_array, parts)
+        for row_or_token_array in (sorted_row_numbers, weights, has_expert)
     ]
     return jnp.concatenate(
         [add_up(*part_arrays) for part_arrays in zip(*arrays_by_part, strict=True)]

@@ -174,7 +174,7 @@ def scale_names(tensor: str, tensors: Collection[str]) -> list[str]:
         The names, as a list; empty if the tensor has no scales.
     """
     possible_scale_names = [tensor + scale_ending for scale_ending in ENDINGS]
-    return [name for name in possible_scale_names if name in tensors]
+    return [scale_name for scale_name in possible_scale_names if scale_name in tensors]
 
 
 def without_scales(tensors: Collection[str], source: str) -> set[str]:
@@ -311,12 +311,14 @@ class Scales:
         for axis_slice, axis_size, values_per_scale in zip(
             index, self.shape, self.values_per_scale, strict=True
         ):
-            start, stop, _ = axis_slice.indices(axis_size)
-            scale_numbers_by_axis.append(np.arange(start, stop) // values_per_scale)
+            start_index, stop_index, _ = axis_slice.indices(axis_size)
+            scale_numbers_by_axis.append(np.arange(start_index, stop_index) // values_per_scale)
         *expert_scale_numbers, row_scale_numbers, column_scale_numbers = scale_numbers_by_axis
         code_count = len(FLOAT32_OF_CODE)
-        scales = self._read()[..., column_scale_numbers[0] : column_scale_numbers[-1] + 1]
-        scales_per_row = scales.shape[-1]
+        scales_of_columns = self._read()[
+            ..., column_scale_numbers[0] : column_scale_numbers[-1] + 1
+        ]
+        scales_per_row = scales_of_columns.shape[-1]
         column_table_offsets = (column_scale_numbers - column_scale_numbers[0]) * code_count
         part_values = np.empty(codes.shape, dtype)
         # The rows are computed in pieces, so that neither the values of a piece nor its tables
@@ -332,7 +334,7 @@ class Scales:
                     expert_scale_numbers, matrix_index, strict=True
                 )
             )
-            matrix_scales = scales[scale_matrix_index]
+            matrix_scales = scales_of_columns[scale_matrix_index]
             for first_row in range(0, len(row_scale_numbers), rows_per_piece):
                 piece_slice = slice(first_row, first_row + rows_per_piece)
                 piece_codes = codes[matrix_index][piece_slice].view(np.uint8)
@@ -372,20 +374,20 @@ class Scales:
             InputError: If a scale is not a finite number.
         """
         header_entry = self.file.tensors[self.stored_name]
-        whole_tensor = tuple(slice(0, size) for size in header_entry.shape)
-        scales = self.file.read(self.stored_name, whole_tensor)
-        if scales.dtype == np.uint8:
-            scales = scales.view(DTYPES["F8_E8M0"])
-        scales = scales.astype(np.float32)
-        if not np.isfinite(scales).all():
+        whole_tensor_index = tuple(slice(0, axis_size) for axis_size in header_entry.shape)
+        stored_scales = self.file.read(self.stored_name, whole_tensor_index)
+        if stored_scales.dtype == np.uint8:
+            stored_scales = stored_scales.view(DTYPES["F8_E8M0"])
+        stored_scales = stored_scales.astype(np.float32)
+        if not np.isfinite(stored_scales).all():
             raise InputError(
                 f"{self.file.location}: tensor {self.stored_name} has NaN or infinite scales"
             )
         scale_counts = [
-            -(-size // values_per_scale)
-            for size, values_per_scale in zip(self.shape, self.values_per_scale, strict=True)
+            -(-axis_size // values_per_scale)
+            for axis_size, values_per_scale in zip(self.shape, self.values_per_scale, strict=True)
         ]
-        return scales.reshape(scale_counts)
+        return stored_scales.reshape(scale_counts)
 
 
 def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:

@@ -149,8 +149,10 @@ class Program:
         for encoder, encoder_weights in zip(self.encoders, weights_by_encoder, strict=True):
             source_values = activations_by_hook[encoder.source_hook]
             target_values = activations_by_hook[encoder.target_hook]
-            codes = encode(encoder, encoder_weights, source_values, target_values, self.layout)
-            activations_by_hook[encoder.hook] = codes
+            encoder_codes = encode(
+                encoder, encoder_weights, source_values, target_values, self.layout
+            )
+            activations_by_hook[encoder.hook] = encoder_codes
         arrays_by_type: dict[VectorType, list[Array]] = defaultdict(list)
         for hook in self.hooks.values():
             arrays_by_type[self.vector_type(hook)].append(activations_by_hook[hook])
@@ -182,9 +184,9 @@ class Forward(Program):
         It is "layer" if all keys are layers, "hook name" if all keys are the names of their hooks,
         and otherwise the list of all keys.
         """
-        if all(isinstance(key, int) for key in self.hooks):
+        if all(isinstance(hook_key, int) for hook_key in self.hooks):
             return "layer"
-        key_texts = [str(key) for key in self.hooks]
+        key_texts = [str(hook_key) for hook_key in self.hooks]
         hook_names = [hook.name for hook in self.hooks.values()]
         return "hook name" if key_texts == hook_names else key_texts
 
@@ -207,8 +209,8 @@ class Forward(Program):
             vector_type: iter(stack) for vector_type, stack in stack_by_type.items()
         }
         return {
-            key: next(array_iterator_by_type[self.vector_type(hook)])
-            for key, hook in self.hooks.items()
+            hook_key: next(array_iterator_by_type[self.vector_type(hook)])
+            for hook_key, hook in self.hooks.items()
         }
 
 

@@ -215,7 +215,7 @@ class Hook(NamedTuple):
         if self.kind.large and pattern not in hook_names:
             if pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
                 return []
-        return [name for name in hook_names if fnmatchcase(name, pattern)]
+        return [hook_name for hook_name in hook_names if fnmatchcase(hook_name, pattern)]
 
     def metadata(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Returns the entry of the hook in metadata.json.
@@ -261,7 +261,7 @@ class HookTable:
 
     def without_predictions(self) -> "HookTable":
         """Returns the table without the kinds that need logits, for a model without a head."""
-        kept_kinds = tuple(kind for kind in self.kinds if not kind.is_prediction)
+        kept_kinds = tuple(hook_kind for hook_kind in self.kinds if not hook_kind.is_prediction)
         return replace(self, kinds=kept_kinds)
 
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
@@ -272,10 +272,10 @@ class HookTable:
             large: Whether to include hooks of large kinds (see `HookKind.large`).
         """
         return sorted(
-            Hook(layer, kind_order, kind)
-            for kind_order, kind in enumerate(self.kinds)
-            for layer in kind.layers(depth, self.layer_types)
-            if large or not kind.large
+            Hook(layer, kind_order, hook_kind)
+            for kind_order, hook_kind in enumerate(self.kinds)
+            for layer in hook_kind.layers(depth, self.layer_types)
+            if large or not hook_kind.large
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
@@ -345,13 +345,15 @@ class HookTable:
         hooks_of_model = self.all_hooks(depth, large=True)
         for hook in hooks_of_model:
             hook_names = hook.names()
-            if "V" in hook.kind.letters and any(fnmatchcase(name, pattern) for name in hook_names):
+            if "V" in hook.kind.letters and any(
+                fnmatchcase(hook_name, pattern) for hook_name in hook_names
+            ):
                 return InputError(
                     f"--hook_names {pattern}: matches only {hook.name}, which takes "
                     f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
                     f"{hook.name}"
                 )
-        all_names = [name for hook in hooks_of_model for name in hook.names()]
+        all_names = [hook_name for hook in hooks_of_model for hook_name in hook.names()]
         near_miss_hint = near_miss(pattern, all_names)
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
@@ -452,9 +454,9 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     existing_kinds = []
-    for kind in _kinds(_type_words(config), top_logits):
-        if any(kind.exists_in(layer_type) for layer_type in config.layer_types):
-            existing_kinds.append(kind)
+    for hook_kind in _kinds(_type_words(config), top_logits):
+        if any(hook_kind.exists_in(layer_type) for layer_type in config.layer_types):
+            existing_kinds.append(hook_kind)
     return HookTable(tuple(existing_kinds), config.layer_types, config.vocab_size)
 
 

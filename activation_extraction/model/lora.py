@@ -288,7 +288,7 @@ class LoraAdapter:
         Returns:
             The values, float32.
         """
-        whole_tensor_index = tuple(slice(0, size) for size in self._shape_by_key[key])
+        whole_tensor_index = tuple(slice(0, axis_size) for axis_size in self._shape_by_key[key])
         return self._weights_file.read(key, whole_tensor_index).astype(np.float32)
 
     def _modules(self) -> dict[str, dict[str, str]]:
@@ -305,10 +305,10 @@ class LoraAdapter:
                 module.
         """
         keys_by_module: dict[str, dict[str, str]] = defaultdict(dict)
-        for tensor_key, shape in self._shape_by_key.items():
-            if 0 in (shape or (0,)):
+        for tensor_key, tensor_shape in self._shape_by_key.items():
+            if 0 in (tensor_shape or (0,)):
                 raise self._error(
-                    tensor_key, f"has shape {shape} (was it saved from a part of ZeRO-3?)"
+                    tensor_key, f"has shape {tensor_shape} (was it saved from a part of ZeRO-3?)"
                 )
             shortened_key = ADDED_WORDS.sub("", tensor_key.removeprefix("base_model.model."))
             module_path, _, key_suffix = shortened_key.partition(".lora_")

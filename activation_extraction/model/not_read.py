@@ -82,8 +82,12 @@ def no_weights(
             transformers`.
         names: The names of all files in the repository.
     """
-    safetensors_names = sorted(name for name in names if name.endswith(".safetensors"))
-    other_weight_names = sorted(name for name in names if OTHER_WEIGHTS.fullmatch(name))
+    safetensors_names = sorted(
+        file_name for file_name in names if file_name.endswith(".safetensors")
+    )
+    other_weight_names = sorted(
+        file_name for file_name in names if OTHER_WEIGHTS.fullmatch(file_name)
+    )
     weights_remark = ""
     if safetensors_names and weights == SINGLE_FILE:
         weights_remark = (

@@ -103,7 +103,9 @@ class _Unpickler(AllowListUnpickler):
             for archive_member in archive.infolist()
         ):
             raise ValueError("the archive is compressed")
-        pickle_names = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        pickle_names = [
+            archive_name for archive_name in archive.namelist() if archive_name.endswith("data.pkl")
+        ]
         (pickle_name,) = pickle_names
         super().__init__(io.BytesIO(archive.read(pickle_name)))
         self._file = file

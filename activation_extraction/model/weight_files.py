@@ -175,18 +175,20 @@ class RemoteFile(WeightFile):
         header_entry = self.tensors[tensor]
         tensor_shape = header_entry.shape
         bounds_by_axis = [
-            axis_slice.indices(size)[:2]
-            for axis_slice, size in zip(index, tensor_shape, strict=True)
+            axis_slice.indices(axis_size)[:2]
+            for axis_slice, axis_size in zip(index, tensor_shape, strict=True)
         ]
         range_axis, offset_ranges = byte_ranges(header_entry, bounds_by_axis)
-        downloaded_bytes = np.empty(sum(stop - start for start, stop in offset_ranges), np.uint8)
+        downloaded_bytes = np.empty(
+            sum(range_stop - range_start for range_start, range_stop in offset_ranges), np.uint8
+        )
         # A request is the offset of its first byte in the file, and the view of `downloaded_bytes`
         # that it fills.
         byte_requests: list[tuple[int, np.ndarray]] = []
         requested_byte_count = 0
-        for start, stop in offset_ranges:
-            for request_offset in range(start, stop, REQUEST_BYTES):
-                request_byte_count = min(REQUEST_BYTES, stop - request_offset)
+        for range_start, range_stop in offset_ranges:
+            for request_offset in range(range_start, range_stop, REQUEST_BYTES):
+                request_byte_count = min(REQUEST_BYTES, range_stop - request_offset)
                 byte_requests.append(
                     (
                         request_offset,
@@ -206,7 +208,9 @@ class RemoteFile(WeightFile):
         for _ in _connections().map(fill, byte_requests):
             pass
         # The axes after `range_axis` were downloaded whole, so the index is applied to them here.
-        lengths_by_axis = [stop - start for start, stop in bounds_by_axis[: range_axis + 1]]
+        lengths_by_axis = [
+            range_stop - range_start for range_start, range_stop in bounds_by_axis[: range_axis + 1]
+        ]
         downloaded_part = downloaded_bytes.view(header_entry.dtype).reshape(
             *lengths_by_axis, *tensor_shape[range_axis + 1 :]
         )

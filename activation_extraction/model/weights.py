@@ -94,7 +94,7 @@ class WeightSpec:
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the checkpoint."""
         bounds_by_axis = self._bounds([*map(range, self.shape[self.stacked_axes :])])
-        tensor_sizes = [stop - start for start, stop in bounds_by_axis]
+        tensor_sizes = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
         if self.tensor_slice is not None:
             head_count = self.shape[self.stacked_axes] if self.tensor_slice.per_head else 1
             tensor_sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
@@ -287,9 +287,9 @@ def orient_experts(
         Args:
             specs: Path of a parameter -> its spec.
         """
-        for spec in specs.values():
-            for name in spec.hf_names[:1]:
-                if tuple(shape_of(name)) != spec.hf_shape:
+        for weight_spec in specs.values():
+            for tensor_name in weight_spec.hf_names[:1]:
+                if tuple(shape_of(tensor_name)) != weight_spec.hf_shape:
                     return False
         return True
 
@@ -363,15 +363,16 @@ def load_params(
         parameter_path: spec for parameter_path, spec in table.items() if spec.axes[0] == "layers"
     }
 
-    def zeros() -> dict[ParamPath, jax.Array]:
+    def make_zeros() -> dict[ParamPath, jax.Array]:
         return {
-            path: jnp.zeros(spec.shape, loaded_dtype) for path, spec in stacked_spec_by_path.items()
+            parameter_path: jnp.zeros(stacked_spec.shape, loaded_dtype)
+            for parameter_path, stacked_spec in stacked_spec_by_path.items()
         }
 
     sharding_by_path = {}
-    for parameter_path, spec in stacked_spec_by_path.items():
-        sharding_by_path[parameter_path] = layout.sharding(spec.axes, spec.shape)
-    array_by_path = jax.jit(zeros, out_shardings=sharding_by_path)()
+    for parameter_path, stacked_spec in stacked_spec_by_path.items():
+        sharding_by_path[parameter_path] = layout.sharding(stacked_spec.axes, stacked_spec.shape)
+    array_by_path = jax.jit(make_zeros, out_shardings=sharding_by_path)()
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
     load_jobs: list[tuple[ParamPath, int | None]] = []
@@ -381,7 +382,7 @@ def load_params(
         else:
             load_jobs.append((parameter_path, None))
 
-    def position(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
+    def position_in_files(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
         """Returns the sort key of a job: the position of its first tensor in the files.
 
         Args:
@@ -446,7 +447,7 @@ def load_params(
         )
         return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 
-    load_jobs.sort(key=position)
+    load_jobs.sort(key=position_in_files)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as reader_pool:
         loaded_arrays = _loaded_ahead(reader_pool, load, load_jobs)
         for parameter_path, layer in load_jobs:
