@@ -229,6 +229,6 @@ def test_a_time_is_told_as_people_say_it(hours, words):
 def test_machines(name, known_as, hosts, chips, devices):
     name, _, per_host = name.partition("/")
     found = topology_of(name, int(per_host) if per_host else None)
-    assert (found.name, found.hosts, found.chips) == (known_as, hosts, chips)
+    assert (found.name, found.num_hosts, found.num_chips) == (known_as, hosts, chips)
     of_host = Counter(device.process_index for device in found.described())
     assert [*of_host.values()] == [devices // hosts] * hosts

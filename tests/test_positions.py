@@ -32,7 +32,7 @@ def choice_of(flags):
 def test_slices_mean_what_they_mean_in_python(rule):
     where, recorded = SLICES[rule]
     choice = choice_of(f"--positions={rule}")
-    assert str(choice) == f"positions {recorded}" and choice.everything == (recorded == "all")
+    assert str(choice) == f"positions {recorded}" and choice.keeps_everything == (recorded == "all")
     assert choice == choice_of(f"--positions={recorded}")
     for length in (1, 2, 3, 8, 50):
         kept = choice.kept(7, np.zeros(length, np.int32))

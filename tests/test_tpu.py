@@ -148,7 +148,7 @@ def test_the_compiler_knows_every_machine_alike():
     for key, kind in CHIP_KINDS.items():
         for shape in kind.shapes.split():
             topology = topology_of(f"{key}:{shape}")
-            if topology.chips <= 64:
+            if topology.num_chips <= 64:
                 real, described = topology.compilable(), topology.described()
                 hosts = [device.process_index for device in real]
                 assert hosts == [device.process_index for device in described]

@@ -366,14 +366,14 @@ def estimate_totals(
                 tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
                 num_tokens_of_run = run.amount.stored_tokens
-                tokens_per_second = [config.planning.tokens_per_second * run.topology.hosts]
+                tokens_per_second = [config.planning.tokens_per_second * run.topology.num_hosts]
             hours_of_run = [
                 num_tokens_of_run / max(tokens_per_second) / 3600,
                 num_tokens_of_run / min(tokens_per_second) / 3600,
             ]
         if hours_of_run is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
-            chip_hours_of_run = [run.topology.chips * hours for hours in hours_of_run]
+            chip_hours_of_run = [run.topology.num_chips * hours for hours in hours_of_run]
             dollars_of_run = [
                 chip_hours_of_run[0] * min(chip_hour_prices),
                 chip_hours_of_run[1] * max(chip_hour_prices),
@@ -401,7 +401,7 @@ def lines_of(
     topology = run.topology
     rows_per_host, row_tokens = run.request.shape
     chips_and_hosts_in_words = (
-        f"{counted(topology.chips, 'chip')} on {counted(topology.hosts, 'host')}"
+        f"{counted(topology.num_chips, 'chip')} on {counted(topology.num_hosts, 'host')}"
     )
     rows_and_tokens_in_words = f"{counted(rows_per_host, 'row')} of {counted(row_tokens, 'token')}"
     yield (

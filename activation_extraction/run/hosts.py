@@ -61,7 +61,7 @@ class Host:
     count: int = 1
 
     @property
-    def several(self) -> bool:
+    def is_one_of_several(self) -> bool:
         """Whether the run has more than one host."""
         return self.count > 1
 
@@ -208,7 +208,7 @@ def gather(host: Host, local_value: Any) -> list[Any]:
         The values of all hosts in the order of their numbers. If there are several hosts, the
         values were sent as JSON, so tuples have become lists.
     """
-    if not host.several:
+    if not host.is_one_of_several:
         return [local_value]
     local_json = json.dumps(local_value).encode()
     largest_json_size = int(np.max(multihost_utils.process_allgather(np.int32(len(local_json)))))
@@ -239,7 +239,7 @@ def leave(host: Host) -> None:
     Args:
         host: This host.
     """
-    if host.several:
+    if host.is_one_of_several:
         jax.distributed.shutdown()
 
 
@@ -425,7 +425,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         host: This host. If it is the only one, there is no helper process.
         message: The message, which tells the user what to do.
     """
-    if not host.several:
+    if not host.is_one_of_several:
         yield
         return
     abort_reason_in_words = "because another host is gone (or because it crashed itself; see above)"

@@ -45,21 +45,21 @@ class Input(Generic[ModelOrText]):
     """One input of a run, which belongs to its model or to its text.
 
     Attributes:
-        name: The name of the input in messages.
-        field: The name of the field of Identity that identifies the content of the input.
-        field_value: A function that takes the model or the text and returns the value of this
+        name_in_messages: Name of the input, such as "model", in messages.
+        identity_field: The name of the field of Identity that identifies the content of the input.
+        value_of_field: A function that takes the model or the text and returns the value of this
             field.
-        flags: The names of the flags that determine the input. A message shows the first of these
-            flags that is set.
-        paths: The names of the flags that contain the path of the input. The paths may differ
+        flag_names: The names of the flags that determine the input. A message shows the first
+            of these flags that is set.
+        path_flags: The names of the flags that contain the path of the input. The paths may differ
             between hosts if the content is the same.
     """
 
-    name: str
-    field: str
-    field_value: Callable[[ModelOrText], str]
-    flags: tuple[str, ...]
-    paths: tuple[str, ...]
+    name_in_messages: str
+    identity_field: str
+    value_of_field: Callable[[ModelOrText], str]
+    flag_names: tuple[str, ...]
+    path_flags: tuple[str, ...]
 
 
 def _adapter_digest(forward: Forward) -> str:
@@ -127,7 +127,7 @@ INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)
 # Names of the flags that may differ between the hosts of a run.
 HOST_FLAGS = {
     *(flag_name for flag_name, flag in FLAGS.items() if flag.may_differ_by_host),
-    *(path_flag for run_input in INPUTS for path_flag in run_input.paths),
+    *(path_flag for run_input in INPUTS for path_flag in run_input.path_flags),
 }
 
 
@@ -192,19 +192,21 @@ def _check_inputs(
         InputError: If an input differs. The message names the first such input and its flag.
     """
     for run_input in inputs:
-        if run_input.field_value(model_or_text) == getattr(identity, run_input.field):
+        if run_input.value_of_field(model_or_text) == getattr(identity, run_input.identity_field):
             continue
-        given_flag_names = [flag_name for flag_name in run_input.flags if flag_values[flag_name]]
-        flag_name = given_flag_names[0] if given_flag_names else run_input.flags[0]
+        given_flag_names = [
+            flag_name for flag_name in run_input.flag_names if flag_values[flag_name]
+        ]
+        flag_name = given_flag_names[0] if given_flag_names else run_input.flag_names[0]
         flag_value = flag_values[flag_name]
         difference_in_words = "is not the one" if flag_value else "is missing, the one"
         path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
         # The tokenizer or template may differ because the adapter contains one, or no longer does.
-        if flag_name in MODEL_FLAGS and "lora" in run_input.paths and flag_values["lora"]:
+        if flag_name in MODEL_FLAGS and "lora" in run_input.path_flags and flag_values["lora"]:
             path_in_words += f" with --lora {plain_url(flag_values['lora'])}"
         raise InputError(
-            f"--{flag_name}{path_in_words}: the {run_input.name} {difference_in_words} that the "
-            "stored activations came from"
+            f"--{flag_name}{path_in_words}: the {run_input.name_in_messages} {difference_in_words} "
+            "that the stored activations came from"
         )
 
 
@@ -228,10 +230,10 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     }
     stores_top_logits = any(hook_name.startswith("logits.top_") for hook_name in dtype_by_hook_name)
     model_input_by_field = {
-        run_input.field: run_input.field_value(forward) for run_input in MODEL_INPUTS
+        run_input.identity_field: run_input.value_of_field(forward) for run_input in MODEL_INPUTS
     }
     text_input_by_field = {
-        run_input.field: run_input.field_value(text) for run_input in TEXT_INPUTS
+        run_input.identity_field: run_input.value_of_field(text) for run_input in TEXT_INPUTS
     }
     return Identity(
         **model_input_by_field,
@@ -330,9 +332,9 @@ def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, A
     source_files = [*script_paths, *package_folder.rglob("*.py")]
     shared_identity_fields = identity.shared
     for run_input in INPUTS:
-        flags_in_words = " or ".join(f"--{path_flag}" for path_flag in run_input.paths)
-        shared_identity_fields[f"{run_input.field} ({flags_in_words})"] = (
-            shared_identity_fields.pop(run_input.field)
+        flags_in_words = " or ".join(f"--{path_flag}" for path_flag in run_input.path_flags)
+        shared_identity_fields[f"{run_input.identity_field} ({flags_in_words})"] = (
+            shared_identity_fields.pop(run_input.identity_field)
         )
     return {
         **step_of(forward),

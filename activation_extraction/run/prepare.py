@@ -182,7 +182,7 @@ def check_output(config: Config, host: Host) -> RunFolders:
     check_output_dir(run_folders.folder, METRICS)
     check_free_disk(run_folders.folder, output_options.min_free_gb)
     use_compilation_cache(
-        config.computing.compilation_cache, run_folders.local_output, host.several
+        config.computing.compilation_cache, run_folders.local_output, host.is_one_of_several
     )
     run_folders.check_bucket()
     run_folders.check_stale_folders(config.storage.overwrite)
@@ -556,5 +556,5 @@ def log_start(run: Run) -> None:
         )
     if special_tokens := sample_settings.special_tokens:
         log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.template)
-    if not sample_settings.choice.everything:
+    if not sample_settings.choice.keeps_everything:
         log.info("kept tokens: %s", sample_settings.choice)

@@ -172,8 +172,8 @@ def _shortfall_message(run: Run) -> str:
         for stored_count, limit_of_unit in stored_count_and_limit_by_unit.values()
     ):
         return ""
-    host_in_words = f" of host {run.host.id}" if run.host.several else ""
-    share_in_words = "its share of " if run.host.several else ""
+    host_in_words = f" of host {run.host.id}" if run.host.is_one_of_several else ""
+    share_in_words = "its share of " if run.host.is_one_of_several else ""
     shortfalls_in_words = []
     for unit, (stored_count, limit_of_unit) in stored_count_and_limit_by_unit.items():
         flag_in_words = f"{share_in_words}--max_{unit}s"
@@ -192,7 +192,7 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
         new_tokens: The number of tokens that this process has stored.
     """
     elapsed_seconds = clock.elapsed
-    token_unit = "tokens" if run.text.sample_settings.choice.everything else "kept tokens"
+    token_unit = "tokens" if run.text.sample_settings.choice.keeps_everything else "kept tokens"
     times_in_words = ", ".join(
         f"{activity} {clock.seconds[activity]:.1f}" for activity in ACTIVITIES
     )

@@ -91,14 +91,14 @@ class Topology:
         name: The name of the machine. For TPUs, it contains the shape, such as v5e:8x8. For GPUs,
             it contains the number of chips, such as h100-8.
         chip_kind: The kind of the machine's chips.
-        hosts: The number of hosts.
-        chips: The number of chips on all hosts together.
+        num_hosts: The number of hosts.
+        num_chips: The number of chips on all hosts together.
     """
 
     name: str
     chip_kind: ChipKind
-    hosts: int
-    chips: int
+    num_hosts: int
+    num_chips: int
 
     @property
     def is_tpu(self) -> bool:
@@ -108,10 +108,10 @@ class Topology:
     def described(self) -> list[Device]:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
         platform_name = "tpu" if self.is_tpu else "gpu"
-        num_devices = self.chips * self.chip_kind.devices_per_chip
+        num_devices = self.num_chips * self.chip_kind.devices_per_chip
         described_devices = []
         for device_number in range(num_devices):
-            host_number = device_number * self.hosts // num_devices
+            host_number = device_number * self.num_hosts // num_devices
             described_devices.append(
                 Device(device_number, platform_name, self.chip_kind.chip_name, host_number)
             )
@@ -126,7 +126,7 @@ class Topology:
         from jax.experimental import topologies
 
         topology_options: dict[str, Any] = {
-            "chips_per_host_bounds": (*HOST_SHAPES[self.chips // self.hosts], 1)
+            "chips_per_host_bounds": (*HOST_SHAPES[self.num_chips // self.num_hosts], 1)
         }
         if self.name.startswith("v4:"):
             topology_options["chip_config_name"] = "megacore"

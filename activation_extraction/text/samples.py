@@ -87,7 +87,7 @@ class SampleSettings:
             A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
         """
         content_mask = document.content.mask
-        if content_mask is None and not self.overlap and self.choice.everything:
+        if content_mask is None and not self.overlap and self.choice.keeps_everything:
             return None
         return self.choice.eligible(tokens.total_tokens, content_mask, tokens.labels)
 

@@ -41,7 +41,7 @@ class TokenChoice:
         return choice_in_words
 
     @property
-    def everything(self) -> bool:
+    def keeps_everything(self) -> bool:
         """Returns whether all tokens are kept."""
         return self == TokenChoice()
 
