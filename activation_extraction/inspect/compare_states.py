@@ -45,8 +45,8 @@ class Limits:
         row: Largest error of the tokens of a row together.
         token: Largest error of a single token.
         other_experts: Largest share of the tokens whose errors are above `row` and at most
-            OTHER_EXPERTS_ERROR, because these tokens have other experts. 0 if the model has no
-            experts, or if rounding does not choose other ones.
+            OTHER_EXPERTS_ERROR, because the two programs have chosen different experts for these
+            tokens. 0 if the model has no experts, or if rounding does not change the choice.
     """
 
     row: float

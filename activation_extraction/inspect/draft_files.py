@@ -201,7 +201,7 @@ class SpeculatorsFormat(DraftFormat):
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export.
 
-        The arguments and the result are those of `ExportFormat.choose_hooks`.
+        `ExportFormat.choose_hooks` describes the arguments and the result.
 
         Raises:
             InputError: If the output of the last block is not chosen, or no hook of another layer
@@ -226,7 +226,7 @@ class SpeculatorsFormat(DraftFormat):
     ) -> Exported:
         """Writes the data set and a file of hidden states for each sample.
 
-        The arguments and the result are those of `ExportFormat.write`.
+        `ExportFormat.write` describes the arguments and the result.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -269,7 +269,7 @@ class SpeculatorsFormat(DraftFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell command with which speculators trains a draft model on the files.
 
-        The arguments are those of `ExportFormat.read_with`.
+        `ExportFormat.read_with` describes the arguments.
         """
         layer_numbers_in_words = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
         backend_flag = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
@@ -318,7 +318,7 @@ class SpecForgeFormat(DraftFormat):
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export.
 
-        The arguments and the result are those of `ExportFormat.choose_hooks`.
+        `ExportFormat.choose_hooks` describes the arguments and the result.
 
         Raises:
             InputError: If the chosen hooks are not the final norm's and the residual streams of
@@ -347,7 +347,7 @@ class SpecForgeFormat(DraftFormat):
     ) -> Exported:
         """Writes a file for each sample.
 
-        The arguments and the result are those of `ExportFormat.write`.
+        `ExportFormat.write` describes the arguments and the result.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -382,7 +382,7 @@ class SpecForgeFormat(DraftFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell commands that configure SpecForge and train a draft model.
 
-        The arguments are those of `ExportFormat.read_with`.
+        `ExportFormat.read_with` describes the arguments.
         """
         config_json = specforge_config(folder, dataset, hooks)
         return [

@@ -81,7 +81,7 @@ def export(
     Raises:
         InputError: If the run cannot be exported in this format, a package is missing, or the
             folder exists or cannot be made. `load_text` may raise it, too.
-        RunError: If reading or writing fails. The unfinished folder is deleted then.
+        RunError: If reading or writing fails. In this case, the unfinished folder is deleted.
     """
     flag_and_format = f"--export {export_format.name}"
     needed_package = export_format.library

@@ -3,7 +3,7 @@
 Two kinds of folders are read. A folder of speculators contains `hidden_states/hs_i.safetensors`,
 and the data set to whose row i this file belongs. A folder of SpecForge contains
 `rows_A-B/data_i.ckpt`, perhaps compressed (`.ckpt.gz`). The docstring of draft_files.py describes
-how the two programs number layers. verify_states.py compares what is read here with a model.
+how the two programs number layers. verify_states.py compares the states with those of a model.
 
 No file contains the numbers of its layers. No pickled code is run.
 """

@@ -53,7 +53,7 @@ class DelphiFormat(ExportFormat):
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export.
 
-        The arguments and the result are those of `ExportFormat.choose_hooks`.
+        `ExportFormat.choose_hooks` describes the arguments and the result.
 
         Raises:
             InputError: If the format accepts none of the hooks, or no sample fills a row.
@@ -80,7 +80,7 @@ class DelphiFormat(ExportFormat):
     ) -> Exported:
         """Writes a folder for each hook.
 
-        The arguments and the result are those of `ExportFormat.write`.
+        `ExportFormat.write` describes the arguments and the result.
         """
         from safetensors.numpy import save
 
@@ -176,7 +176,7 @@ class DelphiFormat(ExportFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python expression with which delphi opens the cache of latents.
 
-        The arguments are those of `ExportFormat.read_with`.
+        `ExportFormat.read_with` describes the arguments.
         """
         return [f"LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())"]
 

@@ -155,7 +155,7 @@ class NlaFormat(ExportFormat):
     ) -> Exported:
         """Writes both files. Each chunk becomes a row group.
 
-        The arguments and the result are those of `ExportFormat.write`.
+        `ExportFormat.write` describes the arguments and the result.
         """
         import yaml
         from pyarrow.parquet import ParquetWriter
@@ -200,7 +200,7 @@ class NlaFormat(ExportFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell command of the stage of the pipeline that reads the files.
 
-        The arguments are those of `ExportFormat.read_with`.
+        `ExportFormat.read_with` describes the arguments.
         """
         quoted_path = f"{shlex.quote(folder)}/{FILE_NAME}"
         return [f"python -m nla.datagen.stage1_split --base {quoted_path} --output-dir FOLDER"]

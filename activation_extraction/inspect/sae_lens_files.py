@@ -42,7 +42,7 @@ class SaeLensFormat(ExportFormat):
     ) -> Exported:
         """Writes a folder for each hook.
 
-        The arguments and the result are those of `ExportFormat.write`.
+        `ExportFormat.write` describes the arguments and the result.
         """
         import datasets
 
@@ -77,7 +77,7 @@ class SaeLensFormat(ExportFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python call that makes SAELens train on the first hook.
 
-        The arguments are those of `ExportFormat.read_with`.
+        `ExportFormat.read_with` describes the arguments.
         """
         hook_folder = os.path.join(folder, hooks[0])
         return [

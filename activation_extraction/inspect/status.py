@@ -55,9 +55,9 @@ class HostState:
         utilisation: The fraction of the devices' peak FLOP/s, from metrics.jsonl. None if it is
             unknown.
         waited: The seconds for which computing waited because the memory for shards was full. The
-            keys are the phases in which the oldest shard was at that time.
+            keys are the phases in which the oldest shard was during the wait.
         expected_end: The time at which the run will reach --max_samples or --max_tokens at its
-            present speed. None if that is unknown.
+            present speed. None if the time is unknown.
         share: The stored fraction of --max_samples or of --max_tokens, whichever is larger. None
             without these limits.
     """
@@ -338,8 +338,8 @@ def aggregate(
 
 
 def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> None:
-    started_hosts = [host for host in hosts if host.state != "not started"]
-    cells_of_rows = [_cells_by_title(host) for host in started_hosts]
+    started_hosts = [host_state for host_state in hosts if host_state.state != "not started"]
+    cells_of_rows = [_cells_by_title(host_state) for host_state in started_hosts]
     cells_of_sums = _cells_by_title(_sum_of_hosts(hosts, aggregated_metadata))
     cells_of_rows.append({**cells_of_sums, "machine": "all", "host": ""})
     column_titles = tuple(cells_of_rows[0])
@@ -368,21 +368,29 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         hosts: The states of all hosts.
         aggregated_metadata: The content of aggregated_metadata.json.
     """
-    running_hosts = [host for host in hosts if host.state == "running"]
-    speeds_or_none = [host.tokens_per_second for host in running_hosts]
-    known_speeds = [speed for speed in speeds_or_none if speed is not None]
+    running_hosts = [host_state for host_state in hosts if host_state.state == "running"]
+    speeds_or_none = [host_state.tokens_per_second for host_state in running_hosts]
+    known_speeds = [
+        tokens_per_second for tokens_per_second in speeds_or_none if tokens_per_second is not None
+    ]
     expected_end_times = [
-        host.expected_end for host in running_hosts if host.expected_end is not None
+        host_state.expected_end
+        for host_state in running_hosts
+        if host_state.expected_end is not None
     ]
     expected_end = None
     if expected_end_times and len(expected_end_times) == len(running_hosts):
         expected_end = max(expected_end_times)
-    started_hosts = [host for host in hosts if host.state != "not started"]
-    known_fractions = [host.share for host in started_hosts if host.share is not None]
+    started_hosts = [host_state for host_state in hosts if host_state.state != "not started"]
+    known_fractions = [
+        host_state.share for host_state in started_hosts if host_state.share is not None
+    ]
     done_fraction = None
     if known_fractions and len(known_fractions) == len(started_hosts):
         done_fraction = sum(known_fractions) / len(hosts)
-    last_commit_times = [host.last_commit for host in hosts if host.last_commit is not None]
+    last_commit_times = [
+        host_state.last_commit for host_state in hosts if host_state.last_commit is not None
+    ]
     return HostState(
         name="",
         machine=0,

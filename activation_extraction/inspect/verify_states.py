@@ -1,7 +1,7 @@
-"""Compares hidden states that another program has stored with those of the model, for --verify.
+"""Compares the hidden states of another program with the states of the model, for --verify.
 
 hidden_states.py reads the files and compare_states.py compares arrays. This module chooses random
-rows, determines which hook each layer of the files should contain, and words what is wrong.
+rows, determines which hook each layer of the files should contain, and describes wrong layers.
 
 The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
 the hooks, each layer must contain the hook that they name. Otherwise each layer is taken for the
@@ -152,8 +152,8 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     ):
         wrong_layers = [
             layer
-            for layer, hook in enumerate(expected_hooks)
-            if not row_check.is_right(layer, hook.name)
+            for layer, expected_hook in enumerate(expected_hooks)
+            if not row_check.is_right(layer, expected_hook.name)
         ]
         if wrong_layers:
             wrong_row_numbers.add(row_check.number)
@@ -164,7 +164,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     has_failed = bool(wrong_row_numbers or order_message)
     say(
         *report_lines,
-        *(f"note: {note}" for note in notes_on_run),
+        *(f"note: {note_on_run}" for note_on_run in notes_on_run),
         f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program}, "
         f"{counted(len(folder.files), 'row')}; {counted(len(chosen_numbers), 'row')} compared, "
         f"{len(wrong_row_numbers)} wrong",
@@ -349,7 +349,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
     """Returns a message if the known hooks are not in ascending order; otherwise ""."""
-    known_hook_names = [hook.name for hook in hooks if hook.is_known]
+    known_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_known]
     stream_numbers = [_stream_number(hook_name) for hook_name in known_hook_names]
     if stream_numbers == sorted(set(stream_numbers)):
         return ""
@@ -403,13 +403,13 @@ def _notes_on_hooks(
     # The default blocks are not ascending if the model has too few blocks.
     if default_blocks != sorted(set(default_blocks)):
         return
-    default_hooks = [f"blocks.{block}.hook_resid_post" for block in default_blocks]
+    default_hooks = [f"blocks.{default_block}.hook_resid_post" for default_block in default_blocks]
     if (
         len(hooks) == len(default_blocks) + 1
-        and [hook.name for hook in hooks[:-1]] != default_hooks
+        and [expected_hook.name for expected_hook in hooks[:-1]] != default_hooks
     ):
         layer_numbers_in_words = ", ".join(
-            str(block + folder.number_of_block_0) for block in default_blocks
+            str(default_block + folder.number_of_block_0) for default_block in default_blocks
         )
         hook_names_in_words = ", ".join(default_hooks)
         yield (

@@ -119,8 +119,8 @@ class Folder:
     fails, and repeats a request that fails for a reason that may pass, such as a lost connection.
 
     A folder on the Hugging Face hub is read from the commit that is current when this object is
-    made, or from the revision that the URL names. Its `full_url` and `url` then name the commit, so
-    that other processes that get one of these URLs read the same commit.
+    made, or from the revision that the URL names. After its construction, its `full_url` and `url`
+    name the commit, so other processes that get one of these URLs read the same commit.
 
     Args:
         url: URL or local path of the folder, which need not exist.
@@ -449,7 +449,7 @@ class Folder:
         Args:
             request: Name of the request, such as "reading metadata.json", for messages.
             action: Function that sends the request once and returns its result.
-            once: Whether to send the request only once. A failure that may pass then raises
+            once: Whether to send the request only once. If True, a failure that may pass raises
                 ChangedError.
             patience: Time for all attempts. None to let the time begin with the first failure.
 

@@ -2,7 +2,7 @@
 
 There are three kinds of values, with a class each: `DenseValues` are numbers that are stored
 without encoding, `Float8Values` are activations in one byte per value, and `CodeValues` are the
-active features of an autoencoder. An object of such a class describes one hook. It has the
+active features of an autoencoder. An object of one of these classes describes one hook. It has the
 functions that writers, readers, statistics and --verify apply to the values at the hook; no other
 module depends on the kind of a hook. `Identity.hook_values` chooses the class.
 

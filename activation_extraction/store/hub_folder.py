@@ -219,30 +219,31 @@ class HubFolder:
             RevisionNotFoundError,
         )
 
-        repo_noun = NOUNS[self._repository_kind]
+        repository_noun = NOUNS[self._repository_kind]
         try:
             yield
         except OfflineModeIsEnabled as error:
             offline_message = (
-                f"HF_HUB_OFFLINE is set, and the {repo_noun} is read from the hub alone; unset it"
+                f"HF_HUB_OFFLINE is set, and the {repository_noun} is read from the hub alone; "
+                "unset it"
             )
             raise FolderError(offline_message) from error
         except HFValidationError as error:
             raise FolderError(one_line(error)) from error
         except GatedRepoError as error:
             raise FolderError(
-                f"the {repo_noun} is gated: ask for access on its page, and set HF_TOKEN to your "
-                "token"
+                f"the {repository_noun} is gated: ask for access on its page, and set HF_TOKEN to "
+                "your token"
             ) from error
         except RepositoryNotFoundError as error:
             access_problem = "HF_TOKEN is not set"
             if get_token():
                 access_problem = "your token (HF_TOKEN) may not read it"
             raise FolderError(
-                f"the hub has no such {repo_noun}, or it is private and {access_problem}"
+                f"the hub has no such {repository_noun}, or it is private and {access_problem}"
             ) from error
         except RevisionNotFoundError as error:
-            raise FolderError(f"the {repo_noun} has no revision {self._revision}") from error
+            raise FolderError(f"the {repository_noun} has no revision {self._revision}") from error
         except HfHubHTTPError as error:
             http_status = error.response.status_code
             failure_reason = f"{one_line(error):.200}"

@@ -61,8 +61,8 @@ class FolderError(RunError):
 class ChangedError(FolderError):
     """A file has another version than the request was conditional on.
 
-    A conditional write also raises this if its answer was lost, so that it is unknown whether the
-    file was written. The caller then reads the file to find out.
+    A conditional write also raises ChangedError if its answer was lost, so that it is unknown
+    whether the file was written. After a ChangedError, the caller reads the file to find out.
     """
 
     def __init__(self, message: str = CHANGED) -> None:
