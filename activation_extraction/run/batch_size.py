@@ -182,7 +182,7 @@ def _shortage_on_host(forward: Forward) -> str:
     num_rows, row_tokens = forward.shape
     bytes_per_token = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
     needed_bytes = STEPS_ON_HOST * num_rows * row_tokens * bytes_per_token
-    return _shortage(
+    return _shortage_message(
         f"{STEPS_ON_HOST} steps of {num_rows}", needed_bytes, "host", available_memory()
     )
 
@@ -199,14 +199,14 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
     """
     num_rows, _ = forward.shape
     try:
-        return _shortage(f"{num_rows}", bytes_of_step(forward), "device", usable_bytes)
+        return _shortage_message(f"{num_rows}", bytes_of_step(forward), "device", usable_bytes)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return f"{num_rows} do not fit, says the compiler: {one_line(error):.200}"
 
 
-def _shortage(
+def _shortage_message(
     rows_in_words: str, needed_bytes: float, memory_owner: str, usable_bytes: float
 ) -> str:
     """Returns a message if rows need more memory than can be used; otherwise "".

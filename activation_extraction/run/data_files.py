@@ -66,7 +66,7 @@ class DataFiles:
         self.files = tuple(files)
         if records is None:
             with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
-                records = list(thread_pool.map(_record, files))
+                records = list(thread_pool.map(_record_of_file, files))
         self.records = tuple(records)
         # Local files by the names under which rows may refer to them. In a mixture, `file.name`
         # begins with the number of the source (see open_data.py), but the name in a row does not.
@@ -237,10 +237,10 @@ def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
     """Returns whether a file has the recorded content, apart from lines that were appended."""
     if file.size != record.bytes and not file.may_grow:
         return False
-    return _record(replace(file, size=record.bytes)).fingerprint == record.fingerprint
+    return _record_of_file(replace(file, size=record.bytes)).fingerprint == record.fingerprint
 
 
-def _record(file: DataFile) -> RecordedFile:
+def _record_of_file(file: DataFile) -> RecordedFile:
     """Returns the record of a file for metadata.json.
 
     Args:

@@ -272,7 +272,7 @@ def raise_together(
     else:
         problem_kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
     shown_content_by_field = {
-        field_name: _shown(field_content) for field_name, field_content in fields.items()
+        field_name: _text_or_digest(field_content) for field_name, field_content in fields.items()
     }
     fields_digest = hashlib.sha256(
         json.dumps(shown_content_by_field, sort_keys=True).encode()
@@ -294,7 +294,7 @@ def raise_together(
     elif problem is None and len({*fields_digests}) > 1:
         # Hosts exchange the fields themselves only if the digests differ, because a data set of
         # many files has many fields.
-        problem = InputError(_difference(gather(host, shown_content_by_field)))
+        problem = InputError(_difference_message(gather(host, shown_content_by_field)))
     if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds}:
         problem.recurs = True
     if problem is not None:
@@ -302,7 +302,7 @@ def raise_together(
         raise problem
 
 
-def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
+def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
     """Returns a message about the first field that differs, with its contents and their hosts.
 
     Args:
@@ -324,7 +324,7 @@ def _difference(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
     )
 
 
-def _shown(content: object) -> str:
+def _text_or_digest(content: object) -> str:
     """Returns the content of a field as text, or its digest if the text exceeds MOST_SHOWN."""
     content_as_text = str(content)
     if len(content_as_text) <= MOST_SHOWN:

@@ -210,12 +210,12 @@ def _tpu_sides(
     """
     shape_by_number = {}
     for shape_of_kind in kind.shapes.split():
-        sides_of_shape = _sides(shape_of_kind)
+        sides_of_shape = _sides_of_shape(shape_of_kind)
         shape_by_number[str(math.prod(sides_of_shape) * kind.number_per_chip)] = shape_of_kind
     # The shapes are in ascending order, so the last one is the largest.
     sides_of_largest_shape = sides_of_shape
     shape = shape or shape_by_number.get(number or "", "0")
-    sides_of_shape = _sides(shape)
+    sides_of_shape = _sides_of_shape(shape)
     if len(sides_of_shape) != len(sides_of_largest_shape) or not 0 < math.prod(
         sides_of_shape
     ) <= math.prod(sides_of_largest_shape):
@@ -226,6 +226,6 @@ def _tpu_sides(
     return sides_of_shape
 
 
-def _sides(shape: str) -> tuple[int, ...]:
+def _sides_of_shape(shape: str) -> tuple[int, ...]:
     """Returns the number of chips along each axis of a shape such as 4x8."""
     return tuple(map(int, shape.split("x")))

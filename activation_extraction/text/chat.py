@@ -97,7 +97,7 @@ class MessagesColumn:
             UnusableRowError: If the messages or tools are no lists of objects, or cannot be
                 rendered.
         """
-        messages = _decoded(without_nulls(column_of(row, self.name, "--messages_column")))
+        messages = _decoded_json(without_nulls(column_of(row, self.name, "--messages_column")))
         if messages is None or messages == []:
             return None
         messages_are_list = isinstance(messages, list)
@@ -106,14 +106,14 @@ class MessagesColumn:
                 f"--messages_column {self.name}: expected a list of messages, found "
                 f"{type(messages).__name__} {messages!r:.40}"
             )
-        tools = _decoded(without_nulls(row.get("tools")))
+        tools = _decoded_json(without_nulls(row.get("tools")))
         if tools is not None and not isinstance(tools, list):
             raise UnusableRowError(f"its tools are {type(tools).__name__}, expected a list")
-        converted_messages = [_message(message) for message in messages]
+        converted_messages = [_converted_message(message) for message in messages]
         return self.template.content(converted_messages, tools or None)
 
 
-def _decoded(column: Any) -> Any:
+def _decoded_json(column: Any) -> Any:
     """Decodes messages or tools, which some data sets store as JSON text.
 
     Args:
@@ -131,7 +131,7 @@ def _decoded(column: Any) -> Any:
     return None if column == "" else column
 
 
-def _message(row_message: Mapping[str, Any]) -> dict[str, Any]:
+def _converted_message(row_message: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a message in the format of transformers, with a single text as its content.
 
     Keys whose value is null are kept, because transformers decides whether the template gets them.
@@ -161,7 +161,7 @@ def _message(row_message: Mapping[str, Any]) -> dict[str, Any]:
     converted_message["role"] = message_role
     if converted_message.get("content") is not None:
         converted_message["content"] = _content_text(converted_message["content"])
-    return _with_arguments(converted_message, _as_object)
+    return _with_converted_arguments(converted_message, _as_object)
 
 
 def _content_text(content: Any) -> str:
@@ -197,7 +197,9 @@ def _content_text(content: Any) -> str:
     return "".join(part_texts)
 
 
-def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+def _with_converted_arguments(
+    message: Mapping[str, Any], convert: Callable[[Any], Any]
+) -> dict[str, Any]:
     """Returns a message with the arguments of its tool calls converted.
 
     A tool call contains the arguments under the key `arguments`. In OpenAI's format, this key is
@@ -277,7 +279,7 @@ class ChatTemplate:
             source_by_template_name = {"default": Path(file).read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{template_origin}: cannot be read: {one_line(error)}") from error
-        return cls._checked(tokenizer, source_by_template_name, template_origin, arguments)
+        return cls._checked_template(tokenizer, source_by_template_name, template_origin, arguments)
 
     @classmethod
     def of_model(
@@ -296,10 +298,10 @@ class ChatTemplate:
         """
         if not sources:
             raise InputError(f"{origin}: has no chat template; give one with --chat_template FILE")
-        return cls._checked(tokenizer, sources, origin, arguments)
+        return cls._checked_template(tokenizer, sources, origin, arguments)
 
     @classmethod
-    def _checked(
+    def _checked_template(
         cls, tokenizer: Any, sources: Mapping[str, str], origin: str, arguments: Mapping[str, Any]
     ) -> "ChatTemplate":
         """Returns a ChatTemplate after checking that its templates use all arguments.
@@ -397,7 +399,7 @@ class ChatTemplate:
             refuse_markers([messages, tools], (START, END), error_message_pattern)
         if self.marks_thinking:
             self._refuse_marked_thinking(messages)
-        rendered_text = self._render(messages, tools)
+        rendered_text = self._rendered_text(messages, tools)
         if self.has_roles:
             return Content(rendered_text, role_spans(rendered_text, messages, self.marks_thinking))
         try:
@@ -425,7 +427,7 @@ class ChatTemplate:
                 thinking_and_content = [message["reasoning_content"], message.get("content")]
                 refuse_markers(thinking_and_content, (THINK, END_THINK), error_message_pattern)
 
-    def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+    def _rendered_text(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         """Returns the rendered text of a conversation.
 
         The first attempt passes the arguments of tool calls as objects. Some templates only accept
@@ -435,19 +437,19 @@ class ChatTemplate:
             UnusableRowError: If the template raises an error in both attempts.
         """
         try:
-            return self._apply(messages, tools)
+            return self._apply_template(messages, tools)
         except Exception as error:  # a template may raise any exception
             with suppress(Exception):
                 messages_with_text_arguments = [
-                    _with_arguments(message, _as_text) for message in messages
+                    _with_converted_arguments(message, _as_text) for message in messages
                 ]
                 if messages_with_text_arguments != messages:
-                    return self._apply(messages_with_text_arguments, tools)
+                    return self._apply_template(messages_with_text_arguments, tools)
             raise UnusableRowError(
                 f"the chat template refuses it: {one_line(error):.200}"
             ) from error
 
-    def _apply(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
+    def _apply_template(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None) -> str:
         """Renders a conversation with transformers, which may raise any exception.
 
         Args:

@@ -275,7 +275,7 @@ class DocumentStream:
                 if isinstance(stream_row, SourceRow):
                     source_row = stream_row
                 else:
-                    source_row = self._numbered(stream_row, row_number)
+                    source_row = self._with_row_number(stream_row, row_number)
                 self._leave_file(last_position, source_row.position)
                 last_position = source_row.position
             row_number += 1
@@ -294,7 +294,7 @@ class DocumentStream:
         if "file" in last and last["file"] != following.get("file"):
             self._on_last_row_of_file([last])
 
-    def _numbered(self, columns: dict[str, Any], row_number: int) -> SourceRow:
+    def _with_row_number(self, columns: dict[str, Any], row_number: int) -> SourceRow:
         """Returns a row of a hub data set with its number as its position.
 
         Args:

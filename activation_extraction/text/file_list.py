@@ -83,14 +83,14 @@ def list_files(path: str) -> list[DataFile]:
             root_path = os.path.abspath(os.path.expanduser(path))
         if fs.isfile(root_path):
             if not kind_of(root_path):
-                raise _no_data(path, "does not end in", [root_path])
+                raise _no_data_error(path, "does not end in", [root_path])
             data_paths = [root_path]
             # The query of a URL may contain a slash, so it is removed first.
             parent_folder = plain_url(root_path).rpartition("/")[0]
         else:
             data_paths, parent_folder = _list_folder(path, fs, root_path)
         data_files = list(
-            thread_pool.map(partial(_describe, fs, plain_url(parent_folder)), data_paths)
+            thread_pool.map(partial(_data_file_at, fs, plain_url(parent_folder)), data_paths)
         )
     refuse_repeated(data_files)
     return data_files
@@ -180,13 +180,15 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
         if entry_details["type"] != "directory"
     )
     _refuse_delta_table(path, fs, parent_folder, file_paths)
-    data_paths, left_out_in_words = _select(path, fs, root, file_paths)
+    data_paths, left_out_in_words = _select_data_files(path, fs, root, file_paths)
     if not is_glob:
         _refuse_named_splits(path, root, data_paths)
     if not data_paths:
         if not (entry_details_by_path or fs.exists(root)):
-            raise InputError(f"--dataset_path {path}: no such file or folder{_remedies([root])}")
-        raise _no_data(
+            raise InputError(
+                f"--dataset_path {path}: no such file or folder{_conversion_advice([root])}"
+            )
+        raise _no_data_error(
             path, "has no files that end in", entry_details_by_path or [root], left_out_in_words
         )
     if left_out_in_words:
@@ -195,7 +197,7 @@ def _list_folder(path: str, fs: Any, root: str) -> tuple[list[str], str]:
     return data_paths, parent_folder
 
 
-def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") -> InputError:
+def _no_data_error(path: str, problem: str, paths: Iterable[str], left_out: str = "") -> InputError:
     """Returns the error for a source without data files.
 
     Args:
@@ -211,10 +213,12 @@ def _no_data(path: str, problem: str, paths: Iterable[str], left_out: str = "") 
     problem_with_extensions += f" (JSON and CSV also compressed: {', '.join(COMPRESSIONS)})"
     if left_out:
         problem_with_extensions += f"; left out: {left_out}"
-    return InputError(f"--dataset_path {path}: {problem_with_extensions}{_remedies(paths)}")
+    return InputError(
+        f"--dataset_path {path}: {problem_with_extensions}{_conversion_advice(paths)}"
+    )
 
 
-def _remedies(paths: Iterable[str]) -> str:
+def _conversion_advice(paths: Iterable[str]) -> str:
     """Returns advice on converting files, in clauses that each begin with a semicolon."""
     # A dict keeps the order of the files, and contains each clause once.
     advice_clauses: dict[str, None] = {}
@@ -226,7 +230,9 @@ def _remedies(paths: Iterable[str]) -> str:
     return "".join(advice_clauses)
 
 
-def _select(path: str, fs: Any, root: str, paths: Sequence[str]) -> tuple[list[str], str]:
+def _select_data_files(
+    path: str, fs: Any, root: str, paths: Sequence[str]
+) -> tuple[list[str], str]:
     """Selects the data files out of all files of a folder or glob.
 
     Args:
@@ -448,7 +454,7 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
         )
 
 
-def _describe(fs: Any, folder: str, path: str) -> DataFile:
+def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
     """Makes the DataFile for a path, with the name, size and version of the file.
 
     Args:

@@ -405,10 +405,10 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
                     remedy="convert it to one of these, for example with jq -c",
                 )
             if first_bytes.startswith(b"["):
-                for row_number, json_element in enumerate(_array(json_file)):
-                    yield _numbered_row(file, row_number, partial(_object, json_element))
+                for row_number, json_element in enumerate(_elements_of_array(json_file)):
+                    yield _numbered_row(file, row_number, partial(_checked_object, json_element))
                 return
-        for line_number, json_line in enumerate(_lines(json_file, file), start=1):
+        for line_number, json_line in enumerate(_lines_to_read(json_file, file), start=1):
             if json_line.strip():
                 location_in_words = f"{file.url} line {line_number}"
                 stored_position = {"file": file.name, "line": line_number}
@@ -417,7 +417,7 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
                 )
 
 
-def _array(content: IO[bytes]) -> list[Any]:
+def _elements_of_array(content: IO[bytes]) -> list[Any]:
     """Returns the elements of a JSON array that is the whole content of a file."""
     json_bytes = content.read(MAX_ARRAY_BYTES + 1)
     if len(json_bytes) > MAX_ARRAY_BYTES:
@@ -433,7 +433,7 @@ def _array(content: IO[bytes]) -> list[Any]:
 
 
 def _object_of_line(line: bytes) -> dict[str, Any]:
-    return _object(_decoded_json(line.rstrip(b"\r\n")))
+    return _checked_object(_decoded_json(line.rstrip(b"\r\n")))
 
 
 def _decoded_json(text: str | bytes) -> Any:
@@ -445,7 +445,7 @@ def _decoded_json(text: str | bytes) -> Any:
         raise UnusableRowError(f"not JSON: {one_line(error)}") from error
 
 
-def _object(element: Any) -> dict[str, Any]:
+def _checked_object(element: Any) -> dict[str, Any]:
     """Returns a decoded JSON value if it is an object.
 
     Raises:
@@ -496,7 +496,7 @@ def _csv_records(text_file: IO[str], file: DataFile) -> Iterator[list[str]]:
         RunError: If the quotation marks of a field are not doubled or not closed.
     """
     try:
-        yield from csv.reader(_lines(text_file, file), strict=True)
+        yield from csv.reader(_lines_to_read(text_file, file), strict=True)
     except csv.Error as error:
         if "end of data" in str(error) and _byte_after(file):
             log.warning(CUT_ROW_WARNING, file.url)
@@ -527,7 +527,7 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
     return dict(zip(header, fields, strict=True))
 
 
-def _lines(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
+def _lines_to_read(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
     """Yields the lines of a text file that end within the part of the file that is read.
 
     If the file has grown, only its first `file.read_to` bytes are read. A last line that continues

@@ -86,7 +86,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 
     placements: list[PlacedSample] = []
     num_filled_rows = 0  # the number of rows of the next batch that contain tokens
-    for sample_group in _groups(samples_before_error(), length):
+    for sample_group in _sample_groups(samples_before_error(), length):
         sample_indices_of_rows = best_fit(
             [len(sample.token_ids) for sample in sample_group], length
         )
@@ -108,16 +108,16 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
                 start_in_row = placements[-1].stop
             num_filled_rows += start_in_row > 0
             if num_filled_rows == rows or len(placements) >= GROUP_SAMPLES:
-                yield _lay_out(placements, rows, length)
+                yield _batch_of_placements(placements, rows, length)
                 placements, num_filled_rows = [], 0
     if placements:
-        yield _lay_out(placements, rows, length)
+        yield _batch_of_placements(placements, rows, length)
     if read_error is not None:
         raise read_error
     return mark_at_end
 
 
-def _groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
+def _sample_groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
     """Yields groups, each with as many consecutive samples as fit into it.
 
     Args:
@@ -185,7 +185,7 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return sorted(map(sorted, sample_indices_of_rows))
 
 
-def _lay_out(placements: Sequence[PlacedSample], rows: int, length: int) -> Batch:
+def _batch_of_placements(placements: Sequence[PlacedSample], rows: int, length: int) -> Batch:
     """Returns the batch that contains placed samples.
 
     Args:

@@ -99,8 +99,8 @@ class IdsColumn:
         ids_value = column_of(row, self.name, "--ids_column")
         if ids_value is None or ids_value == []:
             return None
-        token_ids = _integers(ids_value, self.name, "--ids_column")
-        token_mask = self._mask(row, len(token_ids)) if self.mask_column else None
+        token_ids = _integer_array(ids_value, self.name, "--ids_column")
+        token_mask = self._mask_of_row(row, len(token_ids)) if self.mask_column else None
         if token_mask is not None and self.mask_column == ATTENTION_MASK:
             if not token_mask.any():
                 raise UnusableRowError(
@@ -118,7 +118,7 @@ class IdsColumn:
             )
         return Content(token_ids=token_ids.astype(np.int32), mask=token_mask)
 
-    def _mask(self, row: Mapping[str, Any], length: int) -> np.ndarray:
+    def _mask_of_row(self, row: Mapping[str, Any], length: int) -> np.ndarray:
         """Returns the mask in the mask column of a row.
 
         Args:
@@ -132,7 +132,7 @@ class IdsColumn:
             UnusableRowError: If the column does not contain a 0 or 1 for each token id.
         """
         mask_value = column_of(row, self.mask_column, "--mask_column")
-        mask_integers = _integers(mask_value, self.mask_column, "--mask_column")
+        mask_integers = _integer_array(mask_value, self.mask_column, "--mask_column")
         if len(mask_integers) != length or not np.isin(mask_integers, (0, 1)).all():
             raise UnusableRowError(
                 f"--mask_column {self.mask_column}: expected {length} values, each 0 or 1, one for "
@@ -141,7 +141,7 @@ class IdsColumn:
         return mask_integers.astype(bool)
 
 
-def _integers(column: Any, name: str, flag: str) -> np.ndarray:
+def _integer_array(column: Any, name: str, flag: str) -> np.ndarray:
     """Returns the list of integers in a column as an array, int64 (integers,).
 
     Args:

@@ -165,7 +165,7 @@ def samples(
             if mark_before_sample.samples >= limits_from:
                 num_kept_tokens = int(min(num_kept_tokens, token_limit - mark_before_sample.tokens))
             current_mark = mark_before_sample.after(num_kept_tokens)
-            yield _limited(
+            yield _with_limited_tokens(
                 sample,
                 mark_before_sample,
                 num_kept_tokens,
@@ -257,7 +257,7 @@ def _whole_samples(
                 settings.pieces(document_tokens.total_tokens)
             ):
                 if sample_number >= start.samples:
-                    yield _sample(
+                    yield _sample_of_tokens(
                         sample_idx=documents.worker.sample_idx(sample_number),
                         document=read_row.document,
                         tokens=document_tokens,
@@ -311,7 +311,7 @@ def _tokens_of_rows(
             yield tokens_or_problem if len(tokens_or_problem.ids) else None
 
 
-def _sample(
+def _sample_of_tokens(
     sample_idx: int,
     document: Document,
     tokens: Tokens,
@@ -362,7 +362,7 @@ def _sample(
     return Sample(sample_facts, token_ids, mark, sample_labels, kept_subset)
 
 
-def _limited(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
+def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
     """Returns a sample with at most `max_kept` kept tokens, which are the first kept tokens.
 
     If the sample keeps fewer tokens than before, it ends with the last token that it keeps, because

@@ -172,7 +172,7 @@ def _tokenise_all(
 
     `tokenise` describes the arguments. The tokenizer may raise any exception.
     """
-    sections_of_contents = [_sections(content.text, cuts) for content in contents]
+    sections_of_contents = [_section_slices(content.text, cuts) for content in contents]
     section_texts: list[str] = []
     for content, section_slices in zip(contents, sections_of_contents, strict=True):
         section_texts += [content.text[section_slice] for section_slice in section_slices]
@@ -189,12 +189,12 @@ def _tokenise_all(
 
     section_encodings = encode_lazily()
     return [
-        _joined(content, section_slices, section_encodings, max_tokens, needs_offsets)
+        _tokens_of_sections(content, section_slices, section_encodings, max_tokens, needs_offsets)
         for content, section_slices in zip(contents, sections_of_contents, strict=True)
     ]
 
 
-def _joined(
+def _tokens_of_sections(
     content: Content,
     sections: Sequence[slice],
     encodings: Iterator[Encoding],
@@ -230,7 +230,7 @@ def _joined(
         returned_token_ids,
         total_tokens,
         token_offsets[:max_tokens, 0],
-        _labels(content, token_offsets),
+        _labels_of_tokens(content, token_offsets),
     )
 
 
@@ -285,11 +285,11 @@ def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
         ending: The text before the cut.
         beginning: The text after the cut.
     """
-    words_of_both_texts = _words(tokenizer, ending) + _words(tokenizer, beginning)
-    return _words(tokenizer, ending + beginning) == words_of_both_texts
+    words_of_both_texts = _words_of_text(tokenizer, ending) + _words_of_text(tokenizer, beginning)
+    return _words_of_text(tokenizer, ending + beginning) == words_of_both_texts
 
 
-def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+def _words_of_text(tokenizer: Tokenizer, text: str) -> list[str]:
     """Returns the words into which a tokenizer splits a text that contains no added tokens."""
     if tokenizer.normalizer is not None:
         text = tokenizer.normalizer.normalize_str(text)
@@ -298,7 +298,7 @@ def _words(tokenizer: Tokenizer, text: str) -> list[str]:
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _sections(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
+def _section_slices(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
     """Divides a text into sections, which are tokenised separately.
 
     Args:
@@ -320,7 +320,7 @@ def _sections(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
     ]
 
 
-def _labels(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
+def _labels_of_tokens(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the role and turn of each token of a content.
 
     If a token begins in text of the template and ends in a message, it belongs to the message.
