@@ -4,14 +4,14 @@ A run of a thousand shards of 1 GB contains more data than any cache of a reader
 shards are hard links to the files of one shard, and only the JSON files differ. So the run takes
 1 GB on the disk and in the page cache. bucket_server.py serves the run, and counts requests and
 bytes. Shuffled tokens are read as one of many workers, so that a pass reads `--mb` MB of
-activations that are spread over the whole run. Tokens in order are read from a run of fewer such
-shards, with `--mb` MB of activations.
+activations that are spread over the whole run. Tokens in order are read from a run with fewer
+shards, which contains `--mb` MB of activations.
 
 one_pass.py describes the figures. It makes a new dataset for every pass, so every shard is opened
 again. With `--against CHECKOUT`, the reader of another checkout is measured as well, and the order
 of the two readers changes in each round. Figures are medians over the rounds. `passed` is the
-fraction of the tokens that pass the filters. The bytes of the other tokens are often read with
-them. The last line printed is one JSON object.
+fraction of the tokens that pass the filters. The bytes of other tokens between these tokens are
+often read, too. The last line printed is one JSON object.
 """
 
 import argparse
@@ -30,18 +30,18 @@ from benchmarks.one_pass import mask_of
 from benchmarks.processes import ROOT, medians, print_result, print_table
 from benchmarks.reading import Run
 
-# The number of tokens of a short sample.
-SHORT = 48
+# The number of tokens in a short sample.
+SHORT_SAMPLE_TOKENS = 48
 # The fraction of the samples that the filter `where` keeps.
-KEPT = 0.9
-READER = Path(__file__).with_name("one_pass.py")
+KEPT_FRACTION = 0.9
+READER_SCRIPT = Path(__file__).with_name("one_pass.py")
 
 
 class Scenario(NamedTuple):
     """A way to read a run.
 
     Attributes:
-        run: Run with a single shard, of which the run that is read consists.
+        run: Run with a single shard. The run that is read consists of many copies of this shard.
         options: Options of the batches (see `ActivationDataset.batches`).
         keep: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
@@ -57,14 +57,14 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
     Args:
         shard_bytes: The number of bytes of a shard.
     """
-    # With this size, the run has a single shard.
+    # As a shard may be twice as large as all activations, the run has a single shard.
     max_shard_bytes = 2 * shard_bytes
 
     def run(hooks: int, width: int, **fields: Any) -> Run:
         return Run(shard_bytes // hooks, hooks=hooks, width=width, shard=max_shard_bytes, **fields)
 
     shuffle_options = {"shuffle": 0}
-    short_samples = run(1, 896, chat=True, length=SHORT)
+    short_samples = run(1, 896, chat=True, length=SHORT_SAMPLE_TOKENS)
     role_options = {**shuffle_options, "roles": ["system", "user", "assistant"]}
     return {
         "one of one, width 896, shuffled": Scenario(run(1, 896), shuffle_options),
@@ -75,7 +75,7 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
         "one of 14, width 896, in order": Scenario(run(14, 896), {}),
         "short samples, skip_first": Scenario(short_samples, {**shuffle_options, "skip_first": 1}),
         "short samples, roles": Scenario(short_samples, role_options),
-        "short samples, where": Scenario(short_samples, shuffle_options, KEPT),
+        "short samples, where": Scenario(short_samples, shuffle_options, KEPT_FRACTION),
     }
 
 
@@ -93,7 +93,7 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     commit_of_source = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
     facts_of_file = commit_of_source["files"]
     for shard_number in range(1, shards + 1):
-        # Name of a file of the only shard -> name of the link in the new shard.
+        # From the name of a file of the source's only shard to the name of the link to this file.
         link_name_of_file = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
             for file_name in facts_of_file
@@ -114,7 +114,7 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     (folder / METADATA).write_bytes(seal({**run_metadata, "shards": shards}))
 
 
-def passed(folder: Path, scenario: Scenario) -> float:
+def passing_fraction(folder: Path, scenario: Scenario) -> float:
     """Returns the fraction of the tokens of a local run that pass the filters of a scenario.
 
     Args:
@@ -129,7 +129,9 @@ def passed(folder: Path, scenario: Scenario) -> float:
     return sum(len(batch) for batch in batches) / dataset.tokens
 
 
-def read(checkout: Path, scenario: Scenario, folder: str, workers: int) -> dict[str, float]:
+def measure_reader(
+    checkout: Path, scenario: Scenario, folder: str, workers: int
+) -> dict[str, float]:
     """Measures the reader of a checkout in a new process.
 
     Args:
@@ -146,7 +148,7 @@ def read(checkout: Path, scenario: Scenario, folder: str, workers: int) -> dict[
     reader_command = [
         sys.executable,
         "-P",
-        str(READER),
+        str(READER_SCRIPT),
         f"gs://{BUCKET}/{folder}",
         scenario.run.read,
     ]
@@ -182,12 +184,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parsed_flags = parser.parse_args(argv)
     if parsed_flags.quick:
-        parsed_flags.shards, parsed_flags.shard_mb, parsed_flags.mb, parsed_flags.rounds = (
-            20,
-            60.0,
-            20.0,
-            1,
-        )
+        parsed_flags.shards = 20
+        parsed_flags.shard_mb = 60.0
+        parsed_flags.mb = 20.0
+        parsed_flags.rounds = 1
     checkout_of_reader = {"this": ROOT}
     if parsed_flags.against:
         checkout_of_reader = {"other": parsed_flags.against.resolve(), "this": ROOT}
@@ -206,19 +206,19 @@ def main(argv: list[str] | None = None) -> None:
         num_workers_of_scenario = {}
         for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
             scenario_run.store(root_folder / scenario_run.folder)
-            num_workers = max(
+            worker_count = max(
                 round(scenario_run.bytes * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
             )
             is_shuffled = "shuffle" in scenario_options
-            num_workers_of_scenario[scenario_name] = num_workers if is_shuffled else 1
-            num_shards = (
-                parsed_flags.shards if is_shuffled else max(parsed_flags.shards // num_workers, 1)
+            num_workers_of_scenario[scenario_name] = worker_count if is_shuffled else 1
+            shard_count = (
+                parsed_flags.shards if is_shuffled else max(parsed_flags.shards // worker_count, 1)
             )
-            folder_of_scenario[scenario_name] = f"{scenario_run.folder}_times_{num_shards}"
+            folder_of_scenario[scenario_name] = f"{scenario_run.folder}_times_{shard_count}"
             multiply(
                 root_folder / scenario_run.folder,
                 root_folder / folder_of_scenario[scenario_name],
-                num_shards,
+                shard_count,
             )
         with bucket_server(root_folder, parsed_flags.latency, RATE):
             for scenario_name, scenario in chosen_scenarios.items():
@@ -227,25 +227,27 @@ def main(argv: list[str] | None = None) -> None:
                 }
                 for round_number in range(parsed_flags.rounds):
                     for reader_name in sorted(checkout_of_reader, reverse=round_number % 2 == 1):
-                        reader_figures = read(
+                        reader_figures = measure_reader(
                             checkout_of_reader[reader_name],
                             scenario,
                             folder_of_scenario[scenario_name],
                             num_workers_of_scenario[scenario_name],
                         )
                         figures_of_reader[reader_name].append(reader_figures)
-                passed_fraction = round(passed(root_folder / scenario.run.folder, scenario), 3)
+                fraction_of_passing = round(
+                    passing_fraction(root_folder / scenario.run.folder, scenario), 3
+                )
                 for reader_name, figures_of_rounds in figures_of_reader.items():
                     reader_figures = {
                         figure_name: round(figure, 3)
                         for figure_name, figure in medians(figures_of_rounds).items()
                     }
                     figures_of_scenario.setdefault(scenario_name, {})[reader_name] = reader_figures
-                    figures_of_scenario[scenario_name]["passed"] = passed_fraction
+                    figures_of_scenario[scenario_name]["passed"] = fraction_of_passing
                     table_row = {
                         "scenario": scenario_name,
                         "reader": reader_name,
-                        "passed": passed_fraction,
+                        "passed": fraction_of_passing,
                         **reader_figures,
                     }
                     table_rows.append(table_row)

@@ -17,11 +17,11 @@ from typing import Any
 
 from activation_extraction import ActivationDataset
 
-# The number of tokens of a batch.
-BATCH = 1024
+# The number of tokens in a batch.
+BATCH_TOKENS = 1024
 
 
-def counts() -> dict[str, int]:
+def server_counts() -> dict[str, int]:
     """Returns the totals of the bucket's server, "requests" and "bytes" (see `Counts`).
 
     `Counts` is in bucket_server.py.
@@ -69,31 +69,31 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
         mb_per_s: The MB of activations in batches per second of the second pass.
         peak_mb: The peak resident memory of this process in MB.
     """
-    start_time, counts_before = time.perf_counter(), counts()
+    start_time, counts_before = time.perf_counter(), server_counts()
     dataset = ActivationDataset(url, [hook])
     pass_figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
-    counts_after = counts()
+    counts_after = server_counts()
     pass_figures["opening_requests"] = counts_after["requests"] - counts_before["requests"]
     pass_figures["opening_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
     start_time, counts_before = time.perf_counter(), counts_after
     if keep < 1:
         options["where"] = mask_of(len(dataset), keep)
-    first_pass_batches = dataset.batches(BATCH, **options)
+    first_pass_batches = dataset.batches(BATCH_TOKENS, **options)
     next(first_pass_batches)
     pass_figures["first_s"] = time.perf_counter() - start_time
-    counts_after = counts()
+    counts_after = server_counts()
     pass_figures["first_requests"] = counts_after["requests"] - counts_before["requests"]
     pass_figures["first_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
     # The first pass is completed without being measured.
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])
-    counts_before = counts()
+    counts_before = server_counts()
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
-    batch_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH, **options))
+    batch_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH_TOKENS, **options))
     cpu_seconds = time.process_time() - cpu_start_time
     pass_seconds = time.perf_counter() - start_time
-    counts_after = counts()
+    counts_after = server_counts()
     answer_bytes = counts_after["bytes"] - counts_before["bytes"]
     num_requests = counts_after["requests"] - counts_before["requests"]
     pass_figures["downloaded"] = answer_bytes / batch_bytes

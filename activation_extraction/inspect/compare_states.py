@@ -1,10 +1,11 @@
-"""Compares the hidden states of a file with those that a model computes, token by token.
+"""Compares the hidden states of a file with the states that a model computes, token by token.
 
-verify_states.py chooses the rows and words the results.
+verify_states.py chooses the rows and describes the results.
 
 The relative error of a token is the norm of the difference between its two states, divided by the
 norm of the computed state. The error of several tokens is the root mean square of their relative
-errors. Tokens with huge norms, such as the first one of many models, count no more than others.
+errors. So tokens with huge norms, such as the first token in many models, count no more than other
+tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +21,14 @@ from activation_extraction.inspect.verify import COMPUTING_ERRORS, ROUNDING_ERRO
 TOKEN_FACTOR = 5
 # Largest share of a row's tokens for which the two programs may have chosen different experts, and
 # largest error of a token with different experts. Rounding to bfloat16 decides between experts that
-# are nearly tied. In tiny random models with 6 experts, 3 % of 200 tokens had errors above the
-# limit of a token after two layers. A token of zeros has the error 1, which exceeds the largest
-# error.
-OTHER_EXPERTS = 0.1
-OTHER_EXPERTS_ERROR = 0.9
-# Largest error of a token when its sample and position are searched, as a multiple of the largest
-# error of a row. It is below TOKEN_FACTOR, because states of different tokens may be similar.
+# have nearly equal scores. In tiny random models with 6 experts, 3 % of 200 tokens had errors above
+# the limit of a token after two layers. A token whose stored state is zeros has the error 1, which
+# exceeds MAX_OTHER_EXPERTS_ERROR.
+MAX_OTHER_EXPERTS_SHARE = 0.1
+MAX_OTHER_EXPERTS_ERROR = 0.9
+# Largest error of a token when `align` searches its sample and position, as a multiple of the
+# largest error of a row. The factor is below TOKEN_FACTOR, because states of different tokens may
+# be similar.
 ALIGNMENT_FACTOR = 2
 # Largest number of parts of a layer that are described. A part belongs to another sample, or its
 # tokens are at another offset.
@@ -34,7 +36,7 @@ MAX_PARTS = 3
 # Factor by which the error of another hook must be smaller than the error of the expected hook, so
 # that the states are taken for those of the other hook. Rounding alone may make the states of a
 # neighbouring layer slightly nearer.
-NEARER = 2
+MIN_ERROR_RATIO = 2
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Limits:
         row: Largest error of the tokens of a row together.
         token: Largest error of a single token.
         other_experts: Largest share of the tokens whose errors are above `row` and at most
-            OTHER_EXPERTS_ERROR, because the two programs have chosen different experts for these
-            tokens. 0 if the model has no experts, or if rounding does not change the choice.
+            MAX_OTHER_EXPERTS_ERROR, because the two programs have chosen different experts for
+            these tokens. 0 if the model has no experts, or if rounding does not change the choice.
     """
 
     row: float
@@ -60,8 +62,8 @@ class Limits:
         The limit of a row is c + r. Here, r is the error of rounding to the stored dtype
         (ROUNDING_ERRORS in verify.py), and c is the error of computing on another platform
         (COMPUTING_ERRORS in verify.py) in the less precise one of two dtypes: the dtype of this
-        computation, and the dtype in which the other program has probably computed. The latter is
-        float32 if the file contains float32, and bfloat16 if it contains any smaller dtype. The
+        computation, and the dtype in which the other program has probably computed. The other
+        program's dtype is float32 if the file contains float32, and bfloat16 otherwise. The
         limit of a token is TOKEN_FACTOR times as large.
 
         Args:
@@ -75,7 +77,7 @@ class Limits:
         )
         row_limit = computing_error + ROUNDING_ERRORS[stored_dtype]
         uses_bfloat16 = "bfloat16" in (computing_dtype, other_dtype)
-        max_other_experts_share = OTHER_EXPERTS if has_experts and uses_bfloat16 else 0.0
+        max_other_experts_share = MAX_OTHER_EXPERTS_SHARE if has_experts and uses_bfloat16 else 0.0
         return cls(row_limit, TOKEN_FACTOR * row_limit, max_other_experts_share)
 
 
@@ -88,7 +90,7 @@ class HookMatch(NamedTuple):
         hook: Name of the hook.
         offset: Number that is added to the index of a stored state to get the index of the token
             with whose computed state it is compared. 0 in a right file.
-        other_experts: Number of the tokens that are left out.
+        other_experts: Number of tokens that are left out because they may have other experts.
     """
 
     error: float
@@ -98,7 +100,11 @@ class HookMatch(NamedTuple):
     other_experts: int
 
     def within(self, limits: Limits) -> bool:
-        """Returns whether rounding explains the errors."""
+        """Returns whether rounding explains the errors.
+
+        Args:
+            limits: Largest errors that rounding explains.
+        """
         return self.error <= limits.row and self.largest_error <= limits.token
 
 
@@ -127,7 +133,7 @@ def match_hooks(
         layer: Index of the layer in the file.
         computed: States of the sample at each hook, by the name of the hook, float32 (tokens,
             width).
-        limits: Largest errors.
+        limits: Largest errors that rounding explains.
 
     Returns:
         The match by the name of the hook and the offset. Offsets are 0, -1 and 1, and, if there are
@@ -165,17 +171,18 @@ def match_hooks(
 def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
     """Returns a mask of the tokens that may have other experts, bool (tokens,).
 
-    They are the tokens with the largest errors among those that rounding alone does not explain, as
-    many as `limits` allows. In a row of at least two tokens, one is always allowed.
+    Of the tokens whose errors rounding alone does not explain, these are the tokens with the
+    largest errors, at most as many as `limits` allows. In a row of at least two tokens of a model
+    with experts, one token is always allowed.
 
     Args:
         errors: Relative error of each token, (tokens,).
-        limits: Largest errors.
+        limits: Largest errors that rounding explains.
     """
     may_have_other_experts = np.zeros(len(errors), bool)
     if not limits.other_experts or len(errors) < 2:
         return may_have_other_experts
-    candidate_indices = np.flatnonzero((errors > limits.row) & (errors <= OTHER_EXPERTS_ERROR))
+    candidate_indices = np.flatnonzero((errors > limits.row) & (errors <= MAX_OTHER_EXPERTS_ERROR))
     max_token_count = max(int(limits.other_experts * len(errors)), 1)
     candidates_by_error = candidate_indices[np.argsort(-errors[candidate_indices])]
     may_have_other_experts[candidates_by_error[:max_token_count]] = True
@@ -183,10 +190,10 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
 
 
 class Alignment(NamedTuple):
-    """The stored states of a layer that are consecutive computed states of a sample.
+    """The stored states of a layer that match computed states of one sample at one offset.
 
     Attributes:
-        number: Number of the row whose sample it is.
+        number: Number of the row to which the sample belongs.
         hook: Name of the hook.
         offset: Number that is added to the index of a stored state to get the index of the token.
         states: Mask of the stored states that match, bool (states,).
@@ -206,20 +213,20 @@ class Alignment(NamedTuple):
 def align(
     row: StoredRow, layer: int, number: int, hook: str, computed: np.ndarray, limits: Limits
 ) -> list[Alignment]:
-    """Finds the offsets at which most stored states of a layer are those of a sample.
+    """Finds the offsets at which most stored states of a layer match the states of a sample.
 
     Args:
         row: Row of the file.
         layer: Index of the layer in the file.
         number: Number of the row whose sample was computed.
-        hook: Name of the hook at which it was computed.
+        hook: Name of the hook at which the states were computed.
         computed: States of the sample, float32 (tokens, width).
         limits: Largest errors. A stored state matches if its error is at most ALIGNMENT_FACTOR
             times the error of a row.
 
     Returns:
-        The alignments with most states, at most MAX_PARTS. Of two offsets with as many states, the
-        one that is nearer to 0 comes first.
+        The alignments with most states, at most MAX_PARTS. If two offsets have equally many states,
+        the offset that is nearer to 0 comes first.
     """
     # Squared distances of all pairs are |s|^2 + |c|^2 - 2 s.c, (states, tokens). Float64 leaves a
     # relative error of 1e-8, which is far below all limits.
@@ -233,8 +240,8 @@ def align(
     is_match &= computed_squares > 0
     state_indices, token_indices = np.nonzero(is_match)
     offset_of_match = token_indices - state_indices
-    distinct_offsets, states_by_offset = np.unique(offset_of_match, return_counts=True)
-    most_frequent_indices = np.lexsort((np.abs(distinct_offsets), -states_by_offset))[:MAX_PARTS]
+    distinct_offsets, counts_of_offsets = np.unique(offset_of_match, return_counts=True)
+    most_frequent_indices = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))[:MAX_PARTS]
     alignments = []
     for token_offset in distinct_offsets[most_frequent_indices].tolist():
         is_at_offset = np.zeros(len(stored_states), bool)
@@ -246,14 +253,14 @@ def align(
 def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
     """Yields at most MAX_PARTS alignments that explain most states of a layer, the largest first.
 
-    Alignments with a single state are left out unless the layer has only one, because the first
-    tokens of different samples often have the same states.
+    Alignments with a single state are left out unless the layer has a single state, because the
+    first tokens of different samples often have the same states.
 
     Args:
         alignments: Alignments of the same layer, preferred ones first.
 
     Yields:
-        Alignments without the states that the earlier ones explain.
+        Alignments without the states that earlier alignments explain.
     """
     remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):

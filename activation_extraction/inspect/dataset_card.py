@@ -19,32 +19,34 @@ from activation_extraction.store.folder import FolderError
 from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_log import FORMAT_VERSION
 
-CARD = "dataset_card.md"
-FILES = "files"  # value of `Identity.data` if the data come from files and not from the hub
-# Numbers of samples between which the hub's size categories lie.
-SIZES = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
+CARD_NAME = "dataset_card.md"
+DATA_FROM_FILES = (
+    "files"  # value of `Identity.data` if the data come from files and not from the hub
+)
+# Numbers of samples that separate the hub's size categories, such as "1K<n<10K".
+SIZE_LIMITS = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 # The last line of a card. It contains the SHA-256 of all lines before it.
 LAST_LINE = "<!-- written by activation-extraction --report; sha256 of the lines above: {} -->\n"
 # Descriptions of the files with activations, by the value of --shard_format.
-FORMATS = {
+FORMAT_DESCRIPTIONS = {
     "safetensors": "safetensors files (one tensor per hook, with a row per token)",
     "pickle": "pickles (a dict from each hook to a list of samples)",
 }
-FIRST_COMMENT = """\
+UPLOAD_COMMENT = """\
 <!-- To show this card on the page of the data set, upload it with the files of the run as README.md
 and add the license of the data to the lines above. -->
 """
 
 
 def write_card(dataset: ActivationDataset, path: Path) -> bool:
-    """Writes the card of a run, unless the path has a file that was edited or is no card.
+    """Writes the card of a run, unless there is a file that was edited or that is no card.
 
     Args:
         dataset: The run.
         path: The path of the card, in a folder that exists.
 
     Returns:
-        Whether the card was written. If False, the existing file is left as it is.
+        True if the card was written; False if an existing file was kept.
 
     Raises:
         InputError: If the file cannot be read or written.
@@ -71,7 +73,7 @@ def is_unchanged_card(content: bytes) -> bool:
 
 def make_card(dataset: ActivationDataset) -> str:
     """Returns the card of a run: YAML between two lines of `---`, and Markdown after them."""
-    card_lines = [*_front_matter(dataset), "", FIRST_COMMENT]
+    card_lines = [*_front_matter(dataset), "", UPLOAD_COMMENT]
     for paragraph in _paragraphs(dataset):
         card_lines += [paragraph, ""]
     card_text = "\n".join(card_lines)
@@ -84,19 +86,20 @@ def size_category(samples: int) -> str:
     Args:
         samples: Number of samples in the data set.
     """
-    # SIZES begins with 1,000, which has four digits, and every next size has one digit more.
+    # SIZE_LIMITS begins with 1,000, which has four digits. Each next limit has one digit more.
     size_index = len(str(samples)) - 3
     if size_index <= 0:
-        return f"n<{SIZES[0]}"
-    if size_index >= len(SIZES):
-        return f"n>{SIZES[-1]}"
-    return f"{SIZES[size_index - 1]}<n<{SIZES[size_index]}"
+        return f"n<{SIZE_LIMITS[0]}"
+    if size_index >= len(SIZE_LIMITS):
+        return f"n>{SIZE_LIMITS[-1]}"
+    return f"{SIZE_LIMITS[size_index - 1]}<n<{SIZE_LIMITS[size_index]}"
 
 
 def model_name(dataset: ActivationDataset) -> str:
     """Returns the name of the run's model on the hub, or the last part of its path or URL.
 
-    It is "" if the metadata does not name the model, as for a program with a loop of its own.
+    The name is "" if the metadata does not name the model, for example because a program stored
+    activations that it had computed itself.
     """
     model_path = str(_configuration(dataset).get("model_path") or "")
     return model_path if dataset.metadata.get("model_commit") else _last_part(model_path)
@@ -205,8 +208,8 @@ def _data_sentences(dataset: ActivationDataset) -> Iterator[str]:
             commit_in_words = f" at commit {_code(source_revision)}" if source_revision else ""
             source_phrases.append(f"{source_name}{commit_in_words} (weight {weight:g})")
         yield f"A mixture of {', '.join(source_phrases)}."
-    elif identity.data == FILES:
-        data_path = str(recorded_flags.get("dataset_path") or FILES)
+    elif identity.data == DATA_FROM_FILES:
+        data_path = str(recorded_flags.get("dataset_path") or DATA_FROM_FILES)
         shown_path = data_path if data_path.startswith("hf://") else _last_part(data_path)
         yield f"Files: {_code(shown_path)}."
     else:
@@ -247,11 +250,11 @@ def _files(dataset: ActivationDataset) -> str:
         if storage_options.shard_format == "pickle" and storage_options.compress_shards
         else ""
     )
-    return compression_in_words + FORMATS[storage_options.shard_format]
+    return compression_in_words + FORMAT_DESCRIPTIONS[storage_options.shard_format]
 
 
 def _configuration(dataset: ActivationDataset) -> dict[str, Any]:
-    """Returns the flags of the run; {} for a program with a loop of its own."""
+    """Returns the recorded flags of the run; {} if a program stored its own activations."""
     return dataset.metadata.get("configuration") or {}
 
 

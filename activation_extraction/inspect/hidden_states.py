@@ -1,9 +1,10 @@
 """Reads hidden states that other programs have stored to train draft models, for --verify.
 
-Two kinds of folders are read. A folder of speculators contains `hidden_states/hs_i.safetensors`,
-and the data set to whose row i this file belongs. A folder of SpecForge contains
-`rows_A-B/data_i.ckpt`, perhaps compressed (`.ckpt.gz`). The docstring of draft_files.py describes
-how the two programs number layers. verify_states.py compares the states with those of a model.
+Two kinds of folders are read. A folder of the program speculators contains a data set and the files
+`hidden_states/hs_I.safetensors`, of which file I belongs to row I of the data set. A folder of the
+program SpecForge contains the files `rows_A-B/data_I.ckpt`, perhaps compressed (`.ckpt.gz`). The
+docstring of draft_files.py describes how the two programs number layers. verify_states.py compares
+the hidden states with a model.
 
 No file contains the numbers of its layers. No pickled code is run.
 """
@@ -36,13 +37,10 @@ from activation_extraction.inspect.draft_files import (
 
 SPECULATORS_FILE = re.compile(r"hs_(\d+)\.safetensors")
 SPECFORGE_FILE = re.compile(r"data_(\d+)\.ckpt(?:\.gz)?")
-DTYPES = (
-    "float32",
-    "bfloat16",
-    "float16",
-    VALUE_DTYPE.name,
-)  # dtypes of hidden states that are read
-# Errors of torch.load, and of converting its result, if a file is damaged or holds other objects.
+# Dtypes of hidden states that can be read.
+DTYPES = ("float32", "bfloat16", "float16", VALUE_DTYPE.name)
+# Errors of torch.load, and of converting its result, if a file is damaged, or if it contains other
+# objects than tensors.
 NOT_ONLY_TENSORS = (
     AttributeError,
     IndexError,
@@ -62,8 +60,8 @@ class StoredRow:
         token_ids: Token ids of the sample, int64 (tokens,).
         layers: Hidden states of each layer in the stored dtype, (states, width). There is a state
             for each token, unless the file is wrong.
-        scales: Number by which the float8 values of each token are multiplied, in all layers,
-            float32 (states, 1). None for other dtypes.
+        scales: Scale of each token, by which its float8 values in all layers are multiplied,
+            float32 (states, 1). None if the states are not float8.
     """
 
     token_ids: np.ndarray
@@ -91,17 +89,18 @@ class StoredRow:
         return float32_states if self.scales is None else float32_states * self.scales
 
     def as_if_stored(self, values: np.ndarray, first_state: int) -> np.ndarray:
-        """Rounds recomputed values as the file rounds its values, if these are float8.
+        """Rounds recomputed values to float8 as the file does, if the file contains float8 values.
 
-        All layers share the scale of a token. So a layer with much smaller values than another one
-        has only a few different float8 numbers, or only zeros. The recomputed values lose as much.
+        All layers share the scale of a token. So a layer with much smaller values than another
+        layer has only a few different float8 numbers, or only zeros. The recomputed values are
+        rounded in the same way, so that they can be compared with the stored values.
 
         Args:
             values: Recomputed hidden states of consecutive tokens, float32 (tokens, width).
             first_state: Index of the stored state that is compared with the first of these tokens.
 
         Returns:
-            The values, float32 (tokens, width). They are unchanged for other dtypes.
+            The values, float32 (tokens, width). They are unchanged if the file is not float8.
         """
         if self.scales is None:
             return values
@@ -137,7 +136,7 @@ class StatesFolder(ABC):
     def default_blocks(self, depth: int) -> list[int]:
         """Returns the blocks whose outputs are stored by default, before the last layer.
 
-        Both programs choose the same blocks. Only the numbers that they give to them differ.
+        Both programs choose the same blocks, but number the blocks differently.
 
         Args:
             depth: Number of blocks of the model.
@@ -159,7 +158,7 @@ class StatesFolder(ABC):
         """
 
     def data_set_ids(self, number: int) -> np.ndarray | None:
-        """Returns the token ids that the data set has for a row; None if there is no data set.
+        """Returns the token ids of a row in the data set; None if there is no data set.
 
         Args:
             number: Number of the row.
@@ -171,7 +170,7 @@ class StatesFolder(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Remarks about the folder that are no faults of a row."""
+        """Notes for the user about the folder that describe no fault of a row."""
         return []
 
     def file_name(self, number: int) -> str:
@@ -336,7 +335,16 @@ def find_states_folder(path: Path) -> StatesFolder | None:
 
 
 def _numbered(folder: Path, glob: str, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Returns files by the number in their names, which the first group of `pattern` matches."""
+    """Returns the files in a folder by the number of their row.
+
+    Args:
+        folder: Folder to search.
+        glob: Glob that matches the paths of the files relative to the folder.
+        pattern: Pattern of the names of the files, whose first group is the number of the row.
+
+    Raises:
+        InputError: If two files belong to the same row.
+    """
     path_by_row: dict[int, Path] = {}
     for file_path in folder.glob(glob):
         name_match = pattern.fullmatch(file_path.name)
@@ -409,7 +417,7 @@ def _as_array(tensor: Any) -> np.ndarray:
     import torch
 
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # Tensor.numpy does not support it
+    if tensor.dtype == torch.bfloat16:  # Tensor.numpy does not support bfloat16
         bfloat16_bits: np.ndarray = tensor.contiguous().view(torch.int16).numpy()
         return bfloat16_bits.view(ml_dtypes.bfloat16)
     tensor_values: np.ndarray = tensor.numpy()

@@ -15,7 +15,7 @@ from activation_extraction.common.visible import counted, say, visible
 from activation_extraction.dataset.dataset import ActivationDataset
 from activation_extraction.dataset.features import find_decoder
 from activation_extraction.inspect import report_numbers
-from activation_extraction.inspect.dataset_card import CARD, write_card
+from activation_extraction.inspect.dataset_card import CARD_NAME, write_card
 from activation_extraction.inspect.status import host_states, totals_of_hosts
 from activation_extraction.store.folder import Folder, FolderError, local_path
 from activation_extraction.store.local_files import write_file
@@ -57,7 +57,7 @@ def show_report(root: Folder, file: str) -> int:
     except (OSError, FolderError) as error:
         raise InputError(f"--report {report_path}: {reason_of(error)}") from error
     say(f"report: {report_path}")
-    card_path = report_path.with_name(CARD)
+    card_path = report_path.with_name(CARD_NAME)
     if write_card(run_dataset, card_path):
         say(f"dataset card: {card_path}; to share the run on the hub, rename it to README.md")
     else:

@@ -4,12 +4,14 @@ hidden_states.py reads the files and compare_states.py compares arrays. This mod
 rows, determines which hook each layer of the files should contain, and describes wrong layers.
 
 The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
-the hooks, each layer must contain the hook that they name. Otherwise each layer is taken for the
-hook whose states are nearest in most rows, so a layer that is wrong in the same way in all rows can
-only be noticed in the line that names its hook. The last layer always has a known hook.
+the hooks, each layer must contain the hook that the flags name. Otherwise each layer is assumed to
+contain the hook whose states are nearest in most rows, so a layer that is wrong in the same way in
+all rows can only be noticed in the line that names its hook. The hook of the last layer always
+follows from the kind of the folder.
 
-Every layer of a wrong row is described. The states of its sample at all hooks are tried first, then
-the states of other samples: the rows before and after it, and the other chosen rows.
+Each wrong layer of a row is described. It is compared with the states of the row's sample at all
+hooks first, and then with the states of other samples: those of the rows before and after this row,
+and those of the other chosen rows.
 """
 
 import random
@@ -23,7 +25,7 @@ import numpy as np
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.common.visible import counted, say
 from activation_extraction.inspect.compare_states import (
-    NEARER,
+    MIN_ERROR_RATIO,
     Alignment,
     HookMatch,
     Limits,
@@ -38,7 +40,8 @@ from activation_extraction.store.chosen_samples import RecomputeStates
 # A function that loads the model. Its arguments are the token ids of all samples that may be
 # computed, (tokens,) each, and the width of the stored states.
 LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
-Matches = Mapping[tuple[str, int], HookMatch]  # result of match_hooks
+# The result of match_hooks: the match by the name of a hook and an offset.
+Matches = Mapping[tuple[str, int], HookMatch]
 
 
 class ExpectedHook(NamedTuple):
@@ -46,12 +49,12 @@ class ExpectedHook(NamedTuple):
 
     Attributes:
         name: Name of the hook.
-        is_known: Whether a flag or the kind of the folder determines the hook, or the states of a
-            row match it. Otherwise it is only the hook with the smallest error.
+        is_certain: Whether a flag or the kind of the folder determines the hook, or the states of a
+            row match the hook. If False, it is only the hook with the smallest error.
     """
 
     name: str
-    is_known: bool = True
+    is_certain: bool = True
 
 
 @dataclass
@@ -60,9 +63,9 @@ class RowCheck:
 
     Attributes:
         number: Number of the row.
-        row: Content of the file.
+        row: Content of the row's file.
         limits: Largest errors that rounding explains.
-        matches: Comparison of each layer with the states of the row's sample at all hooks.
+        matches: For each layer, the comparison with the states of the row's sample at all hooks.
     """
 
     number: int
@@ -71,7 +74,11 @@ class RowCheck:
     matches: list[Matches] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
-        """Returns the match of the nearest hook of a layer, at any offset."""
+        """Returns the match with the smallest error of a layer, at any hook and offset.
+
+        Args:
+            layer: Index of the layer.
+        """
         return min(self.matches[layer].values())
 
     def is_right(self, layer: int, hook: str) -> bool:
@@ -87,7 +94,10 @@ class RowCheck:
         nearest_error = min(
             match.error for match in self.matches[layer].values() if match.offset == 0
         )
-        return expected_match.within(self.limits) and expected_match.error <= NEARER * nearest_error
+        return (
+            expected_match.within(self.limits)
+            and expected_match.error <= MIN_ERROR_RATIO * nearest_error
+        )
 
 
 def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, count: int) -> int:
@@ -102,8 +112,8 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         The exit status: 0 if every compared row is right, otherwise 1.
 
     Raises:
-        InputError: If there is no model, or it does not fit the files, or the flags name other
-            hooks than the files can contain.
+        InputError: If there is no model, if the model does not fit the files, or if the flags name
+            other hooks than the files can contain.
     """
     from tqdm import tqdm  # other flags of this package do not need tqdm
 
@@ -175,7 +185,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
 def _read_rows(
     folder: StatesFolder, numbers: Sequence[int]
 ) -> tuple[dict[int, StoredRow], list[str]]:
-    """Reads rows of a folder, and leaves out those that cannot be compared.
+    """Reads rows of a folder, and leaves out rows that cannot be compared.
 
     Args:
         folder: Folder with the hidden states.
@@ -183,7 +193,7 @@ def _read_rows(
 
     Returns:
         A tuple of:
-            The rows by number. All have as many layers and values per state as the first one.
+            The rows by number. All rows have as many layers, and values in a state, as the first.
             A message about each row that is left out.
     """
     row_by_number: dict[int, StoredRow] = {}
@@ -213,15 +223,15 @@ def _read_rows(
 
 
 def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarray]:
-    """Reads the token ids of the rows before and after other rows.
+    """Reads the token ids of the rows directly before and after the rows to verify.
 
     Args:
         folder: Folder with the hidden states.
-        rows: Numbers of the other rows.
+        rows: Numbers of the rows to verify.
 
     Returns:
-        The token ids by the number of the row, int64 (tokens,). Rows that do not exist, cannot be
-        read or are among the other rows are left out.
+        The token ids of each neighbouring row, int64 (tokens,), by its number. Neighbours that do
+        not exist, that cannot be read or that are in `rows` are left out.
     """
     ids_by_neighbour = {}
     for number in rows:
@@ -235,7 +245,15 @@ def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarr
 
 
 def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[RowCheck]:
-    """Compares all layers of rows with the states of their samples, and shows a progress bar."""
+    """Compares all layers of rows with the states of their samples, and shows a progress bar.
+
+    Args:
+        rows: Rows by number.
+        model: Model that computes the states.
+
+    Returns:
+        The check of each row, in the order of `rows`.
+    """
     from tqdm import tqdm
 
     row_numbers = [*rows]
@@ -265,7 +283,7 @@ def _requested_hooks(
 
     Args:
         folder: Folder with the hidden states.
-        model: Model.
+        model: Model, with the hooks that the flags name.
         layer_count: Number of layers of a file.
 
     Raises:
@@ -288,7 +306,12 @@ def _requested_hooks(
 
 
 def _canonical(hook: str) -> str:
-    """Returns the name by which a hook is compared, which is the output of a block if possible.
+    """Returns the name under which RecomputeStates computes a hook.
+
+    For a residual stream, it is the name of the output of a block, or of the embedding.
+
+    Args:
+        hook: Name of the hook, as a flag names it.
 
     Raises:
         InputError: If the hook is neither a residual stream nor the output of the final norm.
@@ -311,13 +334,17 @@ def _canonical(hook: str) -> str:
 def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
     """Returns the hook that is nearest to a layer in most rows.
 
-    Only rows whose states match a hook count, unless there is no such row. Of two hooks with as
-    many rows, the one with the smallest error is returned.
+    Only rows whose states match a hook are counted, unless there is no such row. If two hooks have
+    equally many rows, the hook with the smallest error is returned.
+
+    Args:
+        checks: Checks of the rows.
+        layer: Index of the layer.
     """
     best_matches = sorted(row_check.best(layer) for row_check in checks)
-    error_limits = checks[0].limits
+    limits_of_rows = checks[0].limits
     matches_within_limits = [
-        hook_match for hook_match in best_matches if hook_match.within(error_limits)
+        hook_match for hook_match in best_matches if hook_match.within(limits_of_rows)
     ]
     rows_by_hook = Counter(hook_match.hook for hook_match in matches_within_limits or best_matches)
     return ExpectedHook(rows_by_hook.most_common(1)[0][0], bool(matches_within_limits))
@@ -326,7 +353,7 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
     """Returns the line that names the hook of a layer and the largest error of its right rows."""
     layer_name = f"layer {layer + 1} of {len(checks[0].row.layers)}"
-    if not hook.is_known:
+    if not hook.is_certain:
         return f"{layer_name}: no row matches a hook"
     right_matches = []
     for row_check in checks:
@@ -349,15 +376,15 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
     """Returns a message if the known hooks are not in ascending order; otherwise ""."""
-    known_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_known]
-    stream_numbers = [_stream_number(hook_name) for hook_name in known_hook_names]
+    certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
+    stream_numbers = [_stream_number(hook_name) for hook_name in certain_hook_names]
     if stream_numbers == sorted(set(stream_numbers)):
         return ""
-    return f"the layers are not in ascending order: {', '.join(known_hook_names)}"
+    return f"the layers are not in ascending order: {', '.join(certain_hook_names)}"
 
 
 def _stream_number(hook: str) -> float:
-    """Returns the number of a hook in the order of the computation, 0 for the embedding."""
+    """Returns the number of a residual stream, 0 for the embedding; infinity for the final norm."""
     return next(iter(streams_by_number([hook])), float("inf"))
 
 
@@ -369,7 +396,7 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
         rows: Rows by number.
 
     Yields:
-        The number of a row, and a message about it.
+        A tuple of the number of the row and a message about the row.
     """
     for row_number, stored_row in rows.items():
         expected_ids = folder.data_set_ids(row_number)
@@ -392,7 +419,7 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
 def _notes_on_hooks(
     folder: StatesFolder, model: RecomputeStates, hooks: Sequence[ExpectedHook]
 ) -> Iterator[str]:
-    """Yields remarks about hooks that no flag names."""
+    """Yields notes for the user about the hooks of layers, if no flag names these hooks."""
     if model.requested_hooks is not None or len(hooks) == 1:
         return
     yield (
@@ -428,7 +455,7 @@ def _describe(
     """Returns a message about each wrong layer of a row.
 
     Args:
-        check: Comparison of the row with its own sample.
+        check: Comparison of the row with the states of its sample.
         wrong_layers: Indices of the layers that do not contain the right states.
         hooks: Hook that each layer should contain.
         model: Model, which computes the states of other samples.
@@ -436,7 +463,7 @@ def _describe(
             row, (tokens,) each.
     """
     description_by_layer = {
-        layer_index: _describe_by_own_sample(check, layer_index, hooks[layer_index], model)
+        layer_index: _describe_by_same_sample(check, layer_index, hooks[layer_index], model)
         for layer_index in wrong_layers
     }
     unexplained_layers = [
@@ -468,7 +495,7 @@ def _describe(
                 check, layer_index, hooks[layer_index], alignments_by_layer[layer_index], model
             )
         expectation_in_words = (
-            f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_known else ""
+            f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_certain else ""
         )
         layer_name = f"row {check.number}, layer {layer_index + 1} of {len(hooks)}"
         layer_messages.append(f"{layer_name}: {expectation_in_words}found {layer_description}")
@@ -483,22 +510,25 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
         hooks: Names of all hooks, in the order of the computation.
 
     Returns:
-        The expected hook and the hooks before and after it; all hooks if it is not known.
+        The expected hook, the hook before it and the hook after it; all hooks if the expected hook
+        is not certain.
     """
     hook_names = [*hooks]
-    if not expected.is_known:
+    if not expected.is_certain:
         return hook_names
     expected_index = hook_names.index(expected.name)
     return hook_names[max(expected_index - 1, 0) : expected_index + 2]
 
 
-def _describe_by_own_sample(
+def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str | None:
-    """Describes a wrong layer if it needs no states of other samples, otherwise returns None.
+    """Returns a description of a wrong layer that needs no states of other samples.
+
+    Returns None if only the states of other samples can show to which tokens the layer belongs.
 
     Args:
-        check: Comparison of the row with its own sample.
+        check: Comparison of the row with the states of its sample.
         layer: Index of the layer.
         hook: Hook that the layer should contain.
         model: Model.
@@ -539,18 +569,23 @@ def _describe_by_own_sample(
 
 def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
     """Returns ", of HOOK, ..." if the states belong to another hook than expected, otherwise ""."""
-    if hook.is_known and actual_hook == hook.name:
+    if hook.is_certain and actual_hook == hook.name:
         return ""
     return f", of {actual_hook}{_relation(actual_hook, hook, model)}"
 
 
 def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
-    """Returns how far a hook is from the expected one, in words that follow its name.
+    """Returns how far a hook is from the expected hook, in words that follow the hook's name.
 
-    It returns "" if the two are the same, or if the expected hook is not known.
+    Returns "" if the two hooks are the same, or if the expected hook is not certain.
+
+    Args:
+        actual_hook: Name of the hook to which the states belong.
+        hook: Hook that the layer should contain.
+        model: Model.
     """
     expected_hook = hook.name
-    if not hook.is_known or actual_hook == expected_hook:
+    if not hook.is_certain or actual_hook == expected_hook:
         return ""
     last_stream = f"blocks.{model.depth - 1}.hook_resid_post"
     if (actual_hook, expected_hook) == (FINAL_NORM_HOOK, last_stream):
@@ -562,7 +597,7 @@ def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> s
     actual_index = ordered_hook_names.index(actual_hook)
     layer_distance = actual_index - ordered_hook_names.index(expected_hook)
     if expected_hook == FINAL_NORM_HOOK:
-        # The final norm is no layer of its own: it normalises the last block's output.
+        # The final norm does not count as a layer, because it normalises the last block's output.
         layer_distance += 1
     elif actual_hook == FINAL_NORM_HOOK:
         layer_distance -= 1
@@ -592,19 +627,24 @@ def _describe_parts(
     """Describes a layer by the samples to which its states belong, and by the nearest hook.
 
     Args:
-        check: Comparison of the row with its own sample.
+        check: Comparison of the row with the states of its sample.
         layer: Index of the layer.
         hook: Hook that the layer should contain.
-        alignments: Alignments with the row's own sample, with its neighbours, and with other rows.
+        alignments: Alignments of the layer with the samples of this row, of its neighbours and of
+            other rows.
         model: Model.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
-    # A right part is preferred to a part of another sample, and near rows to far ones, for example
-    # if two samples begin alike.
+    # If states belong to several samples, for example because two samples begin alike, the expected
+    # hook is preferred to other hooks, near rows to far rows, and offset 0 to other offsets.
     alignments_nearest_first = sorted(
         alignments,
-        key=lambda a: (a.hook != hook.name, abs(a.number - check.number), a.offset != 0),
+        key=lambda alignment: (
+            alignment.hook != hook.name,
+            abs(alignment.number - check.number),
+            alignment.offset != 0,
+        ),
     )
     problem_phrases = []
     if len(stored_states) != token_count:
@@ -615,7 +655,7 @@ def _describe_parts(
     if is_zero_state.any():
         problem_phrases.append(f"zeros in {_tokens_in_words(is_zero_state)}")
     best_match = check.best(layer)
-    errors_in_words = f"{_error(best_match)}, a token up to {_percent(best_match.largest_error)}"
+    error_words = f"{_error(best_match)}, a token up to {_percent(best_match.largest_error)}"
     if (best_match.hook, best_match.offset) == (hook.name, 0) and any(
         (alignment.hook, alignment.number, alignment.offset) == (hook.name, check.number, 0)
         and alignment.states.all()
@@ -623,7 +663,7 @@ def _describe_parts(
     ):
         limit_in_words = f"at most {_percent(check.limits.row)} is explained by rounding"
         problem_phrases.append(
-            f"the right hook and tokens, but other values ({errors_in_words}; {limit_in_words})"
+            f"the right hook and tokens, but other values ({error_words}; {limit_in_words})"
         )
         return "; ".join(problem_phrases)
     is_unexplained_state = ~is_zero_state
@@ -645,7 +685,7 @@ def _describe_parts(
         ):
             rounding_hint = "; rounding to bfloat16 explains it (--dtype bfloat16)"
         problem_phrases.append(
-            f"no match; nearest is {nearest_hook_in_words} ({errors_in_words}{rounding_hint})"
+            f"no match; nearest is {nearest_hook_in_words} ({error_words}{rounding_hint})"
         )
     elif is_unexplained_state.any():
         experts_in_words = (
@@ -658,25 +698,25 @@ def _describe_parts(
 
 
 def _part_in_words(
-    alignment: Alignment, own_number: int, hook: ExpectedHook, model: RecomputeStates
+    alignment: Alignment, layer_row_number: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str:
     """Returns a phrase about the states of a layer that belong to one sample.
 
     Args:
-        alignment: States that belong together.
-        own_number: Number of the row that contains the layer.
+        alignment: States of the layer that are consecutive states of one sample.
+        layer_row_number: Number of the row that contains the layer.
         hook: Hook that the layer should contain.
         model: Model.
     """
     other_hook_in_words = _other_hook(alignment.hook, hook, model)
     is_whole_layer = bool(alignment.states.all())
-    is_own_sample = alignment.number == own_number
-    if is_own_sample and not alignment.offset and not other_hook_in_words:
+    is_same_row = alignment.number == layer_row_number
+    if is_same_row and not alignment.offset and not other_hook_in_words:
         return f"the right states in {_tokens_in_words(alignment.states)}"
     state_indices = np.flatnonzero(alignment.states)
     first_token, last_token = (state_indices[[0, -1]] + alignment.offset).tolist()
-    row_in_words = "" if is_own_sample else f" of row {alignment.number}"
-    if is_whole_layer and not is_own_sample and not alignment.offset:
+    row_in_words = "" if is_same_row else f" of row {alignment.number}"
+    if is_whole_layer and not is_same_row and not alignment.offset:
         return f"the states{row_in_words}{other_hook_in_words}"
     tokens_in_words = (
         f"token {first_token}"

@@ -1,7 +1,7 @@
 """Computes hidden states for samples that another program has stored, for --verify.
 
-inspect/verify_states.py compares the results with the stored states. recompute.py does the
-same for runs of this program, which record their model, dtype and hooks.
+inspect/verify_states.py compares the results with the stored states. recompute.py computes values
+again for runs of this program, which record their model, dtype and hooks.
 """
 
 import functools
@@ -25,7 +25,7 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.store.chosen_samples import RecomputeStates
 from activation_extraction.text.packing import pack, samples_of
 
-# The number of tokens of a row is a multiple of this number, so that any mesh can divide it.
+# The number of tokens in a row is a multiple of this number, so that any mesh can divide a row.
 LENGTH_STEP = 128
 
 
@@ -38,12 +38,13 @@ def load_for_hidden_states(
 
     Args:
         config: The configuration of --verify. It contains the model, the adapter, the dtype and the
-            options of computing and, if the user gives them, the hooks that the files should hold.
+            options of the computation and, if flags name them, the hooks that the files should
+            contain.
         token_ids: Token ids of all samples that may be computed, (tokens,) each.
         width: Number of values of a stored hidden state.
 
     Returns:
-        An object with a function that computes hidden states.
+        The facts about the model that the comparison needs, and a function that computes states.
 
     Raises:
         InputError: If the model cannot be read or has no such hooks, or its width, its vocabulary
@@ -72,14 +73,14 @@ def load_for_hidden_states(
             f"--model_path {model_path}: has {model_config.vocab_size} tokens; a stored sample has "
             f"the token id {invalid_token_id}"
         )
-    longest_sample_tokens = max(map(len, token_ids), default=1)
-    max_positions, limit_reason = model_config.longest_row
-    if longest_sample_tokens > max_positions:
+    max_sample_tokens = max(map(len, token_ids), default=1)
+    max_positions, reason_of_limit = model_config.longest_row
+    if max_sample_tokens > max_positions:
         raise InputError(
-            f"--model_path {model_path}: {limit_reason}; a stored sample has "
-            f"{longest_sample_tokens} tokens"
+            f"--model_path {model_path}: {reason_of_limit}; a stored sample has "
+            f"{max_sample_tokens} tokens"
         )
-    row_length = min(-(-longest_sample_tokens // LENGTH_STEP) * LENGTH_STEP, max_positions)
+    row_length = min(-(-max_sample_tokens // LENGTH_STEP) * LENGTH_STEP, max_positions)
     computed_hook_names = (
         "blocks.0.hook_resid_pre",
         *(
@@ -90,10 +91,10 @@ def load_for_hidden_states(
     )
     computing_options = config.computing
     if not isinstance(computing_options.batch_size, int):
-        # All hooks of a row take much memory, so there are as few rows as the devices allow.
+        # The values at all hooks of a row take much memory, so a batch has one row for each device.
         devices_of_host = devices_of_this_host(usable_devices(computing_options.use_data_parallel))
         computing_options = replace(computing_options, batch_size=len(devices_of_host))
-    config_of_step = replace(
+    step_config = replace(
         config,
         hooks=replace(
             config.hooks,
@@ -111,20 +112,20 @@ def load_for_hidden_states(
             requested_hook.name for requested_hook in requested_hook_by_key.values()
         ]
     with device_errors():
-        forward = prepare_model(step_request(config_of_step))
+        prepared_model = prepare_model(step_request(step_config))
 
     @functools.cache
-    def step() -> Step:
+    def compiled_step() -> Step:
         """Reads the weights and compiles the step, when the first states are computed."""
         with device_errors():
-            return compile_step(forward)
+            return compile_step(prepared_model)
 
-    def states(
+    def compute_states(
         token_ids: Sequence[np.ndarray],
     ) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        for batch in pack(samples_of(token_ids), *forward.shape):
+        for batch in pack(samples_of(token_ids), *prepared_model.shape):
             with device_errors():
-                activations = forward.receive(step()(batch, [False] * 3)[0])
+                activations = prepared_model.receive(compiled_step()(batch, [False] * 3)[0])
             for placed_sample in batch.samples:
                 row_and_columns = placed_sample.row, slice(placed_sample.start, placed_sample.stop)
                 yield (
@@ -137,8 +138,8 @@ def load_for_hidden_states(
 
     return RecomputeStates(
         model_config.num_hidden_layers,
-        str(forward.model.dtype),
+        str(prepared_model.model.dtype),
         "E" in model_config.sizes,
         requested_hook_names,
-        states,
+        compute_states,
     )
