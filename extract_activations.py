@@ -394,9 +394,9 @@ def show_hooks(config: Config) -> int:
         model_config = read_model_config(checkpoint.file("config.json"))
         tensor_names = checkpoint.local_tensors()
         check_adapter(config.model.lora)
-    hook_request = step_request(config)
-    _, activation_dtype = choose_dtypes(hook_request, jax.default_backend())
-    _, encoders = choose_hooks(hook_request, model_config)
+    request_for_hooks = step_request(config)
+    _, activation_dtype = choose_dtypes(request_for_hooks, jax.default_backend())
+    _, encoders = choose_hooks(request_for_hooks, model_config)
     hooks_of_model = hook_table(model_config, config.hooks.top_logits)
     special_tokens = known_special_tokens(config)
     if (

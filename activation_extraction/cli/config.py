@@ -137,7 +137,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all flags. Its result contains only the flags on the command line."""
-    parser = _Parser(
+    flag_parser = _Parser(
         prog="extract_activations.py",
         description="Extracts activations of a Qwen or Llama 3 model from text, and stores them.",
         epilog=_epilog(),
@@ -146,7 +146,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for flag_group in GROUPS:
-        argument_group = parser.add_argument_group(flag_group.title, flag_group.note)
+        argument_group = flag_parser.add_argument_group(flag_group.title, flag_group.note)
         for flag_name, flag in FLAGS.items():
             if flag.group == flag_group:
                 _add_flag(argument_group, flag_name, flag)
@@ -155,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
     argument_group.add_argument(
         "--version", action="version", version=program_version, help="print the version"
     )
-    return parser
+    return flag_parser
 
 
 def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) -> None:

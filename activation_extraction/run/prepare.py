@@ -150,10 +150,12 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
             config, run_folders, forward, text, identity, metadata_facts, watchdog
         ),
     )
-    batches = together(
+    batches_to_compute = together(
         host, lambda: text.open(run_folders.worker, forward.shape, storage, watchdog)
     )
-    prepared_run = Run(config, host, watchdog, run_folders, forward, text, storage, batches)
+    prepared_run = Run(
+        config, host, watchdog, run_folders, forward, text, storage, batches_to_compute
+    )
     log_start(prepared_run)
     return prepared_run
 

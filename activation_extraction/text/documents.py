@@ -280,9 +280,9 @@ class DocumentStream:
                 last_position = source_row.position
             row_number += 1
             if is_row_of_worker:
-                document, problem = self._document_in(source_row)
+                document, skip_problem = self._document_in(source_row)
                 state_after_row = {"rows": row_number, "dataset": position_in_stream}
-                yield ReadRow(document, problem, state_after_row)
+                yield ReadRow(document, skip_problem, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
         """Calls the constructor's `leave` if the worker has read its last row of a file.

@@ -77,20 +77,22 @@ def list_files(path: str) -> list[DataFile]:
     """
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
         if "://" in path:
-            fs, root_path = url_to_fs(path)
+            file_system, root_path = url_to_fs(path)
         else:  # url_to_fs would interpret :: in a local path as a chain of URLs
-            fs = fsspec.filesystem("file")
+            file_system = fsspec.filesystem("file")
             root_path = os.path.abspath(os.path.expanduser(path))
-        if fs.isfile(root_path):
+        if file_system.isfile(root_path):
             if not kind_of(root_path):
                 raise _no_data_error(path, "does not end in", [root_path])
             data_paths = [root_path]
             # The query of a URL may contain a slash, so it is removed first.
             parent_folder = plain_url(root_path).rpartition("/")[0]
         else:
-            data_paths, parent_folder = _list_folder(path, fs, root_path)
+            data_paths, parent_folder = _list_folder(path, file_system, root_path)
         data_files = list(
-            thread_pool.map(partial(_data_file_at, fs, plain_url(parent_folder)), data_paths)
+            thread_pool.map(
+                partial(_data_file_at, file_system, plain_url(parent_folder)), data_paths
+            )
         )
     refuse_repeated(data_files)
     return data_files
