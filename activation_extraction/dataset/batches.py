@@ -32,8 +32,8 @@ from activation_extraction.store.shard_reader import MAX_REQUESTS
 ONLY_WORKER = 0, 1
 # Largest chunk, in bytes: of each hook if a run is in a bucket, otherwise of all hooks together.
 MAX_READ_BYTES = 8 * 2**20
-# Smallest chunk if a run is in a bucket, in bytes of each hook: a bucket is read in whole blocks of
-# up to a MiB, so that a smaller chunk would read many bytes in vain.
+# Smallest chunk if a run is in a bucket, in bytes of each hook. A bucket is read in whole blocks of
+# up to a MiB, so that many bytes that are read for a smaller chunk would belong to other chunks.
 MIN_READ_BYTES = 2 * 2**20
 # Largest chunk if a run is in a bucket and tokens stay in order, in bytes of each hook. Each chunk
 # also needs requests for its token ids and positions, so chunks that are not shuffled are larger.
@@ -64,8 +64,9 @@ class Batches(Iterator[T]):
             the order.
         form: Function that takes a list with a TokenBatch of each run, and returns the batch to
             yield: a TokenBatch or a TokenPair.
-        reader: Function without arguments that returns a function of type ReadChunk. The returned
-            function takes a chunk of the first run and returns a block of each run.
+        reader: Function without arguments that returns another function. This function takes a
+            chunk of the first run (consecutive tokens of a shard), reads it, and returns a block
+            (`dataset.token_batch.Block`) of each run.
 
     Attributes:
         options: Options of the batches.
@@ -219,7 +220,9 @@ class Batches(Iterator[T]):
             def load_state_dict(self, state: Mapping[str, Any]) -> None:
                 self._batches.restore(state)
 
-            def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find a local class by name
+            def __reduce__(
+                self,
+            ) -> tuple[Any, ...]:  # because pickle cannot find a local class by name
                 if get_spawning_popen() is not None:
                     read_by_workers[0] = 1  # a spawned process does not share this memory
                 return Batches.torch, (self._batches,)

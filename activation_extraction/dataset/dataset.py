@@ -90,10 +90,10 @@ class ActivationDataset(Samples):
     """
 
     def __init__(self, url: Any, hooks: Sequence[str] | None = None) -> None:
-        run_folder, folders = read_run(str(url))
+        run_folder, log_by_folder = read_run(str(url))
         self.url = run_folder.url
         all_metadata = [
-            run_log.metadata for run_log in folders.values() if run_log.metadata is not None
+            run_log.metadata for run_log in log_by_folder.values() if run_log.metadata is not None
         ]
         self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
@@ -105,17 +105,20 @@ class ActivationDataset(Samples):
         self.data_files = {
             record["name"]: (record["bytes"], record["fingerprint"]) for record in data_file_records
         }
-        self._going_on = {
+        self._unfinished_folders = {
             name
-            for name, run_log in folders.items()
+            for name, run_log in log_by_folder.items()
             if run_log.metadata and run_log.metadata["status"] != "complete"
         }
-        self._strides = {
+        self._stride_by_folder = {
             name: run_log.identity.worker.stride
-            for name, run_log in folders.items()
+            for name, run_log in log_by_folder.items()
             if run_log.identity
         }
-        self.complete: bool = set(folders) == set(expected_names(folders)) and not self._going_on
+        self.complete: bool = (
+            set(log_by_folder) == set(expected_names(log_by_folder))
+            and not self._unfinished_folders
+        )
         hook_descriptions = self.metadata.get("hooks", ())
         aliases = recorded_aliases(hook_descriptions)
         descriptions_by_hook = ByHook({hook["name"]: hook for hook in hook_descriptions}, aliases)
@@ -125,7 +128,7 @@ class ActivationDataset(Samples):
                 f"{self.url}: no hook is asked for; it has {', '.join(descriptions_by_hook)}"
             )
         folders_and_commits = [
-            (name, commit) for name in folders for commit in folders[name].in_order
+            (name, commit) for name in log_by_folder for commit in log_by_folder[name].in_order
         ]
         shard_hook_descriptions = {
             hook["name"]: hook for _, commit in folders_and_commits for hook in commit.hooks
@@ -136,7 +139,7 @@ class ActivationDataset(Samples):
             )
             for name in chosen_hooks
         }
-        # --repair may leave shards that contain no samples.
+        # Shards without samples, which --repair may leave in a run, cannot be read.
         shards_with_samples = [
             (name, commit) for name, commit in folders_and_commits if commit.count
         ]
@@ -145,6 +148,7 @@ class ActivationDataset(Samples):
         )
 
     def __len__(self) -> int:
+        """Returns the number of samples."""
         return self.shards.firsts[-1]
 
     def __repr__(self) -> str:
@@ -207,8 +211,8 @@ class ActivationDataset(Samples):
         The columns of the table are `sample_idx`, `doc_id`, `row`, `cut` and `text_preview`, as in
         SampleActivations; `tokens`, the number of stored tokens of a sample; and every column of
         the data set that the run kept, under its name in the data set. If the values of a column
-        have several types, they are converted to texts. No activations are read.
-        `samples.to_pandas()` converts the table to a data frame.
+        have several types, all values of the column are converted to texts. No activations are
+        read. `samples.to_pandas()` converts the table to a data frame.
 
         Raises:
             OSError: If the table of a shard is damaged, or was replaced.
@@ -259,35 +263,37 @@ class ActivationDataset(Samples):
         piece_location = piece_of(sample_facts.row)
         if piece_location is None:
             return self[index]
-        piece, _, document = piece_location
+        piece_number, _, document_row = piece_location
         # Consecutive pieces of a document differ by `stride` in `sample_idx`, and may be in any
         # shards of the host.
-        stride = self._strides[folder]
+        stride = self._stride_by_folder[folder]
         piece_starts = list[int]()
-        piece_numbers = list[int]()
-        first_sample_idx = sample_facts.sample_idx - piece * stride
+        piece_sample_numbers = list[int]()
+        first_sample_idx = sample_facts.sample_idx - piece_number * stride
         while (
-            next_number := self.shards.find(folder, first_sample_idx + len(piece_numbers) * stride)
+            next_sample_number := self.shards.find(
+                folder, first_sample_idx + len(piece_sample_numbers) * stride
+            )
         ) is not None:
-            piece_location = piece_of(self.shards.facts(next_number).row)
+            piece_location = piece_of(self.shards.facts(next_sample_number).row)
             if piece_location is None:
                 break
-            next_piece, start, document_of_piece = piece_location
-            if next_piece != len(piece_numbers) or document_of_piece != document:
+            next_piece_number, piece_start, next_document_row = piece_location
+            if next_piece_number != len(piece_sample_numbers) or next_document_row != document_row:
                 break
-            piece_starts.append(start)
-            piece_numbers.append(next_number)
-        if piece >= len(piece_numbers):
+            piece_starts.append(piece_start)
+            piece_sample_numbers.append(next_sample_number)
+        if piece_number >= len(piece_sample_numbers):
             raise ValueError(
-                f"sample {index}: is piece {piece} of its document, of which piece "
-                f"{len(piece_numbers)} is missing"
+                f"sample {index}: is piece {piece_number} of its document, of which piece "
+                f"{len(piece_sample_numbers)} is missing"
             )
-        if next_number is None and folder in self._going_on:
+        if next_sample_number is None and folder in self._unfinished_folders:
             raise ValueError(
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return self._joined(piece_numbers, piece_starts)
+        return self._joined(piece_sample_numbers, piece_starts)
 
     def _sample(self, number: int) -> SampleActivations:
         return self._joined([number], [0])
@@ -359,9 +365,11 @@ class ActivationDataset(Samples):
         """
         chosen_hooks = self.hooks.chosen(self.url, options.hooks)
         sample_mask = None
-        where = options.where
-        if where is not None:
-            sample_mask = as_mask(where(self.samples) if callable(where) else where, len(self))
+        sample_filter = options.where
+        if sample_filter is not None:
+            sample_mask = as_mask(
+                sample_filter(self.samples) if callable(sample_filter) else sample_filter, len(self)
+            )
             if len(sample_mask) and not sample_mask.any():
                 raise ValueError(f"where: chooses none of {counted(len(sample_mask), 'sample')}")
         complete_options = replace(
@@ -516,8 +524,8 @@ class ActivationDataset(Samples):
 
         Args:
             hook: Name of the hook that holds the codes.
-            contexts: Number of tokens to list for each feature: those on which the feature has its
-                largest values.
+            contexts: Number of tokens to list for each feature. Tokens on which the feature has
+                larger values are listed first.
             around: Number of tokens of the sample to include on each side of a listed token.
 
         Returns:

@@ -251,9 +251,13 @@ class OpenShards:
             of a sample that lacks the column is None.
         """
         if missing_names := [name for name in names if name not in self._columns]:
-            tables = list(self.read_all(self.table))
+            sample_tables = list(self.read_all(self.table))
             for name in missing_names:
-                column_values = [value for table in tables for value in values_of(table, name)]
+                column_values = [
+                    value
+                    for sample_table in sample_tables
+                    for value in values_of(sample_table, name)
+                ]
                 self._columns[name] = np.fromiter(column_values, object, len(column_values))
         return {name: self._columns[name] for name in names}
 

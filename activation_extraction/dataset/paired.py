@@ -310,7 +310,8 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> ReadC
     """Returns a function that reads a chunk, and keeps the tokens that all runs have.
 
     If a run other than the first stores pickles, the tokens of a whole shard of the first run are
-    aligned at once, because each alignment decompresses all pickles that contain its samples.
+    aligned at once, because each alignment decompresses all pickles that contain samples of the
+    aligned tokens.
 
     Args:
         sources: Sources of the runs. The source of the first run has a mask.
@@ -318,8 +319,9 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> ReadC
             sample. Columns have the order of the first run.
 
     Returns:
-        A function that takes a chunk of the first run, and returns a tuple with a block for each
-        run. Row i of every block is the same token, and this token passes the filters of all runs.
+        A function that takes a chunk of the first run (consecutive tokens of a shard), and returns
+        a tuple with a block for each run. Item i of `rows` refers to the same token in every block,
+        and this token passes the filters of all runs.
     """
     first_source, *other_sources = sources
     numbers = numbers[:, np.asarray(first_source.mask)[numbers[0]]]
@@ -469,9 +471,9 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
     """
     is_kept = np.isin(sample.position, positions)
     kept_arrays: dict[str, Any] = {
-        name: values[is_kept]
-        for name, values in vars(sample).items()
-        if isinstance(values, np.ndarray)
+        name: array[is_kept]
+        for name, array in vars(sample).items()
+        if isinstance(array, np.ndarray)
     }
     return replace(sample, activations=sample.activations.map(itemgetter(is_kept)), **kept_arrays)
 
@@ -484,19 +486,22 @@ def _rows(run: "ActivationDataset", number_column: str) -> pyarrow.Table:
         number_column: Name of the column of the result that contains the indices of the samples.
 
     Returns:
-        A table with a row for each sample whose `row` is stored. Its column "row" contains the
-        `row` of the sample as JSON, which differs between the pieces of a document. Its column
-        `number_column` contains the index of the sample in the run, int64.
+        A table with a row for each sample whose `row` (see SampleActivations) is stored. The column
+        "row" contains this `row` as JSON, which differs between the pieces of a document. The
+        column `number_column` contains the index of the sample in the run, int64.
 
     Raises:
-        ValueError: If two samples come from the same row.
+        ValueError: If two samples of the run come from the same row.
     """
     sample_by_row = dict[str, int]()
-    for sample, row in enumerate(run.shards.columns(["row"])["row"]):
+    for sample_number, row in enumerate(run.shards.columns(["row"])["row"]):
         if row is None:
             continue
-        if sample_by_row.setdefault(json.dumps(row, sort_keys=True), sample) != sample:
+        if (
+            sample_by_row.setdefault(json.dumps(row, sort_keys=True), sample_number)
+            != sample_number
+        ):
             url = without_secrets(run.url)
-            raise ValueError(f"{url}: sample {sample} has the row of another sample")
+            raise ValueError(f"{url}: sample {sample_number} has the row of another sample")
     schema = pyarrow.schema({"row": pyarrow.string(), number_column: pyarrow.int64()})
     return pyarrow.table([[*sample_by_row], [*sample_by_row.values()]], schema=schema)

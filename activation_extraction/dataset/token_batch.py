@@ -38,10 +38,10 @@ class ByHook(dict[str, T]):
         self.aliases = dict(aliases or {})
 
     def __missing__(self, name: str) -> T:
-        canonical = self.aliases.get(name)
-        if canonical is None or canonical not in self:
+        canonical_name = self.aliases.get(name)
+        if canonical_name is None or canonical_name not in self:
             raise KeyError(f"no hook {name!r}; there are {', '.join(self) or 'none'}")
-        return self[canonical]
+        return self[canonical_name]
 
     def map(self, convert: Callable[[T], U]) -> "ByHook[U]":
         """Returns a mapping with the hooks and aliases of this mapping, and with converted values.
@@ -105,6 +105,8 @@ class TokenBatch:
     arrays are NumPy arrays; `torch` and `to` return a batch of PyTorch tensors, and `jax` returns a
     batch of JAX arrays.
 
+    In the following shapes, `size` is the number of tokens in the batch.
+
     Attributes:
         activations: Values at each hook, (size, width), by any name of the hook. At a hook with
             codes, the values are a `Codes` object.
@@ -128,9 +130,11 @@ class TokenBatch:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
+        """Returns the number of tokens."""
         return len(self.token_ids)
 
     def __getitem__(self, hook: str) -> Any:
+        """Returns the activations at a hook, by any name of the hook."""
         return _at_hook(self, hook)
 
     @property
@@ -257,8 +261,10 @@ def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
     """
     if len(batches) == 1:
         return batches[0]
-    arrays = map(np.concatenate, zip(*(batch.arrays for batch in batches), strict=True))
-    return batches[0].map(lambda _: next(arrays))
+    concatenated_arrays = map(
+        np.concatenate, zip(*(batch.arrays for batch in batches), strict=True)
+    )
+    return batches[0].map(lambda _: next(concatenated_arrays))
 
 
 class Block(NamedTuple):
@@ -301,7 +307,10 @@ def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> N
 
 
 def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
-    """Returns rows as a slice if they are consecutive, because NumPy copies a slice faster."""
+    """Returns indices of rows as a slice if they are consecutive; otherwise as they are.
+
+    NumPy copies a slice faster than an array of indices.
+    """
     return slice(rows[0], rows[-1] + 1) if (np.diff(rows) == 1).all() else rows
 
 
@@ -346,8 +355,9 @@ class SampleActivations(SampleFacts):
     turn: np.ndarray | None = None
 
     def __getitem__(self, hook: str) -> np.ndarray:
-        values: np.ndarray = _at_hook(self, hook)
-        return values
+        """Returns the activations at a hook, by any name of the hook."""
+        hook_values: np.ndarray = _at_hook(self, hook)
+        return hook_values
 
     @property
     def positions(self) -> np.ndarray:
@@ -381,8 +391,8 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
 class Samples(Sequence[SampleActivations]):
     """A sequence of samples, which are read when they are indexed.
 
-    A subclass defines `__len__`, and `_sample`, which takes the number of a sample, counted from 0,
-    and reads the sample.
+    A subclass defines `__len__`, and the method `_sample`, which takes the index of a sample, at
+    least 0, and reads the sample.
     """
 
     def number(self, index: int) -> int:
@@ -403,6 +413,7 @@ class Samples(Sequence[SampleActivations]):
     @overload
     def __getitem__(self, index: slice) -> list[SampleActivations]: ...
     def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
+        """Reads the sample at an index, or a list of the samples in a slice."""
         if isinstance(index, slice):
             return [self._sample(number) for number in range(*index.indices(len(self)))]
         return self._sample(self.number(index))
@@ -421,7 +432,11 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
         A tuple of the number of the piece, from 0; the position in the document of the piece's
         first token; and the row of the document. None if the sample is no piece of a document.
     """
-    document = dict(row or {})
-    piece = document.pop("piece", None)
-    start = document.pop("start", None)
-    return None if piece is None or start is None else (piece, start, document)
+    document_row = dict(row or {})
+    piece_number = document_row.pop("piece", None)
+    first_position = document_row.pop("start", None)
+    return (
+        None
+        if piece_number is None or first_position is None
+        else (piece_number, first_position, document_row)
+    )

@@ -58,10 +58,10 @@ class BatchOptions:
             hooks to numbers sets limits for these hooks only. None for no limit.
         dtype: Dtype of the activations in batches: float16, bfloat16, float32 or float64. None for
             the dtype of the dataset.
-        worker: Number of this reader, from 0, if several processes read the run together. Each
-            process reads a different part of the tokens.
-        workers: Number of these processes. The workers of a PyTorch DataLoader need no such number:
-            they divide the part of their process by themselves.
+        worker: Number of this process, from 0, if several processes read different tokens of the
+            run. 0 if there is only this process.
+        workers: Number of processes that read the run. The workers of a PyTorch DataLoader are not
+            counted, because they divide the tokens of their process by themselves.
         where: Mask of the samples whose tokens are read: an array or a list with a boolean for each
             row of the table `samples` of the dataset. It may also be a function that takes this
             table and returns the mask, such as
@@ -143,7 +143,7 @@ class ShardTokens(NamedTuple):
 
     Attributes:
         shard: Number of the shard.
-        at: Index of each token in the shard, ascending, int64 (tokens,).
+        indices: Index of each token in the shard, ascending, int64 (tokens,).
         tokens: The tokens, as a batch without hooks.
         samples: For each token, the index of its sample in the run, int64 (tokens,).
         wanted: Whether each token passes the filters except `max_norm`, bool (tokens,). Norms are
@@ -151,7 +151,7 @@ class ShardTokens(NamedTuple):
     """
 
     shard: int
-    at: np.ndarray
+    indices: np.ndarray
     tokens: TokenBatch
     samples: np.ndarray
     wanted: np.ndarray
@@ -159,7 +159,7 @@ class ShardTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """The tokens of one run from which batches are made.
+    """Reads the tokens of one run, from which batches are made, and filters them.
 
     The methods that read raise OSError if a shard is damaged.
 
@@ -218,7 +218,7 @@ class TokenSource:
         return replace(self, mask=mask if self.mask is None else mask & self.mask)
 
     def whole(self, shard: int) -> Chunk:
-        """Returns the chunk with all tokens of a shard.
+        """Returns a chunk that contains all tokens of a shard.
 
         Args:
             shard: Number of the shard, from 0.
@@ -235,17 +235,17 @@ class TokenSource:
         ]
 
     def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
-        """Yields the chunks of some samples, shard by shard.
+        """Yields chunks that contain all tokens of some samples, shard by shard.
 
         Args:
             samples: Indices of the samples in the run, ascending.
 
         Yields:
-            The chunks of a shard. Adjacent samples form one chunk.
+            A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
         shard_of_sample = np.searchsorted(self.shards.firsts, samples, "right") - 1
         for shard in np.unique(shard_of_sample).tolist():
-            samples_in_shard = samples[shard_of_sample == shard] - self.shards.firsts[shard]
+            sample_numbers_in_shard = samples[shard_of_sample == shard] - self.shards.firsts[shard]
             with as_os_errors():
                 offsets = self.shards.get(shard).offsets
             yield [
@@ -253,7 +253,8 @@ class TokenSource:
                     shard, int(offsets[adjacent_samples[0]]), int(offsets[adjacent_samples[-1] + 1])
                 )
                 for adjacent_samples in np.split(
-                    samples_in_shard, np.flatnonzero(np.diff(samples_in_shard) != 1) + 1
+                    sample_numbers_in_shard,
+                    np.flatnonzero(np.diff(sample_numbers_in_shard) != 1) + 1,
                 )
             ]
 
@@ -262,6 +263,9 @@ class TokenSource:
 
         Args:
             chunks: Chunks of the shard, in ascending order.
+
+        Returns:
+            All tokens of the chunks, and whether each token passes the filters.
         """
         return self._begin_tokens(chunks)()
 
@@ -304,7 +308,7 @@ class TokenSource:
         return wait
 
     def with_activations(self, shard_tokens: ShardTokens, rows: np.ndarray) -> Block:
-        """Returns tokens with their activations.
+        """Reads the activations of some tokens of a shard.
 
         If the file is mapped into memory and the activations are not encoded, the result contains
         views of the file. Encoded activations are decoded to the dtype of the options. Bytes
@@ -323,11 +327,11 @@ class TokenSource:
         is_apart = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
         # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
         # not be adjacent in the shard.
-        is_apart |= np.diff(shard_tokens.at[ascending_rows]) != np.diff(ascending_rows)
+        is_apart |= np.diff(shard_tokens.indices[ascending_rows]) != np.diff(ascending_rows)
         row_groups = np.split(ascending_rows, np.flatnonzero(is_apart) + 1)
         range_indices = [np.arange(*_range_of(row_group)) for row_group in row_groups]
         token_ranges = [
-            _range_of(shard_tokens.at[indices_of_range]) for indices_of_range in range_indices
+            _range_of(shard_tokens.indices[indices_of_range]) for indices_of_range in range_indices
         ]
         activations = self._begin_activations(shard_tokens.shard, token_ranges)()
         read_indices = np.concatenate(range_indices)
@@ -346,14 +350,14 @@ class TokenSource:
                 the index after its last token.
 
         Returns:
-            A function that waits for the activations and returns them by hook, those of all ranges
-            in one array.
+            A function that waits for the activations and returns them by hook. The array of a hook
+            contains the activations of all ranges, one range after the other.
         """
         hooks = self.shards.hooks
         dtype = self.options.dtype
         with as_os_errors():
             reader = self.shards.get(shard)
-            waits_by_hook = {
+            wait_functions_by_hook = {
                 name: [
                     hooks[name].begin_rows(reader, *token_range, dtype)
                     for token_range in token_ranges
@@ -364,15 +368,15 @@ class TokenSource:
         def wait() -> ByHook[np.ndarray]:
             with as_os_errors():
                 values_by_hook = {
-                    name: _concatenate([wait_for_range() for wait_for_range in waits_of_hook])
-                    for name, waits_of_hook in waits_by_hook.items()
+                    name: _concatenate([wait_for_range() for wait_for_range in wait_functions])
+                    for name, wait_functions in wait_functions_by_hook.items()
                 }
             return ByHook(values_by_hook, hooks.aliases)
 
         return wait
 
     def _all_of(self, chunk: Chunk) -> TokenBatch:
-        """Returns all tokens of a chunk with their activations, which are read at the same time."""
+        """Reads all tokens of a chunk, and at the same time their activations."""
         wait_for_tokens = self._begin_tokens([chunk])
         wait_for_activations = self._begin_activations(chunk.shard, [(chunk.start, chunk.stop)])
         return replace(wait_for_tokens().tokens, activations=wait_for_activations())
@@ -483,15 +487,19 @@ def _range_of(ascending_numbers: np.ndarray) -> tuple[int, int]:
 
 
 def overflows(values: np.ndarray) -> bool:
-    """Returns whether any of these float16 values is NaN or infinite."""
+    """Returns whether any of some values is NaN or infinite.
+
+    Args:
+        values: Values in float16, of any shape.
+    """
     return bool(values.size) and bool((values.view(np.uint16) & 0x7FFF).max() >= 0x7C00)
 
 
 def floating_name(dtype: Any) -> str | None:
-    """Returns the name of a dtype in FLOATING, to which activations can be converted.
+    """Returns the name of a dtype to which activations can be converted (FLOATING).
 
     Args:
-        dtype: Name of a dtype, or anything that NumPy compares with one.
+        dtype: Name of a dtype, or an object that NumPy compares with a dtype.
 
     Returns:
         The name; None if `dtype` is None or not a dtype in FLOATING.

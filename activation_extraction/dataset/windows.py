@@ -3,10 +3,10 @@
 A window contains the tokens of consecutive chunks, in random order if tokens are shuffled. While
 batches are cut from one window, a thread fills the next window; the two windows together are the
 buffer. Shuffled tokens are copied to random rows of the window's memory, so that a batch is a slice
-of this memory. Later windows reuse the memory. Tokens that stay in order are copied directly from
-the blocks that were read into their batch. The state of an iteration is a Position, which consists
-of the beginning of the window and the number of tokens that were taken from the window. Restoring a
-position therefore needs no stored tokens.
+of this memory. Later windows reuse the memory. If tokens stay in order, they are copied directly
+from the blocks that were read to their batch. The state of an iteration is a Position, which
+consists of the beginning of the window and the number of tokens that were taken from the window.
+Restoring a position therefore needs no stored tokens.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -79,14 +79,14 @@ class Window(NamedTuple):
 
 @dataclass
 class Windows:
-    """Makes the windows of some chunks. One thread fills a window, and others read its chunks.
+    """Makes windows of tokens from chunks. One thread fills a window; other threads read chunks.
 
     Attributes:
         chunks: Chunks to read, in order.
         read: Function that reads a chunk and returns a block for each run.
         chunks_ahead: Number of chunks that are read at the same time.
         max_tokens: Number of tokens in a window; the last window may have fewer.
-        seed: Seed for shuffling. None to keep the order.
+        seed: Seed for shuffling the tokens of a window. None to keep their order.
     """
 
     chunks: Sequence[Chunk]
@@ -227,18 +227,20 @@ def cut_chunk(chunk: Chunk, piece_tokens: float, multiple: int = 1) -> list[Chun
     ]
 
 
-def shuffled_chunks(chunks: list[Chunk], seed: int | None, *within: int) -> list[Chunk]:
+def shuffled_chunks(chunks: list[Chunk], seed: int | None, *seed_numbers: int) -> list[Chunk]:
     """Returns chunks in a random order.
 
     Args:
         chunks: The chunks.
         seed: Seed of the order. None to keep the order.
-        *within: Further numbers on which the order depends, such as the number of the shard that
-            was cut into these chunks.
+        *seed_numbers: Further numbers on which the order depends, such as the number of the shard
+            that was cut into these chunks.
     """
     if seed is None:
         return chunks
-    return [chunks[i] for i in np.random.default_rng([seed, *within]).permutation(len(chunks))]
+    return [
+        chunks[i] for i in np.random.default_rng([seed, *seed_numbers]).permutation(len(chunks))
+    ]
 
 
 def chunks_of_worker(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:

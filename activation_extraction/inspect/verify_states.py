@@ -375,7 +375,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
-    """Returns a message if the known hooks are not in ascending order; otherwise ""."""
+    """Returns a message if the certain hooks are not in ascending order; otherwise ""."""
     certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
     stream_numbers = [_stream_number(hook_name) for hook_name in certain_hook_names]
     if stream_numbers == sorted(set(stream_numbers)):
