@@ -1,10 +1,16 @@
 """--export nla: the file has what the first stage of natural language autoencoders would write: the
-text before each stored token, also where it is read again, and the residual stream."""
+text before each stored token, also where it is read again, and the residual stream. The next stage
+divides the rows by their documents."""
 
 import json
+import random
 import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -139,6 +145,74 @@ def test_a_row_has_the_text_up_to_a_token_and_its_stream(
             "positions_per_doc": CASES[case][1],
         },
     }
+
+
+# The parts into which stage 1 divides the documents, with their default fractions.
+PARTS = {"av_sft": 0.3, "ar_sft": 0.3, "rl": 0.4}
+SIDECAR_FIELDS = {"dataset_id", "stage", "row_count", "extraction", "kind", "schema_version"}
+EXTRACTION_FIELDS = {
+    *("base_model", "d_model", "layer_index", "norm", "corpus", "corpus_slice"),
+    "positions_per_doc",
+}
+
+
+def split_documents(base: Path) -> dict[str, dict[str, list[Any]]]:
+    """Repeats stage 1 of the pipeline, which divides the documents of stage 0 at random.
+
+    The pipeline cannot be installed as a package. Like `nla.datagen.stage1_split`, this function
+    reads the sidecar first, and makes a dataclass of its field `extraction`, which must therefore
+    have the fields of the dataclass. Then it reads all document ids. Last, it reads the rows in
+    batches, and writes each row to the file of the part that its document belongs to.
+
+    Args:
+        base: The Parquet file of stage 0.
+
+    Returns:
+        The columns of the file of each part, read again, by the part's name.
+    """
+    sidecar = yaml.safe_load(Path(f"{base}.nla_meta.yaml").read_text())
+    assert sidecar.keys() >= SIDECAR_FIELDS and sidecar["extraction"].keys() == EXTRACTION_FIELDS
+    facts = sidecar["kind"], sidecar["schema_version"], sidecar["stage"]
+    assert facts == ("nla_dataset", 1, "base")
+    file = pq.ParquetFile(base)
+    documents = sorted(set(file.read(columns=["doc_id"])["doc_id"].to_pylist()))
+    random.Random(42).shuffle(documents)
+    parts: dict[str, dict[str, list[Any]]] = {}
+    first_document = 0
+    for part, fraction in PARTS.items():
+        is_last = part == [*PARTS][-1]
+        stop = len(documents) if is_last else first_document + int(len(documents) * fraction)
+        part_documents = pyarrow.array(documents[first_document:stop], pyarrow.string())
+        part_file = base.with_name(f"{part}_raw.parquet")
+        with pq.ParquetWriter(part_file, file.schema_arrow) as writer:
+            for batch in file.iter_batches(batch_size=5):
+                is_in_part = pc.is_in(batch.column("doc_id"), value_set=part_documents)
+                writer.write_table(pyarrow.Table.from_batches([batch.filter(is_in_part)]))
+        parts[part] = pq.read_table(part_file).to_pydict()
+        first_document = stop
+    assert sum(len(columns["doc_id"]) for columns in parts.values()) == sidecar["row_count"]
+    return parts
+
+
+@pytest.mark.parametrize("case", ["every token", "split", "split by row", "machines"])
+def test_the_next_stage_divides_the_rows_by_documents(case, run_of, model, tmp_path):
+    """All pieces of a document are in the same part. Each part has the rows of its documents, in
+    the order of the run."""
+    folder = run_of(case)
+    assert export(folder / "out", tmp_path / "target", "--hook_names", HOOK) == 0
+    parts = split_documents(tmp_path / "target/base.parquet")
+    dataset = ActivationDataset(folder / "out")
+    rows = expected_rows(dataset, AutoTokenizer.from_pretrained(model))
+    line_of_row = [sample.row["line"] for sample in dataset for _ in sample.position]
+    part_of_line: dict[int, str] = {}
+    for part, columns in parts.items():
+        documents = set(columns["doc_id"])
+        part_rows = [row for row in rows if row[-1] in documents]
+        assert list(zip(*columns.values(), strict=True)) == part_rows != []
+        for row, line in zip(rows, line_of_row, strict=True):
+            if row[-1] in documents:
+                assert part_of_line.setdefault(line, part) == part
+    assert part_of_line.keys() == set(line_of_row)
 
 
 def refused(capsys, tmp_path, folder, *flags):

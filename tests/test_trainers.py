@@ -1,22 +1,18 @@
 """Real trainers of autoencoders learn from what is read or exported: their losses fall. What
 their own code computes with an autoencoder is what --encode stores.
 
-`make test-all` makes their environment; TRAINERS_PYTHON names the Python of another one.
+trainer_scripts.py has their environment.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import autoencoder_files as made
 import ml_dtypes
 import numpy as np
 import pytest
-from cloud import REPOSITORY
 from storages import open_storage
 from test_autoencoders import assert_codes, encoded
+from trainer_scripts import MARKS, run_script
 
 from activation_extraction.cli.flags import StorageOptions
 from activation_extraction.inspect.export import export
@@ -24,11 +20,7 @@ from activation_extraction.inspect.sae_lens_files import SaeLensFormat
 from activation_extraction.store.folder import Folder
 from activation_extraction.store.identity import Identity
 
-PYTHON = Path(os.environ.get("TRAINERS_PYTHON", f"{sys.prefix}/trainers/bin/python"))
-pytestmark = [
-    pytest.mark.rare,
-    pytest.mark.skipif(not PYTHON.exists(), reason="make test-all installs the trainers"),
-]
+pytestmark = MARKS
 HOOK = "blocks.5.hook_resid_post"
 TOKENS, WIDTH, FEATURES, SAMPLES = 128, 32, 64, 1600
 
@@ -52,30 +44,19 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(script, *arguments, folder):
-    """What a script prints in the trainers' environment. extract_activations.py turns PyTorch off
-    for its own process."""
-    own = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "USE_TORCH": "AUTO"}
-    command = [PYTHON, REPOSITORY / "tests/trainers" / script, *arguments]
-    environment = {**os.environ, **own}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("trainer", ["sae_lens", "dictionary_learning", "sae_lens_cached"])
 def test_the_loss_falls(trainer, folder, tmp_path):
     (tmp_path / "activations").symlink_to(folder / "activations")
     if trainer == "sae_lens_cached":  # the others read the run
         run_folder = Folder(str(folder / "activations"))
         export(run_folder, SaeLensFormat(), str(tmp_path / "export"), None)
-    losses = json.loads(run("train.py", trainer, folder=tmp_path).splitlines()[-1])
+    losses = json.loads(run_script("train.py", trainer, folder=tmp_path).splitlines()[-1])
     assert len(losses) >= 80 and np.isfinite(losses).all()
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10]), losses
 
 
 def test_codes_are_those_of_publishers_own_code(tmp_path):
-    run("autoencoders.py", str(made.D), str(made.F), folder=tmp_path)
+    run_script("autoencoders.py", str(made.D), str(made.F), folder=tmp_path)
     expected = np.load(tmp_path / "expected.npz")
     x, names = expected["x"], {name.rpartition("/")[0] for name in expected.files} - {""}
     assert len(names) == 17
