@@ -1,7 +1,7 @@
 """Reads back the activations of a run, whether it is finished or still going on.
 
     dataset.py       ActivationDataset: the samples of a run
-    paired.py        several runs over the same data, reduced to the tokens that all of them have
+    paired.py        several runs over the same data, reduced to the tokens that all runs have
     token_batch.py   tokens with their activations: batches and whole samples
     token_source.py  BatchOptions: arguments of `batches`; TokenSource: filtered tokens of a run
     batches.py       Batches: an iterator over batches, with a state that can be restored

@@ -285,8 +285,8 @@ class OpenShards:
     def sums(self) -> dict[str, Sums]:
         """The sums of each dimension over all shards, by hook name. Hooks of codes have no sums.
 
-        The sums of the shards are merged in the order of the shards, so that the result is always
-        the same. The dict is empty for a run without shards.
+        The sums of the shards are merged in the order of the shards, so that rounding does not
+        depend on the timing of threads. The dict is empty for a run without shards.
         """
         array_hooks = [name for name, hook in self.hooks.items() if hook.is_array]
         total_by_hook: dict[str, Sums] = {}

@@ -165,7 +165,7 @@ class TokenBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """All arrays except those in `columns`, in a fixed order.
+        """All arrays except the arrays in `columns`, in a fixed order.
 
         The activations of every hook come first, then `token_ids`, `sample_idx`, `position` and the
         `labels`.

@@ -382,7 +382,7 @@ class TokenSource:
         return replace(wait_for_tokens().tokens, activations=wait_for_activations())
 
     def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:
-        """Returns all tokens of some chunks as one batch, also those that do not pass the filters.
+        """Returns all tokens of some chunks as one batch, without applying the filters.
 
         Args:
             chunks: Chunks of any shards, in the order of the batch.

@@ -206,7 +206,7 @@ class ShardFormat:
 
 
 # Dtypes of values that shards can store without encoding them.
-DTYPES = {np.dtype(code).name for code in NUMBER_TYPES}
+DTYPES = {np.dtype(type_code).name for type_code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
 SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, ranges=range_checksums)

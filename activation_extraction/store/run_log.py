@@ -474,9 +474,9 @@ class RunLog:
     def missing_jsons(self) -> list[str]:
         """One message on each missing JSON file, or on several missing files in a row."""
         has_metadata_file = self.metadata or METADATA in self.damaged_files
-        messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
+        missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
-            return messages
+            return missing_messages
         metadata = self.metadata or {}
         # A missing last entry leaves no gap. It is noticed because metadata.json of a complete run
         # records the number of entries.
@@ -490,10 +490,10 @@ class RunLog:
             first_name = commit_name(missing_range.start)
             last_name = commit_name(missing_range.stop - 1)
             if first_name == last_name:
-                messages.append(f"{first_name}: is missing")
+                missing_messages.append(f"{first_name}: is missing")
             else:
-                messages.append(f"{first_name} to {last_name}: are missing")
-        return messages
+                missing_messages.append(f"{first_name} to {last_name}: are missing")
+        return missing_messages
 
     @property
     def problems(self) -> list[str]:
@@ -515,7 +515,7 @@ def _read_once(folder: Folder) -> RunLog:
     bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
     metadata_bytes, metadata_version = bytes_and_version or (None, None)
     damaged_files: dict[str, str] = {}
-    versions: dict[str, str | None] = {}
+    entry_versions: dict[str, str | None] = {}
     metadata = None
     if metadata_bytes is not None:
         try:
@@ -524,17 +524,17 @@ def _read_once(folder: Folder) -> RunLog:
             damaged_files[METADATA] = str(error)
     file_sizes = folder.files()
     listed_names = {name for name in file_sizes if COMMIT.fullmatch(name)}
-    commits = _read_commits(folder, listed_names, metadata, versions, damaged_files)
+    commits = _read_commits(folder, listed_names, metadata, entry_versions, damaged_files)
     # A listing of several pages is not a snapshot, so missing entries are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
     missing_names = {commit_name(number) for number in islice(missing_numbers, MAX_UNLISTED)}
     unlisted_names = missing_names - listed_names
-    commits |= _read_commits(folder, unlisted_names, metadata, versions, damaged_files)
+    commits |= _read_commits(folder, unlisted_names, metadata, entry_versions, damaged_files)
     run_log = RunLog(
         metadata=metadata,
         version=metadata_version,
         commits=commits,
-        versions=versions,
+        versions=entry_versions,
         files=file_sizes,
         damaged_files=damaged_files,
         metrics=last_metrics(folder, file_sizes.get(METRICS, 0)),
@@ -623,8 +623,8 @@ def check_own(folder: Folder) -> None:
         folder: Folder that is overwritten.
 
     Raises:
-        InputError: If the folder contains files with names like those of a run, but no JSON file
-            that a run of any version has written.
+        InputError: If the folder contains files that are named like files of a run, but no JSON
+            file that a run of any version has written.
     """
     run_file_names = own_files(folder.files())
     for file_name in run_file_names:

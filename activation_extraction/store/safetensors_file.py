@@ -194,7 +194,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         file_buffers: Bytes of the file, as `safetensors_pieces` returns them.
     """
     file_bytes = sum(buffer.nbytes for buffer in file_buffers)
-    header = read_header(
+    file_header = read_header(
         lambda start, stop: bytes(file_buffers[0][start:stop]), file_bytes, "", RunError
     )
     token_count = int(shard.offsets[-1])
@@ -209,9 +209,9 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
         return file_buffers[first_buffer:stop_buffer]
 
-    front_bytes = header.tensors["token_ids"].offset
+    front_bytes = file_header.tensors["token_ids"].offset
     checksums_by_name = dict[str, str]()
-    for name, tensor in header.tensors.items():
+    for name, tensor in file_header.tensors.items():
         if tensor.shape[0] == token_count:
             tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
             checksums_by_name[name] = crc_digits(tensor_buffers, block_tokens * tensor.row_bytes)
@@ -229,7 +229,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
 # A function that begins to read the bytes of a file between two offsets. It returns a function that
 # waits for these bytes and returns them, uint8. The third argument contains the blocks whose
 # checksums are compared. None to compare the checksums of whole MiB.
-Begin = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
+BeginRead = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
 
 
 class SafetensorsFile:
@@ -249,7 +249,7 @@ class SafetensorsFile:
 
     def __init__(
         self,
-        begin: Begin,
+        begin: BeginRead,
         size: int,
         where: str,
         checksums: RangeChecksums | None = None,
@@ -279,14 +279,14 @@ class SafetensorsFile:
             self._front = begin(0, checksums.front, checksums.front_blocks)()
         else:
             self._front = begin(0, min(front, size), None)()
-        header = read_header(self._read, size, where, RunError)
-        format_version = header.metadata.get("format")
+        file_header = read_header(self._read, size, where, RunError)
+        format_version = file_header.metadata.get("format")
         if format_version != FORMAT:
             raise RunError(
                 f"{where}: is not a shard that can be read: format {format_version!r}, expected "
                 f"{FORMAT!r}"
             )
-        self.tensors = header.tensors
+        self.tensors = file_header.tensors
         # A hook may have the same name as a label, but the tensor of a hook has two axes.
         self.labels = [
             name for name in LABELS if name in self.tensors and len(self.tensors[name].shape) == 1

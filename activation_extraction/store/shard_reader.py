@@ -236,7 +236,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     if read_by_ranges(commit):
         range_checksums = None if folder.local else commit.files[commit.file].ranges
         max_front_bytes = 0 if folder.local else front_bytes(commit)
-        reader = SafetensorsFile(
+        opened_shard = SafetensorsFile(
             shard_bytes.begin, commit.bytes, file_url, range_checksums, max_front_bytes
         )
     else:
@@ -245,9 +245,10 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
         pickled_shard = read_pickle(
             pyarrow.BufferReader(pickle_bytes), file_url, commit.unpacked, hooks_by_key
         )
-        reader = _in_memory(pickled_shard, file_url)
+        opened_shard = _in_memory(pickled_shard, file_url)
     actual_tensors = {
-        tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in reader.tensors.items()
+        tensor_name: (tensor.dtype, tensor.shape)
+        for tensor_name, tensor in opened_shard.tensors.items()
     }
     expected_tensors: dict[str, tuple[np.dtype, Shape]] = {
         "sample_idx": (np.dtype(np.int64), (commit.count,)),
@@ -259,7 +260,7 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
         expected_tensors |= hook.expected_tensors(commit.tokens)
     for tensor_name, dtype_and_shape in expected_tensors.items():
         expect(file_url, tensor_name, actual_tensors.get(tensor_name), dtype_and_shape)
-    return reader
+    return opened_shard
 
 
 def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
@@ -395,9 +396,9 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
     """
     has_versions = not folder.local and commit.url == folder.url
     try:
-        version = commit.files[name].version if has_versions else None
-        read = folder.read_range if "start" in options else folder.read
-        file_bytes: Any = read(name, version=version, **options)
+        recorded_version = commit.files[name].version if has_versions else None
+        read_bytes = folder.read_range if "start" in options else folder.read
+        file_bytes: Any = read_bytes(name, version=recorded_version, **options)
     except ChangedError as error:
         raise RunError(f"{where}: {REPLACED_REASON}") from error
     if file_bytes is None:
