@@ -59,7 +59,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             reread = load_for_rereading(
                 metadata, forward.checkpoint, forward.adapter_files, config.text.dataset_path
             )
-        step = compile_step(forward)
+        compiled_step = compile_step(forward)
 
     def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
         stored_tokens = [sample.tokens for sample in chosen]
@@ -81,7 +81,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         ]
         for batch in pack(samples_of(readable_token_ids), *forward.shape):
             with device_errors():
-                activations = forward.receive(step(batch, [False] * 3)[0])
+                activations = forward.receive(compiled_step(batch, [False] * 3)[0])
             values_by_hook = {
                 str(hook_name): activation_values
                 for hook_name, activation_values in activations.items()

@@ -57,7 +57,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         complete: Whether the whole run is stored, so that it need not be continued.
     """
     storage = run.storage
-    totals = storage.totals
+    stored_totals = storage.totals
     run_repair = storage.plan.repair
     if run_repair is not None:
         shard_numbers = (
@@ -66,9 +66,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         repair_outcome = "repaired" if complete else "interrupted"
         say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers}")
         if complete and run_repair.gaps:
-            if run_repair.status(totals.samples) != "complete":
+            if run_repair.status(stored_totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
-            elif (num_added_tokens := totals.tokens - run_repair.metadata["tokens"]) > 0:
+            elif (num_added_tokens := stored_totals.tokens - run_repair.metadata["tokens"]) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
                     f"{counted(num_added_tokens, 'token')} more"
@@ -77,16 +77,16 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     shortfall_messages = gather(run.host, _shortfall_message(run) if complete else "")
     say(
         f"{'done' if complete else 'interrupted'}: "
-        f"{counted(totals.samples, 'sample')}, {counted(totals.tokens, 'token')}, "
-        f"{counted(len(run.forward.hooks), 'hook')}, {counted(totals.shards, 'shard')}, "
-        f"{totals.bytes / 1e6:,.1f} MB in {run.output_url}"
+        f"{counted(stored_totals.samples, 'sample')}, {counted(stored_totals.tokens, 'token')}, "
+        f"{counted(len(run.forward.hooks), 'hook')}, {counted(stored_totals.shards, 'shard')}, "
+        f"{stored_totals.bytes / 1e6:,.1f} MB in {run.output_url}"
     )
     if run.text.options.skip_bad_rows:
-        skipped_rows_in_words = counted(totals.skipped_rows, "row")
+        skipped_rows_in_words = counted(stored_totals.skipped_rows, "row")
         say(f"skipped: {skipped_rows_in_words} that could not be used (--skip_bad_rows)")
-    if totals.empty_rows:
-        say(f"empty: {counted(totals.empty_rows, 'row')} without text, which gave no sample")
-    if totals.cut_samples:
+    if stored_totals.empty_rows:
+        say(f"empty: {counted(stored_totals.empty_rows, 'row')} without text, which gave no sample")
+    if stored_totals.cut_samples:
         splits_documents = run.text.sample_settings.splits_documents
         causes_of_cuts = []
         if not splits_documents:
@@ -97,29 +97,30 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         if run.storage.options.max_samples and splits_documents:
             causes_of_cuts.append("by --max_samples")
         say(
-            f"cut: {counted(totals.cut_samples, 'sample')} {' or '.join(causes_of_cuts)}; "
-            f"left out: {counted(totals.cut_tokens, 'token')}"
+            f"cut: {counted(stored_totals.cut_samples, 'sample')} {' or '.join(causes_of_cuts)}; "
+            f"left out: {counted(stored_totals.cut_tokens, 'token')}"
         )
-    if totals.empty_samples:
+    if stored_totals.empty_samples:
         mask_column = run.text.options.mask_column
         rule_of_kept_tokens = str(run.text.sample_settings.choice)
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
-        say(f"kept nothing: {counted(totals.empty_samples, 'sample')} ({rule_of_kept_tokens})")
-    for line_about_codes in codes_in_words(totals.statistics):
+        samples_in_words = counted(stored_totals.empty_samples, "sample")
+        say(f"kept nothing: {samples_in_words} ({rule_of_kept_tokens})")
+    for line_about_codes in codes_in_words(stored_totals.statistics):
         say(line_about_codes)
-    for line_about_codes in code_warnings(totals.statistics):
+    for line_about_codes in code_warnings(stored_totals.statistics):
         log.warning("%s", line_about_codes)
     for shortfall_message in filter(None, shortfall_messages):
         say(f"short: {shortfall_message}")
     if run.host.id != 0 and not run.config.verbose:
         return
-    if num_new_tokens := totals.tokens - storage.plan.totals.tokens:
+    if num_new_tokens := stored_totals.tokens - storage.plan.totals.tokens:
         say(_time_line(run, clock, num_new_tokens))
-    if totals.shards:
+    if stored_totals.shards:
         say(
             "read it with:",
-            *_reading_lines(run.folders.bucket_url or str(run.folders.local_output), totals),
+            *_reading_lines(run.folders.bucket_url or str(run.folders.local_output), stored_totals),
         )
 
 
@@ -159,12 +160,15 @@ def _shortfall_message(run: Run) -> str:
     Returns:
         The message. "" if the host reached one of the limits, or if it has no limit.
     """
-    storage_options, totals = run.storage.options, run.storage.totals
+    storage_options, stored_totals = run.storage.options, run.storage.totals
     stored_count_and_limit_by_unit: dict[str, tuple[int, int]] = {}
     if storage_options.max_samples is not None:
-        stored_count_and_limit_by_unit["sample"] = (totals.samples, storage_options.max_samples)
+        stored_count_and_limit_by_unit["sample"] = (
+            stored_totals.samples,
+            storage_options.max_samples,
+        )
     if storage_options.max_tokens is not None:
-        stored_count_and_limit_by_unit["token"] = (totals.tokens, storage_options.max_tokens)
+        stored_count_and_limit_by_unit["token"] = (stored_totals.tokens, storage_options.max_tokens)
     if not stored_count_and_limit_by_unit:
         return ""
     if any(

@@ -214,16 +214,16 @@ def _tpu_sides(
         shape_by_number[str(math.prod(sides_of_shape) * kind.number_per_chip)] = shape_of_kind
     # The shapes are in ascending order, so the last one is the largest.
     sides_of_largest_shape = sides_of_shape
-    shape = shape or shape_by_number.get(number or "", "0")
-    sides_of_shape = _sides_of_shape(shape)
-    if len(sides_of_shape) != len(sides_of_largest_shape) or not 0 < math.prod(
-        sides_of_shape
-    ) <= math.prod(sides_of_largest_shape):
+    requested_shape = shape or shape_by_number.get(number or "", "0")
+    requested_sides = _sides_of_shape(requested_shape)
+    num_chips = math.prod(requested_sides)
+    has_other_dimensions = len(requested_sides) != len(sides_of_largest_shape)
+    if has_other_dimensions or not 0 < num_chips <= math.prod(sides_of_largest_shape):
         machine_names = []
         for valid_number, possible_shape in shape_by_number.items():
             machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{possible_shape})")
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
-    return sides_of_shape
+    return requested_sides
 
 
 def _sides_of_shape(shape: str) -> tuple[int, ...]:

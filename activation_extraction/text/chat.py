@@ -97,20 +97,22 @@ class MessagesColumn:
             UnusableRowError: If the messages or tools are no lists of objects, or cannot be
                 rendered.
         """
-        messages = _decoded_json(without_nulls(column_of(row, self.name, "--messages_column")))
-        if messages is None or messages == []:
+        row_messages = _decoded_json(without_nulls(column_of(row, self.name, "--messages_column")))
+        if row_messages is None or row_messages == []:
             return None
-        messages_are_list = isinstance(messages, list)
-        if not messages_are_list or not all(isinstance(message, dict) for message in messages):
+        is_message_list = isinstance(row_messages, list)
+        if not is_message_list or not all(isinstance(message, dict) for message in row_messages):
             raise UnusableRowError(
                 f"--messages_column {self.name}: expected a list of messages, found "
-                f"{type(messages).__name__} {messages!r:.40}"
+                f"{type(row_messages).__name__} {row_messages!r:.40}"
             )
-        tools = _decoded_json(without_nulls(row.get("tools")))
-        if tools is not None and not isinstance(tools, list):
-            raise UnusableRowError(f"its tools are {type(tools).__name__}, expected a list")
-        converted_messages = [_converted_message(message) for message in messages]
-        return self.template.content(converted_messages, tools or None)
+        tool_definitions = _decoded_json(without_nulls(row.get("tools")))
+        if tool_definitions is not None and not isinstance(tool_definitions, list):
+            raise UnusableRowError(
+                f"its tools are {type(tool_definitions).__name__}, expected a list"
+            )
+        converted_messages = [_converted_message(message) for message in row_messages]
+        return self.template.content(converted_messages, tool_definitions or None)
 
 
 def _decoded_json(column: Any) -> Any:

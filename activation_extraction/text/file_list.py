@@ -226,9 +226,11 @@ def _conversion_advice(paths: Iterable[str]) -> str:
     advice_clauses: dict[str, None] = {}
     for file_path in paths:
         for convertible_extensions, conversion_remedy in CONVERSIONS.items():
-            for extension in convertible_extensions:
-                if uncompressed_name(file_path).endswith(extension):
-                    advice_clauses[f"; {extension} is not read: {conversion_remedy}"] = None
+            for convertible_extension in convertible_extensions:
+                if uncompressed_name(file_path).endswith(convertible_extension):
+                    advice_clauses[
+                        f"; {convertible_extension} is not read: {conversion_remedy}"
+                    ] = None
     return "".join(advice_clauses)
 
 

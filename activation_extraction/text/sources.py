@@ -179,11 +179,11 @@ def open_files(
         InputError: If the files cannot be listed, if they are Parquet files without row groups, or
             if a Parquet file is damaged or in another format.
     """
-    files = list_files(path) if files is None else files
+    files_to_open = list_files(path) if files is None else files
     files_and_row_group_numbers: list[tuple[DataFile, int]] = []
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
-        num_row_groups_of_files = thread_pool.map(_count_row_groups, files)
-        for data_file, num_row_groups in zip(files, num_row_groups_of_files, strict=True):
+        num_row_groups_of_files = thread_pool.map(_count_row_groups, files_to_open)
+        for data_file, num_row_groups in zip(files_to_open, num_row_groups_of_files, strict=True):
             files_and_row_group_numbers += [
                 (data_file, row_group_number) for row_group_number in range(num_row_groups)
             ]

@@ -45,11 +45,11 @@ def load_tokenizer(files: Iterable[Path], origin: str, vocab_size: int) -> Any:
         InputError: If a file is missing or damaged, or if the tokenizer has token ids that the
             model does not have.
     """
-    files = list(files)
-    vocabulary_path = vocabulary_file(files)
+    tokenizer_files = list(files)
+    vocabulary_path = vocabulary_file(tokenizer_files)
     if vocabulary_path is None:
         missing_file_name = (
-            MERGES_TXT if VOCAB_JSON in {file.name for file in files} else VOCAB_JSON
+            MERGES_TXT if VOCAB_JSON in {file.name for file in tokenizer_files} else VOCAB_JSON
         )
         raise InputError(
             f"{origin}: has no {missing_file_name}; a tokenizer is read from {TOKENIZER_JSON}, "

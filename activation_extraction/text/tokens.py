@@ -291,11 +291,12 @@ def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
 
 def _words_of_text(tokenizer: Tokenizer, text: str) -> list[str]:
     """Returns the words into which a tokenizer splits a text that contains no added tokens."""
+    normalized_text = text
     if tokenizer.normalizer is not None:
-        text = tokenizer.normalizer.normalize_str(text)
+        normalized_text = tokenizer.normalizer.normalize_str(text)
     if tokenizer.pre_tokenizer is None:
-        return [text]
-    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return [normalized_text]
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normalized_text)]
 
 
 def _section_slices(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
