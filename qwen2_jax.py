@@ -621,8 +621,8 @@ def _interleaved_tensors(
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
         rows_per_key_head = sum(row_count_by_letter.values())
         first_row_of_projection = 0
-        # Quantised versions of such a model may contain a tensor for each projection, like Qwen3.5.
-        # Parameters of these versions are read from their own tensors.
+        # A quantised version of a model with fused projections may contain a separate tensor for
+        # each projection, like Qwen3.5. In this case, each parameter is read from its own tensor.
         if not tensors or any(
             checkpoint_name.endswith(full_tensor_name) for checkpoint_name in tensors
         ):

@@ -123,8 +123,8 @@ class Bench:
     def hooks(self) -> list[str]:
         """The names of the stored hooks.
 
-        They are the residual stream after each extracted layer, and, for agreement.py, the expert
-        numbers of every layer with experts.
+        They are the residual stream after each extracted layer and, in every layer with experts,
+        the indices of the experts of each token, which agreement.py compares.
         """
         residual_hooks = [RESIDUAL.format(layer) for layer in self.layers]
         expert_hooks = [

@@ -27,7 +27,8 @@ from benchmarks.inputs import SHAPES, evenly_spaced, make_documents, make_model
 from benchmarks.peak import best
 from benchmarks.processes import ROOT, extract, print_result, run
 
-# Name of a figure -> figure, for one program and one model.
+# The measurements of one program with one model and one number of hooks. The keys are the names of
+# figures, such as "tokens_per_second".
 Figures = dict[str, Any]
 
 
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             peak_of_library[library] = best(run(peak_command, parsed_flags.platform).result)[
                 "bfloat16"
             ]
-        # Shape and number of hooks -> program -> figures.
+        # Shape and number of hooks, such as "7B 14" -> "ours" or "transformers" -> figures.
         figures_of_model: dict[str, dict[str, Figures]] = {}
         for shape_name in parsed_flags.shapes:
             model_folder, model_config = parsed_flags.folder / shape_name, SHAPES[shape_name]

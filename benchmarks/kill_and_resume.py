@@ -66,8 +66,8 @@ status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)
 """
-# The largest number of seconds that a process runs after its start or first sign of life until it
-# is killed.
+# A process is killed at a random moment, at most this number of seconds after its start or after
+# its first sign of life.
 MAX_SECONDS_TO_KILL = 0.8
 # The largest allowed difference of two values, divided by the root mean square of their hook.
 TOLERANCE = 1e-5

@@ -109,7 +109,9 @@ def show_status_of(url: str, hosts: int) -> None:
 
 
 def plan_continued_run(url: str, hosts: int) -> None:
-    """Reads what the first host of a run reads before it continues.
+    """Plans the continuation of a stored run on its first host, as a restarted process does.
+
+    The process reads the commits in the stored run before it begins to extract.
 
     Args:
         url: URL of the run.

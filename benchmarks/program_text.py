@@ -175,7 +175,7 @@ class ProgramText:
         self.text = text
         self.mesh = dict(mesh or {})
         self.layer_shares = layer_shares
-        self._kernel_passes = kernel_passes
+        self._count_kernel_passes = kernel_passes
         # On v6e, a computation that sorts runs in a thread of its own. The last line of the
         # computation names this thread.
         last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
@@ -415,7 +415,7 @@ class ProgramText:
         array_matches = [ARRAY.search(array_text) for array_text in (*operand_texts, kernel.result)]
         kernel_arrays = [array_match for array_match in array_matches if array_match]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        pass_counts = self._kernel_passes(
+        pass_counts = self._count_kernel_passes(
             kernel_name, [_shape(kernel_array) for kernel_array in kernel_arrays]
         )
         if pass_counts is None:
@@ -428,8 +428,10 @@ class ProgramText:
     def _flops(self, product: Instruction) -> float:
         """Returns the floating-point operations of a matrix product, 0 for other instructions.
 
-        A product (m, k) x (k, n) takes 2 m k n operations. The sizes of the three arrays multiply
-        to (m k n)**2. With a batch axis of size b, the result is b**0.5 times too large.
+        A product of an array (m, k) and an array (k, n) takes 2 m k n operations. The sizes of the
+        operands and the result are m k, k n and m n. They multiply to (m k n)**2, so twice the
+        square root of this number is returned. If the arrays have a batch axis of size b, the
+        returned number is b**0.5 times too large.
         """
         if product.opcode not in ("convolution", "dot"):
             return 0.0

@@ -105,7 +105,10 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """The name of the run's folder, which contains all fields of the run."""
+        """The name of the run's folder.
+
+        All fields are part of the name, so that different runs have different folders.
+        """
         chat_suffix = "_chat" if self.chat else ""
         length_suffix = "" if self.length == LENGTH else f"_of_{self.length}"
         sizes_text = f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}"

@@ -52,7 +52,7 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         norms = np.linalg.norm(every, axis=1)
         expected = np.quantile(norms, [0.01, 0.25, 0.5, 0.75, 0.99, 1])
         np.testing.assert_allclose(found.norms, expected, rtol=1e-5)
-        assert found.largest[0][0] == norms.argmax()
+        assert found.largest_norm_tokens[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
         assert found.by_position[4] == pytest.approx(np.median(fours), rel=1e-5)
 

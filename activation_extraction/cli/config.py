@@ -384,7 +384,7 @@ def _dependent_values(values: Values) -> Values:
     if not {"dataset_path", "mix", "demo"} & values.keys():
         value_by_dependent_flag["dataset_name"] = values.get("dataset_name", DEFAULT_DATASET.name)
         if "dataset_name" not in values:
-            default_dataset_config = DEFAULT_DATASET.config
+            default_dataset_config = DEFAULT_DATASET.config_name
             value_by_dependent_flag["dataset_config"] = values.get(
                 "dataset_config", default_dataset_config
             )

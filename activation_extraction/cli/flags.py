@@ -63,12 +63,12 @@ class HubDataset(NamedTuple):
 
     Attributes:
         name: Name of the data set, such as HuggingFaceFW/fineweb-edu.
-        config: Name of a configuration of the data set.
+        config_name: Name of a configuration of the data set, such as sample-10BT.
         split: Name of a split, such as train.
     """
 
     name: str
-    config: str
+    config_name: str
     split: str
 
 
@@ -308,8 +308,8 @@ class TextOptions:
     )
     dataset_config: str | None = flag(
         "the configuration of the data set in --dataset_name",
-        default_is=f"{DEFAULT_DATASET.config} for the default data set, otherwise the data set's "
-        "default",
+        default_is=f"{DEFAULT_DATASET.config_name} for the default data set, otherwise the data "
+        "set's default",
     )
     dataset_split: str = flag("the split of the data set in --dataset_name", DEFAULT_DATASET.split)
     dataset_path: str | None = flag(

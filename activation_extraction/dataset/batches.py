@@ -43,7 +43,8 @@ MIN_SHUFFLED_CHUNKS = 32
 # Smallest number of chunks in the buffer if a run is in a bucket, where MIN_READ_BYTES may allow
 # fewer chunks than MIN_SHUFFLED_CHUNKS.
 MIN_BUCKET_CHUNKS = 8
-# Smallest number of chunks in a buffer whose tokens stay in order.
+# Smallest number of chunks in a buffer whose tokens stay in order. A window takes half of the
+# buffer, so it has room for at least two chunks.
 MIN_ORDERED_CHUNKS = 4
 T = TypeVar("T", TokenBatch, TokenPair)
 

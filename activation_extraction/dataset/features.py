@@ -76,6 +76,7 @@ class StrongestTokens:
         updated_features, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )
+        # Rank of each added value among the added values of its feature, 0 for the largest value.
         value_ranks = np.arange(len(feature_ids)) - np.repeat(first_indices, value_counts)
         candidate_rows = np.repeat(np.arange(len(updated_features)), value_counts)
         is_candidate = value_ranks < tokens_per_feature
@@ -181,9 +182,9 @@ def _contexts(
     context_tables = [CONTEXT.empty_table()]
     for shard in np.unique(shard_of_token).tolist():
         reader = dataset.shards.get(shard)
-        indices_in_shard = np.flatnonzero(shard_of_token == shard)
+        listed_indices_of_shard = np.flatnonzero(shard_of_token == shard)
         token_fields = reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
-        tokens_in_shard = listed_tokens[indices_in_shard] - first_token_of_shard[shard]
+        tokens_in_shard = listed_tokens[listed_indices_of_shard] - first_token_of_shard[shard]
         sample_of_token = np.searchsorted(reader.offsets, tokens_in_shard, "right") - 1
         context_starts = np.maximum(reader.offsets[sample_of_token], tokens_in_shard - around)
         context_stops = np.minimum(
@@ -194,14 +195,14 @@ def _contexts(
             for start, stop in zip(context_starts, context_stops, strict=True)
         ]
         context_columns = {
-            "value": listed_values[indices_in_shard],
+            "value": listed_values[listed_indices_of_shard],
             "sample_idx": reader.sample_idx[sample_of_token],
             "position": token_fields["position"][tokens_in_shard],
             "token_ids": context_ids,
             "token": tokens_in_shard - context_starts,
             "text": [decode_ids and decode_ids(tokens_around) for tokens_around in context_ids],
         }
-        context_indices.append(indices_in_shard)
+        context_indices.append(listed_indices_of_shard)
         context_tables.append(pyarrow.table(context_columns, CONTEXT))
     contexts = pyarrow.concat_tables(context_tables).take(
         np.argsort(np.concatenate(context_indices))

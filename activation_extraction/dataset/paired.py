@@ -290,7 +290,8 @@ class JoinedRuns(AlignedRuns, Samples):
         """Returns a sample with the hooks of all runs and the tokens that all runs have.
 
         Args:
-            index: Index of the sample among the samples that all runs have.
+            index: Index of the sample in this dataset, which contains only samples that all runs
+                have.
 
         Raises:
             ValueError: If two runs have different ids for the same token.

@@ -308,18 +308,20 @@ class TokenSource:
         return wait
 
     def with_activations(self, shard_tokens: ShardTokens, rows: np.ndarray) -> Block:
-        """Reads the activations of some tokens of a shard.
+        """Reads the activations of some tokens of a shard, and returns the tokens with them.
 
-        If the file is mapped into memory and the activations are not encoded, the result contains
-        views of the file. Encoded activations are decoded to the dtype of the options. Bytes
-        between tokens that are far apart (MIN_SKIPPED_BYTES) are not read.
+        If the file is mapped into memory and the activations are not encoded, the activations are
+        views of the file. Encoded activations are decoded to the dtype of the options. If two of
+        the tokens are more than MIN_SKIPPED_BYTES apart, the bytes between them are not read.
+        Otherwise the tokens between them are read, too.
 
         Args:
             shard_tokens: Tokens of a shard.
             rows: Indices into `shard_tokens` of the tokens to return, int64 (n,).
 
         Returns:
-            A block whose `rows` refer to these tokens, in the order of the argument `rows`.
+            A block of all tokens that were read. Its `rows` are the indices in the block of the
+            requested tokens, in the order of the argument `rows`.
         """
         hook_names = self.options.hooks
         max_hook_bytes = max((self.shards.row_bytes([name]) for name in hook_names), default=0)
@@ -334,10 +336,10 @@ class TokenSource:
             _range_of(shard_tokens.indices[indices_of_range]) for indices_of_range in range_indices
         ]
         activations = self._begin_activations(shard_tokens.shard, token_ranges)()
-        read_indices = np.concatenate(range_indices)
-        tokens = shard_tokens.tokens.map(itemgetter(read_indices))
+        indices_of_read_tokens = np.concatenate(range_indices)
+        tokens = shard_tokens.tokens.map(itemgetter(indices_of_read_tokens))
         tokens = replace(tokens, activations=activations)
-        return Block(tokens, np.searchsorted(read_indices, rows))
+        return Block(tokens, np.searchsorted(indices_of_read_tokens, rows))
 
     def _begin_activations(
         self, shard: int, token_ranges: Sequence[tuple[int, int]]

@@ -3,10 +3,11 @@
 A window contains the tokens of consecutive chunks, in random order if tokens are shuffled. While
 batches are cut from one window, a thread fills the next window; the two windows together are the
 buffer. Shuffled tokens are copied to random rows of the window's memory, so that a batch is a slice
-of this memory. Later windows reuse the memory. If tokens stay in order, they are copied directly
-from the blocks that were read to their batch. The state of an iteration is a Position, which
-consists of the beginning of the window and the number of tokens that were taken from the window.
-Restoring a position therefore needs no stored tokens.
+of this memory. Later windows reuse the memory. If tokens stay in order, the window keeps large
+blocks as they were read, and each batch copies its tokens from these blocks.
+
+The state of an iteration is a Position. It consists of the beginning of the window and the number
+of tokens that were taken from the window, so a position can be restored without stored tokens.
 """
 
 from collections.abc import Callable, Generator, Sequence

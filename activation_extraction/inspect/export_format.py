@@ -61,7 +61,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether the files can contain a hook of a run.
+        """Returns whether files in this format can contain the values of a hook.
 
         Args:
             dataset: The run.

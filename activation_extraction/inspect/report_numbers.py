@@ -201,8 +201,8 @@ class HookReport:
         norms: The quantiles of the norms, one for each of LEVELS, float64 (6,).
         by_position: The median norm in each of `sample.position_ranges`, float64 (ranges,).
         outlier: Whether the norm of each token is an outlier, bool (tokens,).
-        largest: The tokens with the largest norms, as tuples of the index of a token and the number
-            of similar tokens; see `largest_tokens`.
+        largest_norm_tokens: The tokens with the largest norms, as tuples of the index of a token
+            and the number of similar tokens; see `largest_tokens`.
         dimensions: The dimensions that are outliers, the largest first. A tuple contains the number
             of the dimension, and its root mean square as a multiple of the median over all
             dimensions. First tokens of documents are not counted if there are other tokens.
@@ -224,7 +224,7 @@ class HookReport:
         ]
         self.by_position = np.array(median_norms)
         self.outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
-        self.largest = largest_tokens(sample, hook_norms)
+        self.largest_norm_tokens = largest_tokens(sample, hook_norms)
         dimension_statistics = sampled_statistics.without_first_token
         if not dimension_statistics.tokens:
             dimension_statistics = sampled_statistics.all_tokens

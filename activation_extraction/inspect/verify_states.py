@@ -122,12 +122,12 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             f"--verify: {folder.path} holds hidden states of {folder.program}, which are compared "
             "with a model; give --model_path"
         )
-    chosen_numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
-    row_by_number, read_problems = _read_rows(folder, chosen_numbers)
+    chosen_row_numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
+    row_by_number, read_problems = _read_rows(folder, chosen_row_numbers)
     if not row_by_number:
         say(*read_problems)
         raise InputError(
-            f"{folder.path}: none of {counted(len(chosen_numbers), 'chosen file')} can be used"
+            f"{folder.path}: none of {counted(len(chosen_row_numbers), 'chosen file')} can be used"
         )
     first_row_read = next(iter(row_by_number.values()))
     layer_count = len(first_row_read.layers)
@@ -150,7 +150,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         report_lines.append(order_message)
     wrong_row_numbers = {
         wrong_row_number
-        for wrong_row_number in chosen_numbers
+        for wrong_row_number in chosen_row_numbers
         if wrong_row_number not in row_by_number
     }
     report_lines += read_problems
@@ -176,7 +176,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         *report_lines,
         *(f"note: {note_on_run}" for note_on_run in notes_on_run),
         f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program}, "
-        f"{counted(len(folder.files), 'row')}; {counted(len(chosen_numbers), 'row')} compared, "
+        f"{counted(len(folder.files), 'row')}; {counted(len(chosen_row_numbers), 'row')} compared, "
         f"{len(wrong_row_numbers)} wrong",
     )
     return 1 if has_failed else 0
@@ -240,7 +240,9 @@ def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarr
                 try:
                     ids_by_neighbour[neighbour_number] = folder.read(neighbour_number).token_ids
                 except RunError:
-                    continue  # wrong states may belong to other samples than this neighbour, too
+                    # Neighbours only serve to explain wrong states, so an unreadable one is left
+                    # out.
+                    continue
     return ids_by_neighbour
 
 
@@ -279,16 +281,21 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
 def _requested_hooks(
     folder: StatesFolder, model: RecomputeStates, layer_count: int
 ) -> list[ExpectedHook] | None:
-    """Returns the hook that each layer should contain by the flags; None if no flag names hooks.
+    """Returns the hooks that --layers_to_extract or --hook_names names.
 
     Args:
         folder: Folder with the hidden states.
-        model: Model, with the hooks that the flags name.
+        model: Model that recomputes the states, with the hooks that the flags name.
         layer_count: Number of layers of a file.
 
+    Returns:
+        For each layer of a file, the hook whose states it should contain. None if neither flag is
+        given.
+
     Raises:
-        InputError: If the flags name other hooks than residual streams, or another number of hooks
-            than the files have layers.
+        InputError: If a flag names a hook that is neither a residual stream nor the output of the
+            final norm, or if the hooks do not fit the layers. The hook of the last layer is fixed,
+            and may be left out.
     """
     if model.requested_hooks is None:
         return None

@@ -26,7 +26,8 @@ from activation_extraction.model.repository_files import AUTOENCODER
 from activation_extraction.model.torch_file import read_torch_file
 from activation_extraction.model.weight_files import LocalFile
 
-Tensors = dict[str, np.ndarray]  # name of a tensor (in most cases a field's name) -> its values
+# In most formats, tensors have the names of the fields of `Autoencoder`.
+Tensors = dict[str, np.ndarray]  # name of a tensor -> its values
 Config = Mapping[str, Any]  # the content of a publisher's configuration file
 Fields = dict[str, Any]  # name of a field of `Autoencoder` -> its value
 REQUIRED_TENSORS = "W_enc", "b_enc", "W_dec", "b_dec"
@@ -126,7 +127,7 @@ class Autoencoder:
 
     @property
     def arrays(self) -> Tensors:
-        """Name of a field -> its array, for the fields that are arrays."""
+        """The arrays of this autoencoder, by the names of their fields."""
         return {
             field_name: field_value
             for field_name, field_value in vars(self).items()

@@ -76,6 +76,7 @@ class Capture:
     layout: Layout
 
     def vector_type(self, kind: HookKind) -> VectorType:
+        """Returns the width and the dtype of the values at a kind of hook."""
         return kind.vector_type(self.sizes, self.dtype)
 
     def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
@@ -164,9 +165,9 @@ class Capture:
         slot_count_by_type: dict[VectorType, int] = {}
         for plan in plans:
             for hook_kind, kind_slots in zip(plan.kinds, plan.slots, strict=True):
-                vector_type = self.vector_type(hook_kind)
-                slot_count_by_type[vector_type] = max(
-                    slot_count_by_type.get(vector_type, 0), kind_slots.max() + 1
+                type_of_kind = self.vector_type(hook_kind)
+                slot_count_by_type[type_of_kind] = max(
+                    slot_count_by_type.get(type_of_kind, 0), kind_slots.max() + 1
                 )
         buffer_by_type = {}
         for vector_type, slot_count in slot_count_by_type.items():
@@ -196,11 +197,11 @@ class Capture:
         rows_and_tokens = intermediates["resid_pre"].shape[:2]
         bits_by_kind = []
         for hook_kind in kinds:
-            vector_type = self.vector_type(hook_kind)
+            type_of_kind = self.vector_type(hook_kind)
             x = intermediate(intermediates, hook_kind.intermediate)
             if x is None:
-                x = jnp.zeros((*rows_and_tokens, vector_type.width), vector_type.dtype)
-            x = x.reshape(*rows_and_tokens, -1).astype(vector_type.dtype)
+                x = jnp.zeros((*rows_and_tokens, type_of_kind.width), type_of_kind.dtype)
+            x = x.reshape(*rows_and_tokens, -1).astype(type_of_kind.dtype)
             bits_by_kind.append(_unsigned(x))
         return bits_by_kind
 
@@ -227,12 +228,12 @@ class Capture:
         for hook_kind, kind_slot, kind_bits in zip(
             plan.kinds, plan.slots, bits_by_kind, strict=True
         ):
-            vector_type = self.vector_type(hook_kind)
+            type_of_kind = self.vector_type(hook_kind)
             kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
             buffer_index = (kind_slot,) if micro_batch is None else (kind_slot, micro_batch)
             bits_in_buffer_shape = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
-            type_buffer = buffers[vector_type]
-            buffers[vector_type] = lax.dynamic_update_slice(
+            type_buffer = buffers[type_of_kind]
+            buffers[type_of_kind] = lax.dynamic_update_slice(
                 type_buffer, bits_in_buffer_shape, (*buffer_index, 0, 0, 0)
             )
         return buffers

@@ -343,12 +343,12 @@ def _inverse(matrices: Array) -> Array:
         is_in_column = (column_indices == block_starts + column_offset) & (
             row_indices > column_indices
         )
-        column_factors = jnp.where(is_in_column, matrices, 0)
+        elimination_factors = jnp.where(is_in_column, matrices, 0)
         first_matrix_factors = jnp.sum(
-            jnp.where(matrix_offsets == 0, column_factors, 0), axis=1, keepdims=True
+            jnp.where(matrix_offsets == 0, elimination_factors, 0), axis=1, keepdims=True
         )
         second_matrix_factors = jnp.sum(
-            jnp.where(matrix_offsets == 0, 0, column_factors), axis=1, keepdims=True
+            jnp.where(matrix_offsets == 0, 0, elimination_factors), axis=1, keepdims=True
         )
         row_factors = jnp.where(matrix_offsets == 0, first_matrix_factors, second_matrix_factors)
         inverses -= row_factors * _repeat_row(inverses, column_offset)

@@ -83,12 +83,17 @@ class Encoder:
         return self.source_hook._replace(kind=codes_kind)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the entry of the hook of the codes in metadata.json.
+        """Returns the description of the codes hook, as metadata.json stores it.
 
         Returns:
-            A dict with the keys `module` (the name in Hugging Face; None if there is none),
-            `aliases` (all other names), `width` (the number of features), `most` (`max_codes`),
-            `autoencoder` (the name of the autoencoder) and `reconstructs` (the name of the target).
+            A dict with these keys:
+
+            - "module": The hook's name in Hugging Face; None if it has none there.
+            - "aliases": The hook's other names.
+            - "width": The number of features.
+            - "most": The largest number of features that are kept for each token.
+            - "autoencoder": The name of the autoencoder.
+            - "reconstructs": The name of the hook whose values the autoencoder reconstructs.
         """
         codes_hook = self.hook
         return {

@@ -102,13 +102,13 @@ def pallas_experts(
         return ragged_experts(x, weights, chosen, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
     chosen = jnp.pad(chosen, padding_widths, constant_values=-1)
-    table_of_rows = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
+    tile_and_group_table = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
     weighted_expert_rows = _run_weighted(
-        table_of_rows, stacks, _run_gated(table_of_rows, stacks, x)
+        tile_and_group_table, stacks, _run_gated(tile_and_group_table, stacks, x)
     )
-    parts = parts if len(table_of_rows.fetches_by_group) % parts == 0 else 1
-    fetches_by_part = jnp.split(table_of_rows.fetches_by_group, parts)
-    fetch_counts_by_part = jnp.split(table_of_rows.fetch_count_by_group, parts)
+    parts = parts if len(tile_and_group_table.fetches_by_group) % parts == 0 else 1
+    fetches_by_part = jnp.split(tile_and_group_table.fetches_by_group, parts)
+    fetch_counts_by_part = jnp.split(tile_and_group_table.fetch_count_by_group, parts)
     sums_by_part = [
         _run_added(weighted_expert_rows, part_fetches, part_fetch_counts)
         for part_fetches, part_fetch_counts in zip(

@@ -130,17 +130,22 @@ def _product(
 
 
 def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
-    """Returns the table in which a program looks up the rows and the expert of its tile.
+    """Divides the rows, which are sorted by expert, into tiles of at most ROWS rows of one expert.
+
+    Each program of the kernel computes one tile, and looks its expert and rows up in the returned
+    arrays.
 
     Args:
         sizes: The number of rows of each expert, (E,) int32.
-        tile_count: The number of tiles, which must suffice for all rows.
+        tile_count: The number of tiles, at least the number that is needed for all rows.
 
     Returns:
-        The expert of each tile, (tile_count,) int32.
-        The first row of each tile, (tile_count,) int32. For tiles that are not needed, it is not
-        below the third element.
-        The number after the last row of each tile's expert, (tile_count,) int32.
+        A tuple of three arrays, each (tile_count,) int32:
+
+        - The expert of each tile.
+        - The index of the first row of each tile. In a tile that is not needed, it is equal to or
+          larger than the end in the third array, so that the tile has no rows.
+        - The end of the rows of each tile's expert: the index of the row after the last one.
     """
     tile_count_by_expert = -(-sizes // ROWS)
     end_row_by_expert = jnp.cumsum(sizes)

@@ -334,8 +334,8 @@ class HookTable:
             pattern: The glob.
             depth: The number of layers of the model.
         """
-        table_of_all_types = HookTable(self.kinds)
-        for hook in table_of_all_types.all_hooks(depth, large=True):
+        family_table = HookTable(self.kinds)
+        for hook in family_table.all_hooks(depth, large=True):
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "
@@ -502,8 +502,8 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     for layers_word, kind_name, letters, intermediate_path, module_names, alias_names in HOOK_KINDS:
         if layers_word not in type_words:
             continue
-        # In a model with both dense layers and layers with experts, `mlp.gate` is the router, so
-        # these aliases of dense layers change.
+        # If the model also has layers with experts, `mlp.gate` is the name of their router. So in
+        # dense layers, for example the alias "mlp.gate.hook_out" becomes "mlp.dense_gate.hook_out".
         if type_words[layers_word] == (DENSE,):
             alias_names = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", alias_names)
         hook_kinds.append(

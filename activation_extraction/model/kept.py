@@ -139,32 +139,36 @@ class _BlockPlan(NamedTuple):
 
 
 def _block_plans(
-    kept: np.ndarray, slices_of_shards: Sequence[tuple[slice, slice]]
+    kept: np.ndarray, slices_of_devices: Sequence[tuple[slice, slice]]
 ) -> Iterator[_BlockPlan]:
-    """Yields the plans of blocks that together contain the kept tokens of a batch.
+    """Divides the kept tokens of a batch into blocks, and yields the plan of each block.
+
+    A block contains at most N kept tokens of each device of this host. The first block contains the
+    first N kept tokens of every device, the next block the next N, and so on.
 
     Args:
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
-        slices_of_shards: For each device of this host, a tuple of the slice of its rows and the
+        slices_of_devices: For each device of this host, a tuple of the slice of its rows and the
             slice of its tokens in these rows.
     """
     batch_index_of_token = np.cumsum(kept).reshape(kept.shape) - 1
-    shard_indices_of_devices = [
-        np.flatnonzero(kept[shard_slices]) for shard_slices in slices_of_shards
+    kept_indices_of_devices = [
+        np.flatnonzero(kept[device_slices]) for device_slices in slices_of_devices
     ]
     batch_indices_of_devices = [
-        batch_index_of_token[shard_slices][kept[shard_slices]] for shard_slices in slices_of_shards
+        batch_index_of_token[device_slices][kept[device_slices]]
+        for device_slices in slices_of_devices
     ]
-    tokens_of_shard = kept[slices_of_shards[0]].size
-    block_size = -(-tokens_of_shard // MAX_BLOCKS)
-    for block_start in range(0, max(map(len, shard_indices_of_devices)), block_size):
+    tokens_per_device = kept[slices_of_devices[0]].size
+    block_size = -(-tokens_per_device // MAX_BLOCKS)
+    for block_start in range(0, max(map(len, kept_indices_of_devices)), block_size):
         block_stop = block_start + block_size
-        device_token_indices = np.zeros((len(slices_of_shards), block_size), np.int32)
+        device_token_indices = np.zeros((len(slices_of_devices), block_size), np.int32)
         block_indices = []
         batch_indices = []
-        for device_number, shard_indices in enumerate(shard_indices_of_devices):
-            num_tokens = len(shard_indices[block_start:block_stop])
-            device_token_indices[device_number, :num_tokens] = shard_indices[block_start:block_stop]
+        for device_number, kept_indices in enumerate(kept_indices_of_devices):
+            num_tokens = len(kept_indices[block_start:block_stop])
+            device_token_indices[device_number, :num_tokens] = kept_indices[block_start:block_stop]
             block_indices.append(device_number * block_size + np.arange(num_tokens))
             batch_indices.append(batch_indices_of_devices[device_number][block_start:block_stop])
         yield _BlockPlan(

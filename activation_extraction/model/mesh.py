@@ -88,9 +88,9 @@ class Layout:
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
 
-        If the devices are TPUs in a rectangle of width two, each is a neighbour of the next one in
-        the ring, because some devices cannot compute while they send to devices that are not their
-        neighbours.
+        If the devices are TPUs in a rectangle of width two, each device is a neighbour of the next
+        device in the ring. Some devices cannot compute while they send to a device that is not
+        their neighbour.
 
         Args:
             axis: The name of the mesh axis.
@@ -107,8 +107,9 @@ class Layout:
                 for device_index, device in enumerate(devices_of_axis)
             ]
         )
-        # The ring follows the longer side of the rectangle. It changes its direction after each
-        # step along the shorter side.
+        # The devices are ordered by their coordinate along the rectangle's shorter side. Lines
+        # with an odd coordinate are traversed backwards. In a rectangle of width two, the ring
+        # thus leads along one long side and back along the other.
         dimensions_by_extent = np.argsort(np.ptp(device_coordinates, axis=0))
         short_side_coordinates, long_side_coordinates = device_coordinates.T[
             dimensions_by_extent[-2:]

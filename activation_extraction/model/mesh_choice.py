@@ -119,7 +119,8 @@ def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]
     these axes. Otherwise it is the first axis.
 
     Args:
-        mesh_axes: The value of --mesh_axes. None if it is not given.
+        mesh_axes: The value of --mesh_axes. None if it is not given; the axes are then `pipeline`,
+            `data` and `model`.
         devices: The number of devices, a multiple of 16.
 
     Raises:

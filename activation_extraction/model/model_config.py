@@ -440,8 +440,12 @@ def _config(hf: Any, source: str, **more_fields: Any) -> ModelConfig:
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
-        more_fields: Name of a further field of the ModelConfig -> its value. If config.json has a
-            field of this name in SIZES, its value is not read.
+        more_fields: Values of further fields of the ModelConfig, by name. A size among them
+            (`vocab_size`, `hidden_size` or another name in SIZES) is used instead of the size in
+            config.json.
+
+    Raises:
+        InputError: If a value in config.json is invalid or not supported.
     """
     if not getattr(hf, "is_causal", True):
         raise InputError(

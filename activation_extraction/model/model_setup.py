@@ -449,9 +449,9 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     hook_dtypes = []
     for hook in forward.hooks.values():
         if hook.name in token_bytes_of_hook:
-            vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
-            hook_widths.append(vector_type.width)
-            hook_dtypes.append(vector_type.dtype)
+            type_of_hook = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
+            hook_widths.append(type_of_hook.width)
+            hook_dtypes.append(type_of_hook.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
         ", ".join(token_bytes_of_hook),

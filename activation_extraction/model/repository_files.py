@@ -57,7 +57,9 @@ class RepositoryFiles(Protocol):
     Attributes:
         commit: Commit of the files on the hub; None if the repository is not on the hub.
         file_names: Names of all files that can be read.
-        offline: Whether the repository is on the hub, but the hub cannot be reached.
+        offline: Whether the repository is on the hub, but only the hub's cache on this machine can
+            be read. This is the case if HF_HUB_OFFLINE is set or the hub cannot be reached. Always
+            False for repositories that are not on the hub.
     """
 
     @property
@@ -93,8 +95,9 @@ class RepositoryFiles(Protocol):
 class LocalFiles:
     """The files of a repository in a local folder. `RepositoryFiles` documents the methods."""
 
-    commit = None  # because the files are not on the hub
-    offline = False  # because these files are read without the hub
+    # Only repositories on the hub have a commit, or can be offline.
+    commit = None
+    offline = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -118,8 +121,9 @@ class RemoteFiles:
     Small files are copied to a temporary folder.
     """
 
-    commit = None  # because the files are not on the hub
-    offline = False  # because these files are read without the hub
+    # Only repositories on the hub have a commit, or can be offline.
+    commit = None
+    offline = False
 
     def __init__(self, url: str, flag_and_path: str, flag: str) -> None:
         """Stores the URL, without sending a request.

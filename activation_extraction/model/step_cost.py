@@ -242,8 +242,9 @@ class CostModel:
     def _bytes_along_expert(self, layout: Layout) -> float:
         """Returns the bytes that a device receives along the mesh axis `expert` in a step.
 
-        In each layer with experts, a device receives the tokens of the other devices, and from each
-        of them a sum for its own tokens.
+        Each device has some of the experts. So in each layer with experts, a device receives the
+        tokens of every other device. It also receives a vector for each of its own tokens from
+        every other device: the weighted sum over the token's experts on that device.
         """
         num_other_devices = layout.size("expert") - 1
         model_config = self.model.config

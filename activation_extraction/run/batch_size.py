@@ -153,21 +153,23 @@ def _largest_fitting(
             The reason why there are not more rows, in words.
     """
     largest_fitting_forward = prepare(smallest_rows)
-    tried_forward = largest_fitting_forward
+    candidate_forward = largest_fitting_forward
     while True:
-        shortage_message = next(filter(None, gather(host, _shortage_on_host(tried_forward))), "")
+        shortage_message = next(
+            filter(None, gather(host, _shortage_on_host(candidate_forward))), ""
+        )
         # The message is the same on all hosts, so either all hosts compile the step or none does.
         if not shortage_message:
             shortage_on_device = together(
-                host, partial(_shortage_on_device, tried_forward, usable_bytes)
+                host, partial(_shortage_on_device, candidate_forward, usable_bytes)
             )
             shortage_message = next(filter(None, gather(host, shortage_on_device)), "")
         if shortage_message:
             return largest_fitting_forward, shortage_message
-        largest_fitting_forward = tried_forward
+        largest_fitting_forward = candidate_forward
         if 2 * largest_fitting_forward.shape[0] > MOST_ROWS:
             return largest_fitting_forward, "the most that are tried"
-        tried_forward = prepare(2 * largest_fitting_forward.shape[0])
+        candidate_forward = prepare(2 * largest_fitting_forward.shape[0])
 
 
 def _shortage_on_host(forward: Forward) -> str:

@@ -357,9 +357,11 @@ def estimate_totals(
         - "dollars": A list of the lowest and the highest price.
         - "terabytes": The terabytes that are stored, before compression.
     """
-    hours_of_run = dollars_of_run = terabytes_of_run = None
+    hours_range = None
+    price_range = None
+    stored_terabytes = None
     if run.amount is not None:
-        terabytes_of_run = run.amount.stored_tokens * token_bytes / 1e12
+        stored_terabytes = run.amount.stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
             if config.planning.tokens_per_second is None:
                 num_tokens_of_run = run.amount.computed_tokens
@@ -367,18 +369,18 @@ def estimate_totals(
             else:
                 num_tokens_of_run = run.amount.stored_tokens
                 tokens_per_second = [config.planning.tokens_per_second * run.topology.num_hosts]
-            hours_of_run = [
+            hours_range = [
                 num_tokens_of_run / max(tokens_per_second) / 3600,
                 num_tokens_of_run / min(tokens_per_second) / 3600,
             ]
-        if hours_of_run is not None and config.planning.chip_hour_dollars:
+        if hours_range is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
-            chip_hours_of_run = [run.topology.num_chips * hours for hours in hours_of_run]
-            dollars_of_run = [
+            chip_hours_of_run = [run.topology.num_chips * hours for hours in hours_range]
+            price_range = [
                 chip_hours_of_run[0] * min(chip_hour_prices),
                 chip_hours_of_run[1] * max(chip_hour_prices),
             ]
-    return {"hours": hours_of_run, "dollars": dollars_of_run, "terabytes": terabytes_of_run}
+    return {"hours": hours_range, "dollars": price_range, "terabytes": stored_terabytes}
 
 
 def lines_of(

@@ -298,7 +298,7 @@ def known_special_tokens(config: Config) -> SpecialTokens:
     Raises:
         InputError: If a document that is cut to --max_seq_length would have only special tokens.
     """
-    known_tokenizer = None
+    stored_tokenizer = None
     model_options = config.model
     if not (config.demo or config.text.ids_column):
         with suppress(InputError):  # an unreadable tokenizer is reported when a run is started
@@ -311,8 +311,8 @@ def known_special_tokens(config: Config) -> SpecialTokens:
                 )
                 tokenizer_path = model_repository.find(TOKENIZER_JSON)
             if tokenizer_path is not None:
-                known_tokenizer = read_tokenizer(tokenizer_path)
-    return special_tokens(config.text, known_tokenizer)
+                stored_tokenizer = read_tokenizer(tokenizer_path)
+    return special_tokens(config.text, stored_tokenizer)
 
 
 def dropped_ids(

@@ -583,5 +583,6 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     Args:
         items: The items, which are made when they are iterated over.
     """
+    # mypy takes an item for T | None, but the None at the end is never the first of a pair.
     for item, _ in pairwise(chain(items, [None])):
         yield item  # type: ignore[misc]

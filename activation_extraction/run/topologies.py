@@ -208,19 +208,21 @@ def _tpu_sides(
     Raises:
         InputError: If there is no TPU with this number or shape. The message lists the valid names.
     """
-    shape_by_number = {}
+    shape_by_number_in_name = {}
     for shape_of_kind in kind.shapes.split():
         sides_of_shape = _sides_of_shape(shape_of_kind)
-        shape_by_number[str(math.prod(sides_of_shape) * kind.number_per_chip)] = shape_of_kind
+        shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.number_per_chip)] = (
+            shape_of_kind
+        )
     # The shapes are in ascending order, so the last one is the largest.
     sides_of_largest_shape = sides_of_shape
-    requested_shape = shape or shape_by_number.get(number or "", "0")
+    requested_shape = shape or shape_by_number_in_name.get(number or "", "0")
     requested_sides = _sides_of_shape(requested_shape)
     num_chips = math.prod(requested_sides)
     has_other_dimensions = len(requested_sides) != len(sides_of_largest_shape)
     if has_other_dimensions or not 0 < num_chips <= math.prod(sides_of_largest_shape):
         machine_names = []
-        for valid_number, possible_shape in shape_by_number.items():
+        for valid_number, possible_shape in shape_by_number_in_name.items():
             machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{possible_shape})")
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
     return requested_sides

@@ -41,7 +41,7 @@ from activation_extraction.common.encodings import (
 from activation_extraction.store.statistics import (
     CodeSums,
     EncodingError,
-    Errors,
+    ErrorByTokenKind,
     Sums,
     SumsOfCodes,
     sums_of,
@@ -213,7 +213,7 @@ class HookValues(ABC):
 
     def encode(
         self, samples: list[Any], positions: Sequence[np.ndarray], threads: Executor
-    ) -> tuple[list[Any], Errors]:
+    ) -> tuple[list[Any], ErrorByTokenKind]:
         """Converts the values of samples to the form in which a shard stores them.
 
         Args:
@@ -503,7 +503,7 @@ class Float8Values(HookValues):
 
     def encode(
         self, samples: list[np.ndarray], positions: Sequence[np.ndarray], threads: Executor
-    ) -> tuple[list[Float8Array], Errors]:
+    ) -> tuple[list[Float8Array], ErrorByTokenKind]:
         token_offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
         is_sink = np.concatenate(positions) == 0
         is_measured = _evenly_chosen(is_sink) | _evenly_chosen(~is_sink)
@@ -520,8 +520,8 @@ class Float8Values(HookValues):
 
         encoded_samples: list[Float8Array] = []
         errors_by_slice: list[np.ndarray] = []
-        for slice_samples, slice_errors in threads.map(encode_group, slices_of(samples)):
-            encoded_samples += slice_samples
+        for encoded_slice_samples, slice_errors in threads.map(encode_group, slices_of(samples)):
+            encoded_samples += encoded_slice_samples
             errors_by_slice.append(slice_errors)
         measured_errors = np.concatenate(errors_by_slice)
         is_measured_sink = is_sink[is_measured]

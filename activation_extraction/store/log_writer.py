@@ -370,9 +370,9 @@ class LogWriter:
         commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
         if self._local_folder is not None and self._keeps_shards:
             self._local_folder.write(commit.name, seal(commit.to_json()), ANY)
-        current_commit = self._write_json(commit.name, commit.to_json())
-        if current_commit is not None:
-            self.check(current_commit.owner)
+        commit_already_stored = self._write_json(commit.name, commit.to_json())
+        if commit_already_stored is not None:
+            self.check(commit_already_stored.owner)
         self.new_commits.append(commit)
         self.totals.add(commit)
         return commit

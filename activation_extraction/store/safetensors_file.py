@@ -187,11 +187,19 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
 
 
 def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeChecksums:
-    """Computes the checksums of ranges of a shard's file.
+    """Computes the checksums with which readers can check parts of a shard's file.
+
+    The parts are the front of the file, before the tensor `token_ids`, and the blocks of each
+    tensor that has one row for each token. All these tensors have the same number of rows per
+    block. It is chosen so that a block takes about BLOCK_BYTES at the hook with the most bytes.
 
     Args:
-        shard: Shard.
+        shard: Shard, whose values are in the stored form (hook_values.py).
         file_buffers: Bytes of the file, as `safetensors_pieces` returns them.
+
+    Returns:
+        The checksum of the front and the checksums of the blocks of each tensor, together with the
+        sizes of the front and of the blocks (see `RangeChecksums`).
     """
     file_bytes = sum(buffer.nbytes for buffer in file_buffers)
     file_header = read_header(

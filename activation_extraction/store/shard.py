@@ -14,7 +14,7 @@ import numpy as np
 
 from activation_extraction.common.errors import StorageError
 from activation_extraction.store.hook_values import HookValues, Key, slices_of
-from activation_extraction.store.statistics import Errors, Sums, SumsOfCodes
+from activation_extraction.store.statistics import ErrorByTokenKind, Sums, SumsOfCodes
 from activation_extraction.text.sample_facts import SampleFacts
 
 # Names of the labels of tokens in conversations. All samples of a run have both labels, or none.
@@ -78,7 +78,7 @@ class Shard:
         """
         return np.cumsum([0, *map(len, self.positions)], dtype=np.int64)
 
-    def encode(self, threads: Executor) -> tuple["Shard", dict[Key, Errors]]:
+    def encode(self, threads: Executor) -> tuple["Shard", dict[Key, ErrorByTokenKind]]:
         """Encodes the values at all hooks that need an encoding.
 
         Args:
@@ -90,7 +90,7 @@ class Shard:
             values are not encoded.
         """
         encoded_by_key: dict[Key, list[Any]] = {}
-        errors_by_key: dict[Key, Errors] = {}
+        errors_by_key: dict[Key, ErrorByTokenKind] = {}
         for hook_key, hook_values in self.hooks.items():
             encoded_by_key[hook_key], errors_by_key[hook_key] = hook_values.encode(
                 self.values[hook_key], self.positions, threads
@@ -98,7 +98,7 @@ class Shard:
         return replace(self, values=encoded_by_key), errors_by_key
 
     def measure(
-        self, errors: Mapping[Key, Errors], threads: Executor
+        self, errors: Mapping[Key, ErrorByTokenKind], threads: Executor
     ) -> tuple[list[dict[str, Any]], dict[str, Sums]]:
         """Computes the statistics of the values at all hooks.
 

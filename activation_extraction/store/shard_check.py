@@ -111,18 +111,18 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
     Raises:
         RunError: If a file is missing or has another size.
     """
-    for file_name, file_facts in commit.files.items():
+    for file_name, recorded_facts in commit.files.items():
         actual_bytes = run_log.files.get(file_name)
-        if actual_bytes != file_facts.bytes:  # the listing may be outdated
+        if actual_bytes != recorded_facts.bytes:  # the listing may be outdated
             listed_file = store.head(file_name)
             actual_bytes = None if listed_file is None else listed_file.size
         if actual_bytes is None:
             moved_to = run_log.moved_to
             upload_note = f" here, it was uploaded to {moved_to}" if moved_to else ""
             raise RunError(f"{file_name}: is missing{upload_note}")
-        if actual_bytes != file_facts.bytes:
+        if actual_bytes != recorded_facts.bytes:
             raise RunError(
-                f"{file_name}: has {actual_bytes} bytes, its JSON says {file_facts.bytes}"
+                f"{file_name}: has {actual_bytes} bytes, its JSON says {recorded_facts.bytes}"
             )
 
 

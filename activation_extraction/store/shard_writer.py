@@ -127,8 +127,8 @@ class ShardWriter:
         """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
-            complete: Whether there are no more samples. All gaps of a repair are filled then, with
-                empty shards if no samples are left for them.
+            complete: Whether there are no more samples. A repair then stores all missing shards
+                that it has not stored yet. Shards for which no samples are left become empty.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.

@@ -179,9 +179,9 @@ class EncodingError:
         )
 
 
-# The encoding errors at one hook, by kind of token. The keys are "sinks" for the first tokens of
+# Kind of token -> encoding error at one hook. The keys are "sinks" for the first tokens of
 # samples (position 0), which are often attention sinks, and "others" for all other tokens.
-Errors = dict[str, EncodingError]
+ErrorByTokenKind = dict[str, EncodingError]
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Statistics:
     overall_variance: float = 0.0
     mean_norm: float = 0.0
     max_norm: float = 0.0
-    error: Errors = field(default_factory=dict)
+    error: ErrorByTokenKind = field(default_factory=dict)
     codes: dict[str, CodeSums] = field(default_factory=dict)
 
     @property

@@ -156,7 +156,8 @@ class Documents(Protocol):
         """Reads the rows of the worker that come after a state.
 
         Args:
-            state: `beginning`, the state of a ReadRow, or `Mark.stream`.
+            state: State of the documents after which reading begins. It is `beginning`,
+                `ReadRow.state` of an earlier row, or `Mark.stream` of a stored mark.
 
         Yields:
             The rows of the worker, including rows without a document.

@@ -551,10 +551,14 @@ def _lines_to_read(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
 
 
 def _byte_after(file: DataFile) -> bytes:
-    """Returns the byte after the first `file.read_to` bytes of a file.
+    """Returns the byte that follows the part of a file that is read.
+
+    Args:
+        file: The file, of which only the first `file.read_to` bytes are read.
 
     Returns:
-        The byte; b"" if the file ends there, if it is compressed, or if all its bytes are read.
+        The byte. b"" if no byte follows, if the file is read as a whole (`file.read_to` is None),
+        or if the file is compressed.
     """
     if file.read_to is None or compression_of(file.url):
         return b""
@@ -689,9 +693,10 @@ def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
 
 @cache
 def _contains_objects(arrow_type: pyarrow.DataType) -> bool:
-    """Returns whether values of an Arrow type contain JSON or objects.
+    """Returns whether an Arrow type is or contains JSON, a struct or a map.
 
-    Other values, such as long lists of numbers, need no conversion.
+    `_python_value` converts only values of these types. It returns other values, such as long lists
+    of numbers, as they are.
     """
     if isinstance(arrow_type, pyarrow.JsonType | pyarrow.StructType | pyarrow.MapType):
         return True

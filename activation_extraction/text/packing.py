@@ -40,7 +40,10 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
 
 
 def rows_of_group(length: int) -> int:
-    """Returns the largest number of rows that the tokens of a group fill without padding.
+    """Returns the largest size of a group of samples, in rows.
+
+    It is the number of rows that the tokens of a group of this size would fill without padding.
+    Packed samples leave padding, so they may need more rows.
 
     Args:
         length: The number of tokens of a row.

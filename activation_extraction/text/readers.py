@@ -72,8 +72,9 @@ class IdsColumn:
     Attributes:
         activity: Verb that describes the reading in messages (see `Reader`).
         name: Name of the column with lists of token ids.
-        mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In a
-            column of the name ATTENTION_MASK, 0 means padding, which is left out.
+        mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In
+            the column ATTENTION_MASK, 0 means padding, which is removed from the token ids. In any
+            other column, 0 means context, which the model reads but the run does not store.
         vocabulary_size: Number of token ids that the model has.
     """
 

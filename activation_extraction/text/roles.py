@@ -48,6 +48,10 @@ class Turn(NamedTuple):
 def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bool) -> list[Span]:
     """Returns spans with the role and turn of each character of a rendered conversation.
 
+    A rendered conversation consists of blocks. A block begins with <|im_start|> and a header, and
+    ends with <|im_end|>. It contains one message, several results of tools, or a system prompt that
+    the template adds.
+
     Args:
         text: The conversation as the template renders it.
         messages: The messages that were rendered. They contain neither <|im_start|> nor <|im_end|>.
