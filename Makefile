@@ -28,7 +28,7 @@ test: $(VENV)/.dev $(VENV)/.libtpu
 	$(PYTEST) -m "not rare and not slow"
 
 # All tests. In addition, these test full-size models, TPU programs of large models, Slurm, SkyPilot,
-# the real trainers of autoencoders, servers of each kind of store, the package, the image and the
+# the trainers that read runs and exports, servers of each kind of store, the package, the image and the
 # benchmarks.
 test-all: $(VENV)/.dev $(VENV)/.libtpu $(VENV)/.slurm $(VENV)/skypilot/.done $(VENV)/trainers/.done \
 		$(VENV)/moto/.done $(VENV)/azurite/.done
@@ -85,7 +85,7 @@ $(VENV)/competitors/.done: benchmarks/requirements.txt | $(VENV)/bin/python
 	$(VENV)/competitors/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
 	touch $@
 
-# The real trainers of autoencoders, in their own environment.
+# The trainers that read runs and exports, in their own environment.
 $(VENV)/trainers/.done: tests/requirements-trainers.txt tests/requirements-trainers-alone.txt | $(VENV)/bin/python
 	$(MAKE_VENV) $(VENV)/trainers
 	$(VENV)/trainers/bin/python -m pip install --quiet --requirement tests/requirements-trainers.txt

@@ -1,6 +1,6 @@
 """Trainers' own code reads the exports for it, and returns what the run stored.
 
-speculators, SpecForge and delphi run in an environment of their own (trainer_scripts.py).
+speculators, SpecForge, SAELens and delphi run in an environment of their own (trainer_scripts.py).
 test_draft_files.py and test_codes.py compare the files themselves in more cases, test_trainers.py
 trains with SAELens, and test_nla.py repeats the next stage of natural language autoencoders.
 """
@@ -151,6 +151,25 @@ def test_specforge_reads_the_stored_samples(demo_inputs, tmp_path, capsys):
         assert torch.equal(batch["hidden_state"].float(), states)
         assert torch.equal(batch["target"].float(), expected.states["ln_final.hook_out"])
     assert max(lengths) == LENGTH == json.loads(*shlex.split(config_json))["data"]["max_length"]
+
+
+def test_sae_lens_reads_the_stored_tokens(demo_inputs, tmp_path, capsys):
+    """The rows are full, because ROWS have twice the tokens of a row."""
+    flags = "--ids_column ids --keep_columns loss_mask --long_documents split --dtype bfloat16"
+    run(tmp_path, demo_inputs / "model", ROWS, *flags.split(), hooks=STREAM)
+    capsys.readouterr()
+    target = export(tmp_path, "sae_lens")
+    row_tokens = int(*set(re.findall(r"context_size=(\d+)", capsys.readouterr().out)))
+    samples = [*stored_samples(tmp_path)]
+    assert sum(len(sample.token_ids) for sample in samples) == 2 * row_tokens
+    for hook in (STREAM[0], STREAM[-1]):
+        states = torch.cat([sample.states[hook] for sample in samples])
+        arguments = target / hook, hook, row_tokens, states.shape[1]
+        rows = read("sae_lens", *arguments, folder=tmp_path)
+        assert len(rows) == 2
+        assert torch.equal(torch.cat([values for values, _ in rows]), states)
+        read_ids = torch.cat([token_ids for _, token_ids in rows])
+        assert read_ids.tolist() == torch.cat([s.token_ids for s in samples]).tolist()
 
 
 class Windows(NamedTuple):

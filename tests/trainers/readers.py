@@ -6,6 +6,8 @@ saves its result in read.pt of the current folder:
 - `speculators`: The arguments are those of `python -m speculators.train`.
 - `specforge`: The argument is the file of `specforge train --config`.
 - `delphi`: The argument is the folder of the export.
+- `sae_lens`: The arguments are the folder of a hook in the export, the hook, the tokens of a row,
+  and the width.
 
 Nothing of the packages is replaced. They are installed without vllm, sglang and bitsandbytes, which
 the imported modules do not need.
@@ -98,6 +100,26 @@ def delphi(folder):
         }
         for record in LatentDataset(folder, sampling, constructing)
     ]
+
+
+def sae_lens(folder, hook, row_tokens, width):
+    """Returns the activations and token ids of each row, which SAELens reads in order."""
+    from sae_lens.config import CacheActivationsRunnerConfig
+    from sae_lens.training.activations_store import ActivationsStore
+
+    config = CacheActivationsRunnerConfig(
+        dataset_path="",
+        model_name="",
+        model_batch_size=1,
+        hook_name=hook,
+        d_in=int(width),
+        training_tokens=int(row_tokens),
+        context_size=int(row_tokens),
+        new_cached_activations_path=folder,
+        device="cpu",
+    )
+    store = ActivationsStore.from_cache_activations(None, config)
+    return [store.get_raw_llm_batch() for _ in range(len(store.cached_activation_dataset))]
 
 
 if __name__ == "__main__":
