@@ -241,8 +241,8 @@ class HookedModel(nn.Module):
 
             Args:
                 layers: The layers of the stage with their parameters.
-                slots: `Plan.slots` for the layers of the stage: an int32 array (layers of the
-                    stage,) for each kind of hook.
+                slots: `Plan.slots_by_kind` for the layers of the stage: an int32 array (layers of
+                    the stage,) for each kind of hook.
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
                 buffers: The buffers of the stage.
@@ -280,7 +280,7 @@ class HookedModel(nn.Module):
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, buffers = run_stages(
-                stage_layers, stages_plan.slots, x, buffers, tick_number - stage_numbers
+                stage_layers, stages_plan.slots_by_kind, x, buffers, tick_number - stage_numbers
             )
             return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
@@ -334,7 +334,7 @@ class HookedModel(nn.Module):
             return x, capture.write(buffers, plan.with_slots(slots), bits_by_kind, micro_batch)
 
         keep_bits = partial(capture.bits_of, plan.kinds)
-        return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots, keep_bits)
+        return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots_by_kind, keep_bits)
 
     def _end_values(
         self, capture: Capture, x: Array, token_ids: Array, positions: Array

@@ -41,21 +41,21 @@ class Plan(NamedTuple):
 
     Attributes:
         kinds: The kinds, in the order in which a layer computes them.
-        slots: For each kind, its slots in the buffer of its vector type, int32. The shape is
-            (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline, and ()
+        slots_by_kind: For each kind, its slots in the buffer of its vector type, int32. The shape
+            is (layers,) for a loop over layers, (stages, layers of a stage) for a pipeline, and ()
             for a single layer.
     """
 
     kinds: tuple[HookKind, ...]
-    slots: tuple[Any, ...]
+    slots_by_kind: tuple[Any, ...]
 
-    def with_slots(self, slots: tuple[Any, ...]) -> "Plan":
+    def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
         """Returns the plan for a part of the layers, for example for one stage or one layer.
 
         Args:
-            slots: The slots of these layers, as one array for each kind.
+            slots_by_kind: The slots of these layers, as one array for each kind.
         """
-        return self._replace(slots=slots)
+        return self._replace(slots_by_kind=slots_by_kind)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Capture:
         stage_plans = [
             self.plan(range(first_layer, first_layer + length)) for first_layer in first_layers
         ]
-        slots_by_kind = zip(*(plan.slots for plan in stage_plans), strict=True)
+        slots_by_kind = zip(*(plan.slots_by_kind for plan in stage_plans), strict=True)
         return stage_plans[0].with_slots(
             tuple(np.stack(kind_slots) for kind_slots in slots_by_kind)
         )
@@ -164,7 +164,7 @@ class Capture:
         """
         slot_count_by_type: dict[VectorType, int] = {}
         for plan in plans:
-            for hook_kind, kind_slots in zip(plan.kinds, plan.slots, strict=True):
+            for hook_kind, kind_slots in zip(plan.kinds, plan.slots_by_kind, strict=True):
                 type_of_kind = self.vector_type(hook_kind)
                 slot_count_by_type[type_of_kind] = max(
                     slot_count_by_type.get(type_of_kind, 0), kind_slots.max() + 1
@@ -226,7 +226,7 @@ class Capture:
         """
         buffers = dict(buffers)
         for hook_kind, kind_slot, kind_bits in zip(
-            plan.kinds, plan.slots, bits_by_kind, strict=True
+            plan.kinds, plan.slots_by_kind, bits_by_kind, strict=True
         ):
             type_of_kind = self.vector_type(hook_kind)
             kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
