@@ -30,10 +30,10 @@ ROW_GROUP = 7
 # A run's flags -> the most tokens of a sample that --positions keeps.
 CASES = {
     "every token": ("", LENGTH),
-    "few tokens": ("--positions every:5 --drop_token_ids 5 6 7 --id_column id", 5),
+    "few tokens": ("--positions every:5 --drop_token_ids 5 6 7 --id_column name", 5),
     "random": ("--positions random:0.15:1 --shard_format safetensors --dtype bfloat16", 4),
     "random count": ("--positions random:3:7:2", 3),
-    "split": ("--positions last:2 --long_documents split --id_column id", 2),
+    "split": ("--positions last:2 --long_documents split --id_column name", 2),
     "split by row": ("--long_documents split --overlap 5 --activation_dtype float16", LENGTH),
     "token ids": ("--ids_column ids --positions every:5", 5),
     "machines": ("--positions random:0.2 --total_machines 2", 5),
@@ -64,7 +64,7 @@ def run_of(model, tmp_path_factory):
             tokenizer = AutoTokenizer.from_pretrained(model)
             texts = {n: text_of(n) for n in range(ROWS)}
             ids = {n: tokenizer(texts[n], add_special_tokens=False).input_ids for n in texts}
-            rows = ({"text": texts[n], "ids": ids[n], "id": f"number {n}"} for n in texts)
+            rows = ({"text": texts[n], "ids": ids[n], "name": f"number {n}"} for n in texts)
             write_rows(folder / "texts.jsonl", rows)
             flags, _ = CASES[case]
             layers = () if "--layers" in flags else ("--layers_to_extract", 1)
