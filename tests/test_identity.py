@@ -65,7 +65,7 @@ def test_every_field_is_recorded_and_compared(name):
 
 
 def test_every_flag_that_decides_content_is_in_the_identity():
-    content = {name for name, flag in FLAGS.items() if flag.content}
+    content = {name for name, flag in FLAGS.items() if flag.determines_shards}
     assert content < ONE.to_json().keys()
     assert Identity.from_json(ONE.to_json()) == ONE
     elsewhere = replace(ONE.text, dataset_path="moved.jsonl", chat_template="t.jinja")

@@ -34,7 +34,7 @@ def test_the_library_reads_headers_that_are_written_here(metadata):
     shapes = {name: (values.dtype, values.shape) for name, values in VALUES.items()}
     start = pack_header(shapes, metadata)
     data = start + b"".join(values.tobytes() for values in VALUES.values())
-    assert len(start) % 8 == 0 and header_of(data).end == len(start)
+    assert len(start) % 8 == 0 and header_of(data).end_offset == len(start)
     assert header_of(data).metadata == metadata and [*header_of(data).tensors] == [*VALUES]
     for name, values in load(data).items():
         np.testing.assert_array_equal(values, VALUES[name])
