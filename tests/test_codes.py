@@ -454,6 +454,9 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     assert f"left out: {rest} tokens, too few for a row of 5, at the ends of their samples\n" in out
     told = f"left out: {left_out:,} codes of at most {least:g} at {CODES}, as by delphi itself\n"
     assert rest and left_out and told in out
+    assert main("--report", tmp_path / "report.html", "--output_dir", run.url) == 0
+    card = (tmp_path / "dataset_card.md").read_text()
+    assert f"| `{CODES}` | {made.F:,} | codes: the values of active features, float32 |" in card
     monkeypatch.setattr(DelphiFormat, "row_tokens", 65)
     assert main(*given, "--export_dir", tmp_path / "new") == 2
     assert f"no sample of {run.url} has 65 tokens" in capsys.readouterr().err

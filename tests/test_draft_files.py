@@ -234,4 +234,5 @@ def test_what_a_trainer_cannot_take_is_refused(demo_inputs, tmp_path, capsys):
     assert three in told("specforge", "--hook_names", *STREAM[1:], "ln_final.hook_out")
     assert "sample 0: its column loss_mask: expected a 0 or 1 for" in told("speculators")
     run(tmp_path, demo_inputs / "model", rows, *flags, "--positions", "last")
-    assert "stores only some of its tokens" in told("speculators")
+    for form in ("speculators", "specforge", "delphi"):  # before anything about hooks or samples
+        assert "stores only some of its tokens; expected all of them, which a run" in told(form)

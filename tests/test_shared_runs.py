@@ -20,6 +20,7 @@ from activation_extraction.common.visible import visible
 from activation_extraction.inspect.dataset_card import size_category
 from activation_extraction.store import hub_folder
 from activation_extraction.store.folder import ANY, Folder, FolderError
+from activation_extraction.store.identity import Identity
 
 URL = "hf://datasets/org/run"
 WIDTHS = {key: {"width": HIDDEN} for key in HOOKS}
@@ -293,6 +294,15 @@ def test_the_card_of_a_program_with_a_loop_of_its_own_names_no_model(tmp_path, c
     assert "The metadata of the run does not name the model.\n" in card.text
     assert "A program with a loop of its own has stored the samples.\n" in card.text
     assert "| `layers.3\\|a'b` | 8 | float32 |" in card.text
+
+
+def test_the_card_says_how_float8_is_stored_and_read(tmp_path, capsys):
+    options = StorageOptions(shard_format="safetensors")
+    identity = Identity(activation_dtype="float8", storage=options)
+    with ActivationStorage(str(tmp_path / "run"), {0: "h"}, options, identity) as storage:
+        storage.add_activation(0, np.ones((20, 8), np.float32), 0, "", np.arange(20))
+    card, _ = card_of(tmp_path / "run", tmp_path, capsys)
+    assert "| `h` | 8 | float8 (e4m3), read as float32 |" in card.text
 
 
 def test_a_hostile_name_stays_text(run, tmp_path, capsys):

@@ -313,7 +313,7 @@ FAULTS = {
     noise: (
         ALL,
         "found no match; nearest is ",
-        "(error 1 %, a token up to 1 %; rounding to bfloat16 explains it (--dtype bfloat16))",
+        "(error 1 %, a token up to 1 %; rounding to bfloat16 may explain it: verify with --dtype bfloat16)",
     ),
 }
 

@@ -847,7 +847,10 @@ class LookingOptions:
         "a Parquet file with each stored token of one hook blocks.K.hook_resid_post and the text "
         "before the token. If the run does not store all tokens, its data is read again (from "
         "--dataset_path, if the data has been moved). --hook_names selects hooks; without it, all "
-        "hooks are exported. The command prints how many tokens and codes are left out",
+        "hooks that the format takes are exported: specforge needs ln_final.hook_out and "
+        "blocks.K.hook_resid_post of exactly three layers, speculators the last block and at least "
+        "one other, nla a single hook. speculators, specforge and delphi need a run that stores "
+        "every token. The command prints how many tokens and codes are left out",
         needs="export_dir",
         choices=EXPORTS,
     )

@@ -136,9 +136,8 @@ def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
     yield "## Hooks"
     hook_table_rows = ["| hook | width | dtype |", "|---|---|---|"]
     for hook_name, width in dataset.hooks.items():
-        hook_table_rows.append(
-            f"| {_code(hook_name)} | {width:,} | {dataset.dtypes[hook_name].name} |"
-        )
+        dtype_in_words = _dtype_in_words(dataset, hook_name)
+        hook_table_rows.append(f"| {_code(hook_name)} | {width:,} | {dtype_in_words} |")
     yield "\n".join(hook_table_rows)
     yield "## Tokens and samples"
     yield " ".join(_token_sentences(dataset))
@@ -240,6 +239,22 @@ def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
         yield f"Tokens with these ids are left out: {dropped_ids}."
     if text_options.keep_columns:
         yield f"Columns kept from the data: {', '.join(map(_code, text_options.keep_columns))}."
+
+
+def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
+    """Returns the dtype of the values at a hook, and how they are stored if that differs.
+
+    Args:
+        dataset: The run.
+        hook_name: The name of the hook.
+    """
+    dtype_name = dataset.dtypes[hook_name].name
+    hook_values = dataset.shards.hooks[hook_name]
+    if not hook_values.is_array:
+        return f"codes: the values of active features, {dtype_name}"
+    if hook_values.is_encoded:
+        return f"float8 (e4m3), read as {dtype_name}"
+    return dtype_name
 
 
 def _files(dataset: ActivationDataset) -> str:

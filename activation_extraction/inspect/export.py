@@ -96,12 +96,12 @@ def export(
         chosen_hooks = finished_dataset.hooks.chosen(finished_dataset.url, patterns)
     except ValueError as error:
         raise InputError(f"--hook_names: {error}") from None
-    exported_hooks = export_format.choose_hooks(finished_dataset, chosen_hooks)
     if export_format.needs_every_token and not finished_dataset.identity.every_token:
         raise InputError(
             f"{flag_and_format}: {finished_dataset.url} stores only some of its tokens; expected "
-            "all of them"
+            "all of them, which a run without --positions, --roles and --drop_token_ids stores"
         )
+    exported_hooks = export_format.choose_hooks(finished_dataset, chosen_hooks)
     for hook_name in exported_hooks:
         if not FOLDER_NAME.fullmatch(hook_name):
             raise InputError(f"{flag_and_format}: hook {hook_name!r:.80} cannot name a folder")
@@ -109,7 +109,8 @@ def export(
     if finished_dataset.tokens < row_tokens:
         raise InputError(
             f"{flag_and_format}: {finished_dataset.url} holds "
-            f"{counted(finished_dataset.tokens, 'token')}; expected at least {row_tokens}"
+            f"{counted(finished_dataset.tokens, 'token')}; expected at least {row_tokens}, which "
+            "fill a row"
         )
     bytes_per_token = sum(
         export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hooks

@@ -690,7 +690,7 @@ def _describe_parts(
             and not best_match.offset
             and best_match.within(bfloat16_limits)
         ):
-            rounding_hint = "; rounding to bfloat16 explains it (--dtype bfloat16)"
+            rounding_hint = "; rounding to bfloat16 may explain it: verify with --dtype bfloat16"
         problem_phrases.append(
             f"no match; nearest is {nearest_hook_in_words} ({error_words}{rounding_hint})"
         )
