@@ -19,7 +19,7 @@ from activation_extraction import ActivationDataset
 from activation_extraction.common.choices import EXPORTS
 from activation_extraction.common.errors import InputError, RunError
 from activation_extraction.inspect import export as exporting
-from activation_extraction.inspect.export import export, format_of
+from activation_extraction.inspect.export import export, export_format_of
 from activation_extraction.inspect.sae_lens_files import SaeLensFormat
 from activation_extraction.store.folder import Folder
 
@@ -50,7 +50,7 @@ one_run = pytest.mark.parametrize("run", ["float32"], indirect=True)
 
 
 def test_every_choice_of_the_flag_has_a_format():
-    assert [format_of(name).name for name in EXPORTS] == list(EXPORTS)
+    assert [export_format_of(name).name for name in EXPORTS] == list(EXPORTS)
 
 
 def save(run, target, *patterns):

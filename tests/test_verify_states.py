@@ -313,7 +313,8 @@ FAULTS = {
     noise: (
         ALL,
         "found no match; nearest is ",
-        "(error 1 %, a token up to 1 %; rounding to bfloat16 may explain it: verify with --dtype bfloat16)",
+        "(error 1 %, a token up to 1 %; rounding to bfloat16 may explain it: verify with --dtype "
+        "bfloat16)",
     ),
 }
 

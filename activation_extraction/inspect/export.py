@@ -1,8 +1,8 @@
 """Copies a finished run to a local folder of files for another program, for --export.
 
-`format_of` makes the format that --export names; export_format.py declares what a format has to
-implement. The files are written to a temporary folder, which is renamed when it is complete. So a
-folder with the final name always contains a whole export.
+`export_format_of` makes the format that --export names; export_format.py declares what a format has
+to implement. The files are written to a temporary folder, which is renamed when it is complete. So
+a folder with the final name always contains a whole export.
 """
 
 import os
@@ -40,7 +40,7 @@ FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
 LoadText = Callable[[dict[str, Any]], RunText]
 
 
-def format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
+def export_format_of(name: str, export_dtype: str | None = None) -> ExportFormat:
     """Returns the format that --export names.
 
     Args:

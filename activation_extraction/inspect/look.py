@@ -10,7 +10,7 @@ from typing import Any
 
 from activation_extraction.cli.flags import Config
 from activation_extraction.common.errors import InputError
-from activation_extraction.inspect.export import LoadText, export, format_of
+from activation_extraction.inspect.export import LoadText, export, export_format_of
 from activation_extraction.inspect.hidden_states import StatesFolder, find_states_folder
 from activation_extraction.inspect.report import show_report
 from activation_extraction.inspect.status import show_status
@@ -65,7 +65,7 @@ def look(
             return show_report(output_root, looking_flags.report)
         if looking_flags.export is not None and looking_flags.export_dir is not None:
             hook_patterns = config.hooks.hook_names
-            export_format = format_of(looking_flags.export, looking_flags.export_dtype)
+            export_format = export_format_of(looking_flags.export, looking_flags.export_dtype)
             export(output_root, export_format, looking_flags.export_dir, hook_patterns, load_text)
             return 0
         states_folder = _states_of_another_program(output_root)
