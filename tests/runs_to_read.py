@@ -46,7 +46,7 @@ def joined(batches):
 
 
 def in_order(tokens):
-    """Returns the same tokens, sorted by sample and position."""
+    """Returns arrays with a value for each token, sorted by sample and position."""
     order = np.lexsort((tokens["position"], tokens["sample_idx"]))
     return {name: values[order] for name, values in tokens.items()}
 

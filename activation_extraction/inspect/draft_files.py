@@ -128,6 +128,17 @@ def _loss_mask(
     return sample_mask.astype(np.int64)
 
 
+def last_stream_hook(block_count: int) -> str:
+    """Returns the name of the hook whose values speculators reads as the last hidden state.
+
+    It is the output of the last block, before the final norm.
+
+    Args:
+        block_count: Number of blocks of the model.
+    """
+    return f"blocks.{block_count - 1}.hook_resid_post"
+
+
 def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
     """Returns the hooks of residual streams by the numbers of hidden states in transformers.
 
@@ -209,7 +220,7 @@ class SpeculatorsFormat(DraftFormat):
         """
         exported_hooks = super().choose_hooks(dataset, chosen_hooks)
         block_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
-        last_hook = f"blocks.{block_count - 1}.hook_resid_post"
+        last_hook = last_stream_hook(block_count)
         if last_hook not in exported_hooks or len(exported_hooks) < 2:
             raise InputError(
                 f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post "

@@ -33,6 +33,7 @@ from activation_extraction.inspect.draft_files import (
     LARGEST_FLOAT8,
     LOSS_MASK,
     SCALES,
+    last_stream_hook,
 )
 
 SPECULATORS_FILE = re.compile(r"hs_(\d+)\.safetensors")
@@ -190,7 +191,7 @@ class SpeculatorsFolder(StatesFolder):
     number_of_block_0 = 1
 
     def last_hook(self, depth: int) -> str:
-        return f"blocks.{depth - 1}.hook_resid_post"
+        return last_stream_hook(depth)
 
     def read(self, number: int) -> StoredRow:
         file_path = self.files[number]
@@ -425,7 +426,13 @@ def _as_array(tensor: Any) -> np.ndarray:
 
 
 def _check_names(path: Path, tensors: dict[str, np.ndarray], names: Sequence[str]) -> None:
-    """Raises RunError unless a file contains all tensors that a trainer reads."""
+    """Raises RunError if a file lacks one of the tensors that a trainer reads.
+
+    Args:
+        path: Path of the file, for the message.
+        tensors: Values of the tensors in the file, by name.
+        names: Names of the tensors that the trainer reads.
+    """
     for tensor_name in names:
         if tensor_name not in tensors:
             raise RunError(

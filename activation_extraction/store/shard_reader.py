@@ -72,9 +72,10 @@ def read_by_ranges(commit: Commit) -> bool:
 
 
 def front_bytes(commit: Commit) -> int:
-    """Returns the number of bytes before the tokens in a safetensors shard, which is an estimate.
+    """Returns the estimated number of bytes before the tokens in the file of a safetensors shard.
 
-    These bytes are the header, and the two tensors with a value for each sample.
+    These bytes are the header, whose size is estimated, and the two tensors with a value for each
+    sample.
 
     Args:
         commit: Commit of the shard.
