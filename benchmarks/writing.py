@@ -1,75 +1,190 @@
 """Measures how fast activations are stored, without a model: `python -m benchmarks.writing`.
 
-The values resemble activations: they are normally distributed with a different scale in each
-dimension, and a few dimensions and the first token of every document are 100 times as large.
-`ActivationStorage` stores them as safetensors and as gzipped pickles, in bfloat16 and float32, and
-in two places: in a bucket on a server that discards the bytes (`server`), and in files in memory
-(`files`). For comparison, a shard is saved by safetensors or torch, or pickled and gzipped, and
-then uploaded by obstore.
+A case is a kind of values, a number of hooks and a file format. In every case, `ActivationStorage`
+stores the same values in two places: in files in memory (`files`), and in a bucket on a server that
+discards the bytes (`server`). For comparison, "bare threads" do the least that storing needs: as
+many threads as there are cores gather the values of a shard, encode them as this tool does, and
+write one file, by safetensors or by pickle and isal. They compute no statistics, no checksums of
+tensors and no table of samples, and they commit nothing.
 
-For each of these ways, the benchmark measures MB of activations per second, and CPU seconds per GB.
-Each of `--rounds` rounds measures every way once. The medians are printed as a table, and the last
-line is one JSON object. `--quick` measures fewer batches in one round.
+Each of `--rounds` rounds measures every way once. The medians are printed as a table, with the
+speed as a share of the bare threads' speed, and the last line is one JSON object. MB and GB are the
+bytes that values take in shards before compression. `--quick` stores fewer bytes in one round.
+
+The activations are normally distributed with a different scale in each dimension, and a few
+dimensions and the first token of every document are 100 times as large. A token has codes of
+`CODE_FEATURES` active features.
 """
 
 import argparse
-import gzip
+import math
+import os
 import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
-import torch
+from isal import igzip
 
 from activation_extraction.cli.flags import StorageOptions
-from activation_extraction.store.folder import ANY, Folder
-from activation_extraction.store.hook_values import DenseValues
-from activation_extraction.store.pickle_file import records_of
-from activation_extraction.store.shard import Shard, ShardSample
+from activation_extraction.common.codes import ARRAYS, RECORD_IDS, Codes, code_bytes, record_width
+from activation_extraction.common.encodings import FLOAT8, Float8Array, token_bytes
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.identity import Identity, RunFacts
 from activation_extraction.store.storage import ActivationStorage
 from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
-from activation_extraction.text.sample_facts import SampleFacts
 from benchmarks.null_bucket import null_bucket
 from benchmarks.processes import medians, print_result, print_table
 
-# The width of the activations, the number of hooks, the number of rows of a batch, and the number
-# of tokens of a row.
-HIDDEN, HOOKS, ROWS, LENGTH = 896, 14, 8, 1024
-# The size of a shard in 10^9 bytes: two batches in bfloat16, or one in float32.
+# The width of the activations, the number of rows of a batch, and the number of tokens of a row.
+HIDDEN, ROWS, LENGTH = 896, 8, 1024
+# The number of all features of an autoencoder, and the number of active features of a token.
+FEATURES, CODE_FEATURES = 16384, 64
+# The size of a shard in 10^9 bytes.
 SHARD_GB = 0.43
-DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+CODES = "codes"
+KINDS_OF_VALUES = ("bfloat16", "float32", FLOAT8, CODES)
 FORMATS = ("safetensors", "pickle")
-# Key of a hook in pickles, which is the number of its layer here -> name of the hook.
-HOOK_NAMES: dict[int | str, str] = {
-    layer: f"blocks.{layer}.hook_resid_post" for layer in range(HOOKS)
-}
+NUMBERS_OF_HOOKS = (1, 14)
+BARE_THREADS = "bare threads"
 
 # Name of a figure -> figure.
 Figures = dict[str, float]
 
 
-def activations(dtype: Any) -> np.ndarray:
-    """Returns random activations of one batch, (HOOKS, ROWS, LENGTH, HIDDEN).
+class Case(NamedTuple):
+    """Values that are stored, and the format of the files.
 
-    Args:
-        dtype: The NumPy dtype of the activations.
+    Attributes:
+        kind: One of `KINDS_OF_VALUES`. For FLOAT8, the model's activations are bfloat16.
+        num_hooks: The number of hooks.
+        shard_format: One of `FORMATS`.
     """
-    rng = np.random.default_rng(0)
-    hidden_scales = rng.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
-    hidden_scales[rng.choice(HIDDEN, 4, replace=False)] *= 100
-    activation_values = (
-        rng.standard_normal((HOOKS, ROWS, LENGTH, HIDDEN), np.float32) * hidden_scales
-    )
-    activation_values[:, :, 0] *= 100
-    return activation_values.astype(dtype)
+
+    kind: str
+    num_hooks: int
+    shard_format: str
+
+    @property
+    def hook_names(self) -> dict[int | str, str]:
+        """The full name of each hook, by its key in pickles, which is the number of its layer."""
+        return {layer: f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)}
+
+    @property
+    def value_bytes_per_token(self) -> int:
+        """The bytes that the values of a token at all hooks take in a shard."""
+        if self.kind == CODES:
+            return self.num_hooks * code_bytes(CODE_FEATURES, "bfloat16")
+        return self.num_hooks * token_bytes(HIDDEN, self.kind)
+
+    def batch_values(self) -> np.ndarray:
+        """Returns random values of one batch, as a step of the model returns them.
+
+        Returns:
+            Activations (num_hooks, ROWS, LENGTH, HIDDEN), or for codes their records, int32
+            (num_hooks, ROWS, LENGTH, numbers of a record).
+        """
+        rng = np.random.default_rng(0)
+        if self.kind == CODES:
+            return self._records(rng)
+        hidden_scales = rng.lognormal(0.0, 0.5, HIDDEN).astype(np.float32)
+        hidden_scales[rng.choice(HIDDEN, 4, replace=False)] *= 100
+        activations = rng.standard_normal((self.num_hooks, ROWS, LENGTH, HIDDEN), np.float32)
+        activations *= hidden_scales
+        activations[:, :, 0] *= 100
+        return activations if self.kind == "float32" else activations.astype(ml_dtypes.bfloat16)
+
+    def _records(self, rng: np.random.Generator) -> np.ndarray:
+        """Returns random records of codes (common/codes.py)."""
+        records_shape = (self.num_hooks, ROWS, LENGTH, record_width(CODE_FEATURES))
+        records = np.empty(records_shape, np.int32)
+        records[..., 0] = CODE_FEATURES
+        float_records = records.view(np.float32)
+        # The squared error and the norm.
+        float_records[..., 1:RECORD_IDS] = 1 + rng.random((*records_shape[:-1], 2), np.float32)
+        # Each feature is chosen from a range of its own, so that the ids are ascending.
+        range_starts = np.arange(CODE_FEATURES) * (FEATURES // CODE_FEATURES)
+        values_start = RECORD_IDS + CODE_FEATURES
+        ids_shape = (*records_shape[:-1], CODE_FEATURES)
+        records[..., RECORD_IDS:values_start] = range_starts + rng.integers(
+            0, FEATURES // CODE_FEATURES, ids_shape
+        )
+        float_records[..., values_start:] = rng.random(ids_shape, np.float32)
+        return records
+
+    def store(
+        self, folder: Path, remote: Folder | None, values: np.ndarray, batches: list[Batch]
+    ) -> None:
+        """Stores batches as a new run, in which all batches have the same values.
+
+        Args:
+            folder: The local folder of the run.
+            remote: The folder of the run in a bucket. None to store locally.
+            values: The values of a batch, from `batch_values`.
+            batches: The batches.
+        """
+        values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
+        storage_options = StorageOptions(
+            SHARD_GB, self.shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
+        )
+        identity, facts = Identity(activation_dtype=self.kind), RunFacts()
+        if self.kind == CODES:
+            names_of_codes = tuple(self.hook_names.values())
+            identity = Identity(activation_dtype="bfloat16", code_hooks=names_of_codes)
+            facts = RunFacts(hooks={key: {"width": FEATURES} for key in self.hook_names})
+        with ActivationStorage(
+            folder, self.hook_names, storage_options, identity, remote, facts
+        ) as storage:
+            for batch in batches:
+                storage.add_batch(batch, values_of_hook)
+
+    def write_bare_file(self, path: Path, values: np.ndarray, num_batches: int) -> None:
+        """Writes one file with the values of a shard, as bare threads do.
+
+        Args:
+            path: The path of the file.
+            values: The values of a batch, from `batch_values`.
+            num_batches: The number of batches in the file, which all have these values.
+        """
+        arrays_in_file: dict[str, np.ndarray] = {}
+        for layer, hook_name in self.hook_names.items():
+            samples = [*values[layer]] * num_batches
+            arrays_in_file |= self._bare_arrays(str(hook_name), np.concatenate(samples))
+        if self.shard_format == "safetensors":
+            safetensors.numpy.save_file(arrays_in_file, path)
+        else:
+            pickled_bytes = pickle.dumps(arrays_in_file, protocol=pickle.HIGHEST_PROTOCOL)
+            path.write_bytes(igzip.compress(pickled_bytes, 1))
+
+    def _bare_arrays(self, hook_name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the arrays of a hook in a file, by their names.
+
+        Args:
+            hook_name: The full name of the hook.
+            rows: The activations or the records of all tokens of the file, one row per token.
+        """
+        if self.kind == FLOAT8:
+            encoded_activations = Float8Array.of(rows)
+            return {
+                hook_name: encoded_activations.values,
+                f"{hook_name}.scale": encoded_activations.scales,
+            }
+        if self.kind == CODES:
+            codes = Codes.of(rows, FEATURES, ml_dtypes.bfloat16)
+            return {
+                f"{hook_name}.{array_name}": getattr(codes, field_name)
+                for array_name, field_name in ARRAYS.items()
+            }
+        return {hook_name: rows}
 
 
 def full_batches(count: int) -> list[Batch]:
@@ -83,16 +198,16 @@ def full_batches(count: int) -> list[Batch]:
 
 
 def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
-    """Calls a function that stores activations, and returns its speed.
+    """Calls a function that stores values, and returns its speed.
 
     Args:
         store_function: The function, which takes no arguments.
-        num_bytes: The number of bytes of activations that the function stores.
+        num_bytes: The number of bytes of values that the function stores.
 
     Returns:
         A dict with these figures.
-        mb_per_second: MB of activations per second.
-        core_seconds_per_gb: CPU seconds of this process for each GB of activations.
+        mb_per_second: MB of values per second.
+        core_seconds_per_gb: CPU seconds of this process for each GB of values.
     """
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
     store_function()
@@ -104,133 +219,68 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
     }
 
 
-def store(
-    folder: Path, remote: Folder | None, shard_format: str, values: np.ndarray, batches: list[Batch]
-) -> None:
-    """Stores batches as a new run, in which all batches have the same activations.
+def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list[Any]:
+    """Measures all ways to store the values of a case.
 
     Args:
-        folder: The local folder of the run.
-        remote: The folder of the run in a bucket. None to store locally.
-        shard_format: "safetensors" or "pickle".
-        values: The activations of a batch, (HOOKS, ROWS, LENGTH, HIDDEN).
-        batches: The batches.
-    """
-    values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
-    storage_options = StorageOptions(
-        SHARD_GB, shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
-    )
-    with ActivationStorage(folder, HOOK_NAMES, storage_options, remote=remote) as storage:
-        for batch in batches:
-            storage.add_batch(batch, values_of_hook)
-
-
-def as_torch(values: np.ndarray) -> torch.Tensor:
-    if values.dtype == np.float32:
-        return torch.from_numpy(values)
-    return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-
-
-def ways_of_other_libraries(folder: Path, values: np.ndarray) -> dict[str, Callable[[], Figures]]:
-    """Returns ways to store one shard in a bucket without `ActivationStorage`.
-
-    Args:
-        folder: The folder in which a way saves its file before it uploads the file.
-        values: The activations of the shard, (HOOKS, ROWS, LENGTH, HIDDEN).
+        folder: The folder in which the ways write. What they write is deleted.
+        case: The case.
+        num_rounds: The number of rounds.
+        gigabytes: The size of the values that a way stores in a round, in 10^9 bytes. It is rounded
+            up to whole batches.
 
     Returns:
-        The name of a way -> a function that stores the shard once and returns its speed.
+        The rows of the table, one for each way: the case, the way, the medians of its figures, and
+        the speed as a share of the bare threads' speed.
     """
-    tensor_of_hook = {
-        HOOK_NAMES[layer]: array.reshape(-1, HIDDEN) for layer, array in enumerate(values)
-    }
-    torch_tensor_of_hook = {
-        hook_name: as_torch(tensor) for hook_name, tensor in tensor_of_hook.items()
-    }
-    # gzip is slow, so only a quarter of one row is pickled and gzipped.
-    pickled_values = values[:, :1, : LENGTH // 4]
-    bucket_folder, file_path = Folder("gs://bucket/others"), folder / "other"
-
-    def pickle_and_gzip() -> None:
-        _, num_rows, row_length, _ = pickled_values.shape
-        token_ids = np.arange(row_length, dtype=np.int32)
-        shard_samples = [
-            ShardSample(SampleFacts(sample_number), token_ids, token_ids)
-            for sample_number in range(num_rows)
-        ]
-        hook_of_key = {
-            key: DenseValues(key, hook_name, HIDDEN, pickled_values.dtype.name)
-            for key, hook_name in HOOK_NAMES.items()
-        }
-        shard = Shard(
-            shard_samples, hook_of_key, {key: list(pickled_values[key]) for key in HOOK_NAMES}
-        )
-        with gzip.open(file_path, "wb") as gzip_file:
-            pickle.dump(records_of(shard), gzip_file)
-
-    def way(save: Callable[[], object], num_bytes: int) -> Callable[[], Figures]:
-        """Returns a function that saves and uploads a file, and returns the speed of doing both.
-
-        Args:
-            save: The function that saves the file.
-            num_bytes: The number of bytes of activations in the file.
-        """
-
-        def save_and_upload() -> None:
-            save()
-            bucket_folder.write("other", file_path.read_bytes(), ANY)
-            file_path.unlink()
-
-        return lambda: figures_of(save_and_upload, num_bytes)
-
-    return {
-        "safetensors.save_file": way(
-            partial(safetensors.numpy.save_file, tensor_of_hook, file_path), values.nbytes
-        ),
-        "torch.save": way(partial(torch.save, torch_tensor_of_hook, file_path), values.nbytes),
-        "pickle and gzip": way(pickle_and_gzip, pickled_values.nbytes),
-    }
-
-
-def measure(folder: Path, dtype: str, shard_format: str, rounds: int, count: int) -> list[Any]:
-    """Measures all ways to store activations of one dtype in one format.
-
-    Args:
-        folder: The folder in which the ways write.
-        dtype: "bfloat16" or "float32".
-        shard_format: "safetensors" or "pickle". The ways of other libraries are measured only with
-            "safetensors", because they do not depend on the format.
-        rounds: The number of rounds.
-        count: The number of batches that `ActivationStorage` stores in a round.
-
-    Returns:
-        The rows of the table, one for each way: the dtype, the way, and the medians of its figures.
-    """
-    batch_values, batches = activations(DTYPES[dtype]), full_batches(count)
-    num_stored_bytes = batch_values.nbytes * count
-    bucket_folder_of_place = {"server": Folder("gs://bucket/run"), "files": None}
+    batch_bytes = ROWS * LENGTH * case.value_bytes_per_token
+    num_batches = math.ceil(gigabytes * 1e9 / batch_bytes)
+    num_stored_bytes = num_batches * batch_bytes
+    values, batches = case.batch_values(), full_batches(num_batches)
+    batches_per_file = min(math.ceil(SHARD_GB * 1e9 / batch_bytes), num_batches)
 
     def measure_this_tool(remote: Folder | None) -> Figures:
         tool_figures = figures_of(
-            lambda: store(folder / "out", remote, shard_format, batch_values, batches),
-            num_stored_bytes,
+            lambda: case.store(folder / "out", remote, values, batches), num_stored_bytes
         )
         shutil.rmtree(folder / "out")
         return tool_figures
 
+    def write_bare_files() -> None:
+        # Each file takes the path of an earlier one, so that memory for all files is not needed.
+        num_threads = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(num_threads) as threads:
+            written_files = [
+                threads.submit(
+                    case.write_bare_file,
+                    folder / f"bare_{file_number % num_threads}",
+                    values,
+                    min(batches_per_file, num_batches - first_batch),
+                )
+                for file_number, first_batch in enumerate(range(0, num_batches, batches_per_file))
+            ]
+            for written_file in written_files:
+                written_file.result()
+
     function_of_way: dict[str, Callable[[], Figures]] = {
-        f"ours, {shard_format}, to {place}": partial(measure_this_tool, remote)
-        for place, remote in bucket_folder_of_place.items()
+        "ours, to files": partial(measure_this_tool, None),
+        "ours, to the server": partial(measure_this_tool, Folder("gs://bucket/run")),
+        BARE_THREADS: partial(figures_of, write_bare_files, num_stored_bytes),
     }
-    if shard_format == FORMATS[0]:
-        function_of_way |= ways_of_other_libraries(folder, batch_values)
     figures_of_way: dict[str, list[Figures]] = {way_name: [] for way_name in function_of_way}
-    for _ in range(rounds):
+    for _ in range(num_rounds):
         for way_name, measure_way in function_of_way.items():
             figures_of_way[way_name].append(measure_way())
+    median_figures = {
+        way_name: medians(rounds_of_way) for way_name, rounds_of_way in figures_of_way.items()
+    }
+    bare_speed = median_figures[BARE_THREADS]["mb_per_second"]
     return [
-        {"dtype": dtype, "way": way_name} | medians(rounds_of_way)
-        for way_name, rounds_of_way in figures_of_way.items()
+        case._asdict()
+        | {"way": way_name}
+        | way_figures
+        | {"share_of_bare_threads": way_figures["mb_per_second"] / bare_speed}
+        for way_name, way_figures in median_figures.items()
     ]
 
 
@@ -238,15 +288,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS_OF_VALUES,
+        default=KINDS_OF_VALUES,
+        help="of values: a dtype of activations, or codes of autoencoders (default: all)",
+    )
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument(
+        "--hooks",
+        nargs="+",
+        type=int,
+        default=NUMBERS_OF_HOOKS,
+        metavar="N",
+        help="numbers of hooks (default: 1 14)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument(
-        "--batches",
-        type=int,
-        default=16,
-        help="how many in a round. With few batches, the beginning and the end of a round distort "
-        "the figures, because only one shard is being stored then (default: 16)",
+        "--gb",
+        type=float,
+        default=3.0,
+        help="size of the values that are stored in a round, in 10^9 bytes. With few bytes, the "
+        "beginning and the end of a round distort the figures, because only one shard is being "
+        "stored then (default: 3)",
     )
     parser.add_argument(
         "--folder",
@@ -254,21 +319,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=Path("/dev/shm"),
         help="in which a temporary folder is made (default: /dev/shm)",
     )
-    parser.add_argument("--quick", action="store_true", help="one round of 3 batches")
+    parser.add_argument("--quick", action="store_true", help="one round of 0.6 GB")
     parsed_flags = parser.parse_args(argv)
     if parsed_flags.quick:
-        parsed_flags.rounds, parsed_flags.batches = 1, 3
+        parsed_flags.rounds, parsed_flags.gb = 1, 0.6
     table_rows = []
     with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder, null_bucket():
-        for dtype in parsed_flags.dtypes:
+        for kind in parsed_flags.kinds:
             for shard_format in parsed_flags.formats:
-                table_rows += measure(
-                    Path(temporary_folder),
-                    dtype,
-                    shard_format,
-                    parsed_flags.rounds,
-                    parsed_flags.batches,
-                )
+                if kind == FLOAT8 and shard_format == "pickle":
+                    continue  # pickles cannot contain float8
+                for num_hooks in parsed_flags.hooks:
+                    table_rows += measure(
+                        Path(temporary_folder),
+                        Case(kind, num_hooks, shard_format),
+                        parsed_flags.rounds,
+                        parsed_flags.gb,
+                    )
     print_table(table_rows)
     print_result({"rows": table_rows})
 
