@@ -299,7 +299,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(batches, "MAX_READ_BYTES", 2**18)
     monkeypatch.setattr(batches, "MAX_ORDERED_READ_BYTES", 2**18)
     monkeypatch.setattr(batches, "MIN_READ_BYTES", 2**16)
-    monkeypatch.setattr(open_shards, "KEPT_BYTES", 0)
+    monkeypatch.setattr(open_shards, "MAX_FRONT_BYTES", 0)
 
 
 @pytest.mark.parametrize("hooks", [1, 4])

@@ -10,5 +10,5 @@
     open_shards.py   keeps shards open, and reads the small files beside them
     features.py      counts and strongest tokens of the features of autoencoders
 
-This room imports no JAX and never runs pickled code.
+This package imports no JAX and never runs pickled code.
 """

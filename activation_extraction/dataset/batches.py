@@ -1,8 +1,9 @@
 """Batches: an iterator over batches of tokens, with an exact state that can be restored.
 
-Batches cuts the data into chunks and orders them; token_source.py and paired.py read chunks, and
-windows.py shuffles tokens in bounded memory. The iterator can be copied to other processes, and
-divides the data among the workers of a PyTorch DataLoader.
+Batches cuts the shards into chunks, which are consecutive tokens of a shard, and shuffles the
+chunks if a user wants shuffled tokens. token_source.py and paired.py read the chunks, and
+windows.py shuffles their tokens in bounded memory. The iterator can be copied to other processes,
+and divides the data among the workers of a PyTorch DataLoader.
 """
 
 import hashlib
@@ -28,15 +29,18 @@ from activation_extraction.dataset.windows import (
 )
 from activation_extraction.store.shard_reader import MAX_REQUESTS
 
-# Number of this worker, and number of all workers, in a process that is no worker of a DataLoader.
+# Value that is used if `_loader_worker` returns None, because a process that is not a worker of a
+# DataLoader reads all of its data, as worker number 0 of 1 worker would do.
 ONLY_WORKER = 0, 1
-# Largest chunk, in bytes: of each hook if a run is in a bucket, otherwise of all hooks together.
+# Largest number of bytes in a chunk. If a run is in a bucket, this limit applies to each hook
+# alone, otherwise to all hooks together.
 MAX_READ_BYTES = 8 * 2**20
-# Smallest chunk if a run is in a bucket, in bytes of each hook. A bucket is read in whole blocks of
-# up to a MiB, so that many bytes that are read for a smaller chunk would belong to other chunks.
+# Smallest number of bytes of each hook in a chunk of a run in a bucket. Blocks of up to a MiB can
+# only be read whole, so most bytes that are read for a smaller chunk would belong to other chunks.
 MIN_READ_BYTES = 2 * 2**20
-# Largest chunk if a run is in a bucket and tokens stay in order, in bytes of each hook. Each chunk
-# also needs requests for its token ids and positions, so chunks that are not shuffled are larger.
+# Largest number of bytes of each hook in a chunk, if a run is in a bucket and tokens stay in order.
+# Each chunk also needs requests for its token ids and positions, so chunks that need not be small
+# for shuffling are larger.
 MAX_ORDERED_READ_BYTES = 14 * 2**20
 # Smallest number of chunks in a shuffled buffer, so that tokens from many parts of the data mix.
 MIN_SHUFFLED_CHUNKS = 32
@@ -63,10 +67,11 @@ class Batches(Iterator[T]):
     Args:
         sources: Sources of the tokens, one for each run. The options of the first source determine
             the order.
-        form: Function that takes a list with a TokenBatch of each run, and returns the batch to
-            yield: a TokenBatch or a TokenPair.
-        reader: Function without arguments that returns another function. This function takes a
-            chunk of the first run (consecutive tokens of a shard), reads it, and returns a block
+        make_batch: Function that takes a list with a TokenBatch of each run, and returns the batch
+            to yield: a TokenBatch or a TokenPair.
+        make_reader: Function without arguments that returns a function for reading chunks. The
+            returned function takes a chunk of the first run (consecutive tokens of a shard), reads
+            its tokens from all runs, and returns a tuple of a block
             (`dataset.token_batch.Block`) of each run.
 
     Attributes:
@@ -80,39 +85,40 @@ class Batches(Iterator[T]):
     def __init__(
         self,
         sources: Sequence[TokenSource],
-        form: Callable[[Sequence[TokenBatch]], T],
-        reader: Callable[[], ReadChunk],
+        make_batch: Callable[[Sequence[TokenBatch]], T],
+        make_reader: Callable[[], ReadChunk],
     ) -> None:
         self._sources = sources
-        self._reader = reader
-        self._form: Callable[[Sequence[TokenBatch]], T] = form
+        self._make_reader = make_reader
+        self._make_batch: Callable[[Sequence[TokenBatch]], T] = make_batch
         self.options = sources[0].options
         self._position = Position()
-        # If the position is one in the data of a worker of a DataLoader: the number of this worker,
-        # and the number of all workers of the DataLoader.
+        # The worker of a DataLoader to whose part of the data `_position` refers: a tuple as from
+        # the function `_loader_worker`; None if `_position` refers to all data of this process.
         self._loader_worker: tuple[int, int] | None = None
-        self._looped = False  # whether a loop over `torch()` has begun here since `restore`
+        self._has_looped = False  # whether a loop over `torch()` has begun here since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
         # A byte of memory that is shared with forked workers; None until `torch` is called. The
         # byte is 1 if workers of a DataLoader have read batches since `restore`.
-        self._read_by_workers: mmap.mmap | None = None
+        self._workers_have_read: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_windows": None, "_window": None, "_read_by_workers": None}
+        return {**vars(self), "_windows": None, "_window": None, "_workers_have_read": None}
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the iteration, from which `restore` continues.
 
         Returns:
-            A dict of JSON values: the fields of Position, and all settings on which the order of
-            the tokens depends. `restore` compares these settings with its own.
+            A dict of JSON values: the fields of `windows.Position`, and all settings on which the
+            order of the tokens depends. `restore` compares these settings with the settings of its
+            object.
 
         Raises:
             ValueError: If workers of a DataLoader have read batches since this object was made or
                 restored, because only the workers know their positions.
         """
-        if _loader_worker() is None and self._read_by_workers and self._read_by_workers[0]:
+        if _loader_worker() is None and self._workers_have_read and self._workers_have_read[0]:
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
                 "stand: save the state_dict() of torchdata's StatefulDataLoader, or read with "
@@ -130,44 +136,50 @@ class Batches(Iterator[T]):
         Raises:
             ValueError: If the state comes from other data, or from batches with other arguments.
         """
-        position_fields = dict(state)
+        remaining_state = dict(state)
         for setting_name, expected_value in self._setting().items():
-            stored_value = position_fields.pop(setting_name, None)
+            stored_value = remaining_state.pop(setting_name, None)
             if stored_value != expected_value:
                 raise ValueError(
                     f"the state is of other batches: its {setting_name} is {stored_value!r}, not "
                     f"{expected_value!r}"
                 )
-        self._begin(Position(**position_fields))
+        self._begin(Position(**remaining_state))
 
     def _begin(self, position: Position) -> None:
-        """Moves the iteration to a position in the data that the calling process reads."""
+        """Moves the iteration to a position, as if nothing had been read before.
+
+        Args:
+            position: Position in the part of the data that the calling process reads.
+        """
         self.close()
         self._position = position
         self._loader_worker = _loader_worker()
-        self._looped = False
-        if self._read_by_workers is not None and _loader_worker() is None:
-            self._read_by_workers[0] = 0
+        self._has_looped = False
+        if self._workers_have_read is not None and _loader_worker() is None:
+            self._workers_have_read[0] = 0
 
     def _setting(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
 
-        `data` is a digest of all shards, and `others` contains the options of the runs after the
-        first. `part` and `parts` are the number of this worker of a DataLoader and the number of
-        all its workers.
+        Returns:
+            The options of the first run by name (see `BatchOptions.setting`), and four other
+            settings: `data`, a digest of all shards; `others`, a list of the options of the other
+            runs; `part`, the number of this worker of a DataLoader, from 0; and `parts`, the number
+            of workers of the DataLoader.
         """
         loader_worker, loader_workers = _loader_worker() or ONLY_WORKER
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         first_setting, *other_settings = (source.options.setting for source in self._sources)
-        first_setting = {
+        setting = {
             "data": data_digest,
             **first_setting,
             "others": other_settings,
             "part": loader_worker,
             "parts": loader_workers,
         }
-        json_setting: dict[str, Any] = json.loads(json.dumps(first_setting))
+        json_setting: dict[str, Any] = json.loads(json.dumps(setting))
         return json_setting
 
     def close(self) -> None:
@@ -190,9 +202,10 @@ class Batches(Iterator[T]):
         The first loop begins at the position of this object. Every later loop begins at the start
         of the data, unless `restore` was called before the loop.
 
-        Each worker of a DataLoader reads a part of the data, and moves only its own copy of this
-        object. Therefore a loop with workers raises ValueError if batches were taken from this
-        object before, and `state` raises ValueError after workers have read.
+        Each worker of a DataLoader has its own copy of this object, and reads a part of the data
+        with it, while the position of this object stays unchanged. Therefore a loop with workers
+        raises ValueError if batches were taken from this object before, and `state` raises
+        ValueError after workers have read.
 
         Returns:
             The IterableDataset. torchdata's StatefulDataLoader uses its methods `state_dict` and
@@ -200,9 +213,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._read_by_workers is None:
-            self._read_by_workers = mmap.mmap(-1, 1)
-        read_by_workers = self._read_by_workers
+        if self._workers_have_read is None:
+            self._workers_have_read = mmap.mmap(-1, 1)
+        workers_have_read = self._workers_have_read
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -210,9 +223,9 @@ class Batches(Iterator[T]):
 
             def __iter__(self) -> Iterator[Any]:
                 batches = self._batches
-                if batches._looped:
+                if batches._has_looped:
                     batches._begin(Position())
-                batches._looped = True
+                batches._has_looped = True
                 return (batch.torch() for batch in batches)
 
             def state_dict(self) -> dict[str, Any]:
@@ -221,11 +234,12 @@ class Batches(Iterator[T]):
             def load_state_dict(self, state: Mapping[str, Any]) -> None:
                 self._batches.restore(state)
 
-            def __reduce__(
-                self,
-            ) -> tuple[Any, ...]:  # because pickle cannot find a local class by name
+            # Unpickling calls `Batches.torch`, because pickle cannot find a local class by name.
+            def __reduce__(self) -> tuple[Any, ...]:
                 if get_spawning_popen() is not None:
-                    read_by_workers[0] = 1  # a spawned process does not share this memory
+                    # This process sets the byte, because a spawned worker does not share its
+                    # memory.
+                    workers_have_read[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -244,18 +258,18 @@ class Batches(Iterator[T]):
                 )
             self.close()  # threads that read ahead do not exist in a copy of the process
             self._loader_worker = loader_worker
-            if loader_worker is not None and self._read_by_workers is not None:
-                self._read_by_workers[0] = 1
+            if loader_worker is not None and self._workers_have_read is not None:
+                self._workers_have_read[0] = 1
         if self._window is None:
             self._window = self._next_window()
         window = self._window
         taken_tokens = self._position.taken
-        stop_token = min(taken_tokens + self.options.size, window.tokens)
-        sources_and_blocks = zip(self._sources, window.runs, strict=True)
-        batch = self._form(
+        stop_token = min(taken_tokens + self.options.size, window.token_count)
+        sources_and_blocks = zip(self._sources, window.blocks_of_runs, strict=True)
+        batch = self._make_batch(
             [source.take(blocks, taken_tokens, stop_token) for source, blocks in sources_and_blocks]
         )
-        if stop_token < window.tokens:
+        if stop_token < window.token_count:
             self._position = replace(self._position, taken=stop_token)
         else:
             self._window = None
@@ -263,7 +277,7 @@ class Batches(Iterator[T]):
         return batch
 
     def _next_window(self) -> Window:
-        """Returns the window that begins at the current position.
+        """Returns the window that begins at the current position, from which batches are cut.
 
         Raises:
             StopIteration: If there are no more windows.
@@ -284,8 +298,10 @@ class Batches(Iterator[T]):
     def _windows_of_process(self) -> Windows:
         """Returns the windows of the data that this process reads.
 
-        The chunks of the first run are divided among the workers. If a run stores pickles, its
-        shards are divided instead, and each worker then cuts its shards into chunks.
+        The chunks of the first run are divided among the processes (`BatchOptions.workers`), and
+        then among the workers of a DataLoader in each process. If a run stores pickles, which can
+        only be read whole, the shards are divided instead, and each worker then cuts its shards
+        into chunks.
         """
         sources = self._sources
         options = self.options
@@ -339,23 +355,23 @@ class Batches(Iterator[T]):
         # A window takes half of the buffer, and contains whole batches.
         window_tokens = options.buffer // 2 // options.size * options.size
         max_window_tokens = min(window_tokens, sum(map(len, chunks)))
-        return Windows(chunks, self._reader(), chunks_ahead, max_window_tokens, shuffle_seed)
+        return Windows(chunks, self._make_reader(), chunks_ahead, max_window_tokens, shuffle_seed)
 
     def _check_selection(self) -> None:
-        """Raises ValueError at the end of the data if the filters left out all tokens.
+        """Checks, at the end of the data, that the filters did not leave out all tokens.
 
-        If there are several workers, other workers may have yielded batches, so a worker without a
-        batch only logs a warning.
+        If several workers read the data, and no token of this worker's part passes the filters,
+        other workers may still have tokens. Therefore only a warning is logged.
 
         Raises:
-            ValueError: If there is one worker, and no token passes the filters.
+            ValueError: If one worker reads all data, and no token passes the filters.
         """
-        filters = dict.fromkeys(
+        filter_texts = dict.fromkeys(
             filter_text for source in self._sources for filter_text in source.options.filters
         )
-        if self._position != Position() or not filters:
+        if self._position != Position() or not filter_texts:
             return
-        message = f"no token passes these filters: {', '.join(filters)}"
+        message = f"no token passes these filters: {', '.join(filter_texts)}"
         loader_worker, loader_workers = self._loader_worker or ONLY_WORKER
         worker_number = self.options.worker * loader_workers + loader_worker
         worker_count = self.options.workers * loader_workers

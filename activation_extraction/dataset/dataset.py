@@ -81,8 +81,8 @@ class ActivationDataset(Samples):
             shard is opened when it is first read.
 
     Raises:
-        ValueError: If there is no run at `url`, if the run has no such hook, or if the folder mixes
-            folders of different runs.
+        ValueError: If there is no run at `url`, if a name or glob in `hooks` matches no hook of the
+            run, or if the output folder contains folders of different runs.
         OSError: If a file is damaged, missing or cut short. All methods that read shards or tables
             raise OSError, too, if a file turns out to be damaged or shorter than the JSON file of
             its shard says, or if it was replaced because the run was overwritten or repaired in the
@@ -106,13 +106,13 @@ class ActivationDataset(Samples):
             record["name"]: (record["bytes"], record["fingerprint"]) for record in data_file_records
         }
         self._unfinished_folders = {
-            name
-            for name, run_log in log_by_folder.items()
+            folder_name
+            for folder_name, run_log in log_by_folder.items()
             if run_log.metadata and run_log.metadata["status"] != "complete"
         }
         self._stride_by_folder = {
-            name: run_log.identity.worker.stride
-            for name, run_log in log_by_folder.items()
+            folder_name: run_log.identity.worker.stride
+            for folder_name, run_log in log_by_folder.items()
             if run_log.identity
         }
         self.complete: bool = (
@@ -128,20 +128,22 @@ class ActivationDataset(Samples):
                 f"{self.url}: no hook is asked for; it has {', '.join(descriptions_by_hook)}"
             )
         folders_and_commits = [
-            (name, commit) for name in log_by_folder for commit in log_by_folder[name].in_order
+            (folder_name, commit)
+            for folder_name in log_by_folder
+            for commit in log_by_folder[folder_name].in_order
         ]
         shard_hook_descriptions = {
             hook["name"]: hook for _, commit in folders_and_commits for hook in commit.hooks
         }
         hook_values = {
-            name: self.identity.recorded_hook(
-                shard_hook_descriptions.get(name, {}) | descriptions_by_hook[name]
+            hook: self.identity.recorded_hook(
+                shard_hook_descriptions.get(hook, {}) | descriptions_by_hook[hook]
             )
-            for name in chosen_hooks
+            for hook in chosen_hooks
         }
         # Shards without samples, which --repair may leave in a run, cannot be read.
         shards_with_samples = [
-            (name, commit) for name, commit in folders_and_commits if commit.count
+            (folder_name, commit) for folder_name, commit in folders_and_commits if commit.count
         ]
         self.shards = OpenShards(
             run_folder.full_url, run_folder.local, shards_with_samples, ByHook(hook_values, aliases)
@@ -149,7 +151,7 @@ class ActivationDataset(Samples):
 
     def __len__(self) -> int:
         """Returns the number of samples."""
-        return self.shards.firsts[-1]
+        return self.shards.first_samples[-1]
 
     def __repr__(self) -> str:
         return (
@@ -257,9 +259,9 @@ class ActivationDataset(Samples):
                 the run is still going on.
             OSError: If a shard or a table is damaged.
         """
-        sample_number = self.number(index)
-        sample_facts = self.shards.facts(sample_number)
-        folder, _ = self.shards.shards[self.shards.shard_of(sample_number)]
+        sample_index = self.number(index)
+        sample_facts = self.shards.facts(sample_index)
+        folder, _ = self.shards.shards[self.shards.shard_of(sample_index)]
         piece_location = piece_of(sample_facts.row)
         if piece_location is None:
             return self[index]
@@ -268,53 +270,59 @@ class ActivationDataset(Samples):
         # shards of the host.
         stride = self._stride_by_folder[folder]
         piece_starts = list[int]()
-        piece_sample_numbers = list[int]()
+        piece_sample_indices = list[int]()
         first_sample_idx = sample_facts.sample_idx - piece_number * stride
         while (
-            next_sample_number := self.shards.find(
-                folder, first_sample_idx + len(piece_sample_numbers) * stride
+            next_sample_index := self.shards.find(
+                folder, first_sample_idx + len(piece_sample_indices) * stride
             )
         ) is not None:
-            piece_location = piece_of(self.shards.facts(next_sample_number).row)
+            piece_location = piece_of(self.shards.facts(next_sample_index).row)
             if piece_location is None:
                 break
             next_piece_number, piece_start, next_document_row = piece_location
-            if next_piece_number != len(piece_sample_numbers) or next_document_row != document_row:
+            if next_piece_number != len(piece_sample_indices) or next_document_row != document_row:
                 break
             piece_starts.append(piece_start)
-            piece_sample_numbers.append(next_sample_number)
-        if piece_number >= len(piece_sample_numbers):
+            piece_sample_indices.append(next_sample_index)
+        if piece_number >= len(piece_sample_indices):
             raise ValueError(
                 f"sample {index}: is piece {piece_number} of its document, of which piece "
-                f"{len(piece_sample_numbers)} is missing"
+                f"{len(piece_sample_indices)} is missing"
             )
-        if next_sample_number is None and folder in self._unfinished_folders:
+        if next_sample_index is None and folder in self._unfinished_folders:
             raise ValueError(
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return self._joined(piece_sample_numbers, piece_starts)
+        return self._joined(piece_sample_indices, piece_starts)
 
     def _sample(self, number: int) -> SampleActivations:
         return self._joined([number], [0])
 
-    def _joined(self, numbers: Sequence[int], starts: Sequence[int]) -> SampleActivations:
+    def _joined(
+        self, piece_indices: Sequence[int], piece_starts: Sequence[int]
+    ) -> SampleActivations:
         """Returns the pieces of a document as one sample.
 
         Args:
-            numbers: Indices in the dataset of the samples that are the pieces, in order.
-            starts: For each piece, the position in the document at which it begins.
+            piece_indices: Indices in the dataset of the samples that are the pieces, in order.
+            piece_starts: For each piece, the position in the document of its first token.
         """
-        first_facts = self.shards.facts(numbers[0])
-        last_facts = self.shards.facts(numbers[-1])
+        first_piece_facts = self.shards.facts(piece_indices[0])
+        last_piece_facts = self.shards.facts(piece_indices[-1])
         source = self._all_tokens
-        chunks = [chunk for number in numbers for (chunk,) in source.by_shard(np.array([number]))]
+        chunks = [
+            chunk
+            for piece_index in piece_indices
+            for (chunk,) in source.by_shard(np.array([piece_index]))
+        ]
         tokens = source.whole_tokens(chunks)
         piece_start_of_token = np.repeat(
-            np.array(starts, np.int32), [len(chunk) for chunk in chunks]
+            np.array(piece_starts, np.int32), [len(chunk) for chunk in chunks]
         )
         return SampleActivations(
-            **vars(replace(first_facts, cut=last_facts.cut)),
+            **vars(replace(first_piece_facts, cut=last_piece_facts.cut)),
             activations=tokens.activations,
             token_ids=tokens.token_ids,
             position=piece_start_of_token + tokens.position,
@@ -407,10 +415,10 @@ class ActivationDataset(Samples):
         limit_by_hook = {
             self.hooks.aliases.get(name, name): limit for name, limit in limit_by_hook.items()
         }
-        for name in limit_by_hook:
-            if name not in activation_hooks:
+        for hook in limit_by_hook:
+            if hook not in activation_hooks:
                 raise ValueError(
-                    f"max_norm: hook {name!r} is not read or has no activations, and no norm; "
+                    f"max_norm: hook {hook!r} is not read or has no activations, and no norm; "
                     f"{', '.join(activation_hooks) or 'none'} can have a limit"
                 )
         return {name: float(limit) for name, limit in limit_by_hook.items() if limit is not None}
@@ -454,13 +462,13 @@ class ActivationDataset(Samples):
         """
         chosen_roles = [roles] if isinstance(roles, str) else list(roles)
         stored_roles = self.identity.text.roles or ROLES
-        contents_of_run = "has no roles; only runs of conversations do"
+        roles_of_run_text = "has no roles; only runs of conversations do"
         if not len(self) or "role" in self.shards.get(0).labels:
-            contents_of_run = f"has tokens of {', '.join(stored_roles)}"
+            roles_of_run_text = f"has tokens of {', '.join(stored_roles)}"
             if chosen_roles and set(chosen_roles) <= {*stored_roles}:
                 return tuple(role for role in ROLES if role in chosen_roles)
         raise ValueError(
-            f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} {contents_of_run}"
+            f"roles: {', '.join(chosen_roles) or 'none'} asked for; {self.url} {roles_of_run_text}"
         )
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
@@ -582,10 +590,10 @@ def paired(a: Any, b: Any) -> PairedRuns:
         The two runs as one object, whose method `batches` reads pairs of batches.
 
     Raises:
-        ValueError: If there is no such run, if a run has two samples of the same row, if no row has
-            a sample in both runs, or if the metadata shows that the samples of the two runs come
-            from different data or were made in different ways. Reading raises ValueError if the ids
-            of two paired tokens differ.
+        ValueError: If there is no run at a URL, if a run has two samples of the same row, if no row
+            has a sample in both runs, or if the metadata shows that the samples of the two runs
+            come from different data or were made in different ways. Reading raises ValueError if
+            the ids of two paired tokens differ.
         OSError: If a file is damaged, missing or cut short.
     """
     return PairedRuns(ActivationDataset.opened(a), ActivationDataset.opened(b))

@@ -2,8 +2,9 @@
 
 One pass over the codes counts the tokens on which each feature is active, and keeps the tokens on
 which its values are largest. Memory therefore grows with the number of features and not with the
-size of the run. The tokens around these tokens are read afterwards. `find_decoder` returns a
-function that decodes token ids without the tokenizer of the run.
+size of the run. The tokens around the kept tokens are read afterwards. `find_decoder` returns a
+function that decodes token ids with the files of a vocabulary, for which transformers need not be
+installed.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +53,8 @@ class StrongestTokens:
     Attributes:
         values: Largest values of each feature, float32 (F, K), in descending order; -inf where the
             feature is active on fewer than K tokens.
-        tokens: Numbers of the tokens with these values, int64 (F, K).
+        tokens: Numbers of the tokens with these values, counted from 0 over all shards of a
+            dataset, int64 (F, K).
     """
 
     def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
@@ -60,12 +62,14 @@ class StrongestTokens:
         self.tokens = np.zeros((feature_count, tokens_per_feature), np.int64)
 
     def add(self, feature_ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds n values of features. Among equal values, the values that were added first are kept.
+        """Adds n values, and keeps the K largest values of each feature.
+
+        Among equal values, the values that were added first are kept.
 
         Args:
             feature_ids: Number of the feature of each value, int32 (n,).
             values: Values of the features, float32 (n,).
-            tokens: Number of the token of each value, int64 (n,).
+            tokens: Number of the token of each value, from 0 over all shards, int64 (n,).
         """
         tokens_per_feature = self.values.shape[1]
         is_large = values > self.values[feature_ids, -1]
@@ -80,17 +84,22 @@ class StrongestTokens:
         value_ranks = np.arange(len(feature_ids)) - np.repeat(first_indices, value_counts)
         candidate_rows = np.repeat(np.arange(len(updated_features)), value_counts)
         is_candidate = value_ranks < tokens_per_feature
-        # The left half of the candidates contains the values that were kept so far, and the right
-        # half contains added values. A stable sort prefers the left half among equal values.
-        candidates = np.full((len(updated_features), 2 * tokens_per_feature), -np.inf, np.float32)
-        candidate_tokens = np.zeros(candidates.shape, np.int64)
-        candidates[:, :tokens_per_feature] = self.values[updated_features]
+        # The left half of the columns contains the values that were kept so far, and the right half
+        # contains added values. A stable sort prefers the left half among equal values.
+        candidate_values = np.full(
+            (len(updated_features), 2 * tokens_per_feature), -np.inf, np.float32
+        )
+        candidate_tokens = np.zeros(candidate_values.shape, np.int64)
+        candidate_values[:, :tokens_per_feature] = self.values[updated_features]
         candidate_tokens[:, :tokens_per_feature] = self.tokens[updated_features]
-        right_half = candidate_rows[is_candidate], tokens_per_feature + value_ranks[is_candidate]
-        candidates[right_half] = values[is_candidate]
-        candidate_tokens[right_half] = tokens[is_candidate]
-        best_columns = np.argsort(-candidates, axis=1, kind="stable")[:, :tokens_per_feature]
-        self.values[updated_features] = np.take_along_axis(candidates, best_columns, 1)
+        indices_in_right_half = (
+            candidate_rows[is_candidate],
+            tokens_per_feature + value_ranks[is_candidate],
+        )
+        candidate_values[indices_in_right_half] = values[is_candidate]
+        candidate_tokens[indices_in_right_half] = tokens[is_candidate]
+        best_columns = np.argsort(-candidate_values, axis=1, kind="stable")[:, :tokens_per_feature]
+        self.values[updated_features] = np.take_along_axis(candidate_values, best_columns, 1)
         self.tokens[updated_features] = np.take_along_axis(candidate_tokens, best_columns, 1)
 
 
@@ -224,7 +233,7 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
 
     Returns:
         A function that takes token ids, int32 (n,), and returns their text. An id without a token
-        becomes a number in brackets.
+        becomes the id in brackets, such as "[151999]".
 
     Raises:
         LookupError: If the package tokenizers or the vocabulary is not on this machine, or if the
@@ -277,8 +286,8 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
 
     def decode(token_ids: np.ndarray) -> str:
         decoded_texts: list[str] = []
-        for in_vocabulary, tokens in groupby(token_ids.tolist(), is_in_vocabulary):
-            if in_vocabulary:
+        for are_in_vocabulary, tokens in groupby(token_ids.tolist(), is_in_vocabulary):
+            if are_in_vocabulary:
                 decoded_texts.append(tokenizer.decode(list(tokens), skip_special_tokens=False))
             else:
                 decoded_texts += [missing_tokens.get(token, f"[{token}]") for token in tokens]
@@ -314,5 +323,5 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
             )
             vocabulary_paths = [Path(path) for path in cached_paths if isinstance(path, str)]
     except (ImportError, OSError, RuntimeError, ValueError):
-        return []  # because `tokenizer_path` is neither a path nor a hub name
+        return []  # `tokenizer_path`, such as a URL, is neither a path nor a hub name
     return vocabulary_paths

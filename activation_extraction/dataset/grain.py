@@ -15,11 +15,13 @@ from activation_extraction.dataset.windows import Chunk
 
 
 class TokenRecords:
-    """A `grain.sources.RandomAccessDataSource` of tokens; `ActivationDataset.grain` describes it.
+    """A sequence of records of tokens, for use as a `grain.sources.RandomAccessDataSource`.
+
+    A record is a dict of NumPy arrays, which `ActivationDataset.grain` describes.
 
     Args:
         source: Source of the tokens, whose options choose the hooks.
-        tokens: Number of tokens in a record.
+        tokens: Number of tokens in a record. The last record of a shard may have fewer.
 
     Raises:
         ValueError: If `tokens` is less than 1.
@@ -29,9 +31,10 @@ class TokenRecords:
         if (tokens := index(tokens)) < 1:
             raise ValueError(f"tokens {tokens}: expected 1 or more tokens in a record")
         self._source = source
-        self._tokens = tokens
+        self._tokens_per_record = tokens
         record_counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
-        # For each shard, the number of records in earlier shards; and the number of all records.
+        # For each shard, the number of its first record. One further item at the end is the number
+        # of all records.
         self._first_records = [0, *accumulate(record_counts)]
 
     def __len__(self) -> int:
@@ -41,21 +44,24 @@ class TokenRecords:
         # grain restores a saved state only if the `repr` of the source is unchanged since then.
         source = self._source
         hooks = list(source.options.hooks)
-        return f"TokenRecords(data={source.fingerprint}, hooks={hooks}, tokens={self._tokens})"
+        return (
+            f"TokenRecords(data={source.fingerprint}, hooks={hooks}, "
+            f"tokens={self._tokens_per_record})"
+        )
 
-    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        number = index(number)
-        if not 0 <= number < len(self):
-            raise IndexError(f"record {number}: there are {len(self)}, counted from 0")
+    def __getitem__(self, record_number: int) -> dict[str, np.ndarray]:
+        record_number = index(record_number)
+        if not 0 <= record_number < len(self):
+            raise IndexError(f"record {record_number}: there are {len(self)}, counted from 0")
         source = self._source
-        shard = bisect_right(self._first_records, number) - 1
-        first_token = (number - self._first_records[shard]) * self._tokens
-        end_token = min(first_token + self._tokens, source.shards.commits[shard].tokens)
+        shard = bisect_right(self._first_records, record_number) - 1
+        first_token = (record_number - self._first_records[shard]) * self._tokens_per_record
+        end_token = min(first_token + self._tokens_per_record, source.shards.commits[shard].tokens)
         batch = source.whole_tokens([Chunk(shard, first_token, end_token)])
         token_fields = {
             name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")
         }
         record = {**batch.activations, **token_fields, **batch.labels}
-        if self._tokens == 1:
+        if self._tokens_per_record == 1:
             return {name: values[0, ...] for name, values in record.items()}
         return record

@@ -44,25 +44,28 @@ from activation_extraction.store.statistics import HookStatistics, Statistics, S
 from activation_extraction.store.totals import Totals
 from activation_extraction.text.sample_facts import SampleFacts
 
-# The largest number of local safetensors files of a dataset that stay open, if the process may open
-# so many files. If a run stores pickles, one shard stays in memory.
+# Largest number of local safetensors files that a dataset keeps open. It keeps fewer files open if
+# OPEN_FILES_FRACTION allows fewer. Of a run that stores pickles, one shard stays in memory instead.
 MAX_OPEN_SHARDS = 128
-# A dataset keeps at most this fraction of the number of files open that the process may open. The
-# process needs the other files for other datasets, for connections and for the user's program.
+# A dataset may keep at most this fraction of the files open that the process may open. The rest is
+# left for other datasets, for connections and for the user's program.
 OPEN_FILES_FRACTION = 1 / 8
-# Most bytes of memory for the headers and the arrays of samples of all open shards in a bucket.
-# Opening a shard again takes one request.
-KEPT_BYTES = 2**26
+# Largest number of bytes of memory for the headers and the arrays of samples of all open shards of
+# a run in a bucket. A shard that was closed to save memory takes one request to open again.
+MAX_FRONT_BYTES = 2**26
 # Largest number of rows in all tables of samples that stay in memory. The table that was read last
 # stays even if it has more rows.
-TABLE_ROWS = 100_000
+MAX_TABLE_ROWS = 100_000
 
 T = TypeVar("T")
 
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Raises OSError in place of a RunError, because users expect OSError for a damaged file."""
+    """Returns a context in which a RunError is raised as an OSError.
+
+    Users expect OSError for a damaged file.
+    """
     try:
         yield
     except RunError as error:
@@ -75,10 +78,10 @@ def _max_open_files() -> int:
     A file stays open as long as it is mapped into memory. On macOS, a process may open 256 files by
     default.
     """
-    files_of_process, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files_of_process == resource.RLIM_INFINITY:
+    open_files_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if open_files_limit == resource.RLIM_INFINITY:
         return MAX_OPEN_SHARDS
-    return max(min(int(files_of_process * OPEN_FILES_FRACTION), MAX_OPEN_SHARDS), 1)
+    return max(min(int(open_files_limit * OPEN_FILES_FRACTION), MAX_OPEN_SHARDS), 1)
 
 
 @dataclass
@@ -96,8 +99,8 @@ class OpenShards:
             itself) and the commit of the shard.
         hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
         commits: Commits of the shards, in their order.
-        firsts: For each shard, the number of samples in earlier shards. One further item at the end
-            is the number of all samples.
+        first_samples: For each shard, the index of its first sample in the run. One further item at
+            the end is the number of all samples.
         by_ranges: Whether a range of rows can be read from every shard without reading the whole
             shard. False if a shard is a pickle.
         table: Function that takes the number of a shard and returns the table of its samples.
@@ -113,7 +116,7 @@ class OpenShards:
 
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
-        self.firsts = [0, *accumulate(commit.count for commit in self.commits)]
+        self.first_samples = [0, *accumulate(commit.count for commit in self.commits)]
         self.by_ranges = all(map(read_by_ranges, self.commits))
         self._check_sizes()
         self._columns: dict[str, np.ndarray] = {}
@@ -125,12 +128,14 @@ class OpenShards:
         if not self.by_ranges:
             max_open_shards = 1
         elif not self.local:
-            max_open_shards = KEPT_BYTES // max(map(front_bytes, self.commits), default=KEPT_BYTES)
-        self._locks = defaultdict[int, Lock](Lock)
+            max_open_shards = MAX_FRONT_BYTES // max(
+                map(front_bytes, self.commits), default=MAX_FRONT_BYTES
+            )
+        self._lock_by_shard = defaultdict[int, Lock](Lock)
         self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
             partial(self._read, lambda folder, commit: open_shard(folder, commit, hook_values))
         )
-        max_tables = TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
+        max_tables = MAX_TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
         self.table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
             partial(self._read, read_table)
         )
@@ -144,7 +149,7 @@ class OpenShards:
         Args:
             shard: Number of the shard, from 0.
         """
-        with self._locks[shard]:
+        with self._lock_by_shard[shard]:
             return self._open(shard)
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
@@ -156,10 +161,11 @@ class OpenShards:
         return sum(self.hooks[name].row.itemsize for name in hooks)
 
     def block_tokens(self, shard: int, chunk_tokens: int) -> int:
-        """Returns the number of tokens in a block of a shard, the unit in which a bucket is read.
+        """Returns the number of tokens of which the length of a chunk should be a multiple.
 
-        A block has a checksum of its own (see RangeChecksums), and is read as a whole. A chunk of
-        whole blocks is therefore read from a bucket without the bytes of other tokens.
+        The file of a shard has checksums of blocks of tokens (see RangeChecksums). A bucket is read
+        in whole blocks, so that their checksums can be compared. A chunk that consists of whole
+        blocks is therefore read from a bucket without the bytes of other tokens.
 
         Args:
             shard: Number of the shard, from 0.
@@ -167,7 +173,7 @@ class OpenShards:
 
         Returns:
             The number of tokens in a block; 1 if the file is on this machine, if the shard has no
-            blocks with checksums, or if a block has more tokens than a chunk.
+            checksums of blocks, or if a block has more tokens than a chunk.
         """
         commit = self.commits[shard]
         range_checksums = commit.files[commit.file].ranges
@@ -179,8 +185,8 @@ class OpenShards:
         """Raises ValueError if a shard's file is too small for the tokens that it should hold."""
         min_token_bytes = sum(hook.min_token_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
-            max_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
-            max_decompressed_bytes = commit.bytes * max_ratio
+            max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
+            max_decompressed_bytes = commit.bytes * max_compression_ratio
             if commit.tokens * min_token_bytes > max_decompressed_bytes:
                 file_url = without_secrets("/".join(filter(None, (self.url, folder, commit.file))))
                 raise ValueError(
@@ -194,7 +200,7 @@ class OpenShards:
         Args:
             sample: Index of the sample in the run, in the order of the shards.
         """
-        return bisect_right(self.firsts, sample) - 1
+        return bisect_right(self.first_samples, sample) - 1
 
     def facts(self, sample: int) -> SampleFacts:
         """Returns the facts of a sample, such as its row and its id, from the table of its shard.
@@ -203,7 +209,7 @@ class OpenShards:
             sample: Index of the sample in the run, in the order of the shards.
         """
         shard = self.shard_of(sample)
-        sample_row = self.table(shard).slice(sample - self.firsts[shard], 1)
+        sample_row = self.table(shard).slice(sample - self.first_samples[shard], 1)
         return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
@@ -221,7 +227,7 @@ class OpenShards:
                 shard_sample_idx = self.table(shard)["sample_idx"].to_numpy()
                 row = int(np.searchsorted(shard_sample_idx, sample_idx))
                 if shard_sample_idx[row] == sample_idx:
-                    return self.firsts[shard] + row
+                    return self.first_samples[shard] + row
         return None
 
     def read_all(self, read: Callable[[int], T]) -> Iterator[T]:
@@ -241,7 +247,7 @@ class OpenShards:
         return concatenate_tables(self.read_all(self.table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Returns columns of the table of all samples, which stay in memory.
+        """Returns columns of the table of all samples, and keeps them in memory.
 
         Args:
             names: Names of the columns.
@@ -265,8 +271,9 @@ class OpenShards:
     def statistics(self) -> ByHook[HookStatistics]:
         """The statistics of every hook over all shards.
 
-        The statistics of each dimension are computed from `sums`. They are read from the files
-        beside the shards when they are first used.
+        The commits contain the statistics over all dimensions. The statistics of each dimension
+        are computed from `sums`, which are read from the files beside the shards when a statistic
+        of a dimension is first used.
         """
         statistics_by_hook = Totals.of(self.commits).statistics
         hook_statistics = {
@@ -283,7 +290,9 @@ class OpenShards:
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums of each dimension over all shards, by hook name. Hooks of codes have no sums.
+        """The sums of the values and squares of each dimension over all shards, by hook name.
+
+        Hooks with codes are left out, because such sums are not stored for them.
 
         The sums of the shards are merged in the order of the shards, so that rounding does not
         depend on the timing of threads. The dict is empty for a run without shards.

@@ -1,9 +1,9 @@
 """Runs over the same data that are read as one: side by side (`paired`), or joined (`join`).
 
 Samples of two runs count as the same sample if they come from the same row of the data set. Tokens
-of two runs count as the same token if they have the same position in the same sample. Rows of
-different data sets may have the same names, so runs whose metadata records different data sets are
-rejected with ValueError.
+of two runs count as the same token if they have the same position in the same sample. A row
+is stored as a file name and a line number, for example, which may be equal in different data sets.
+Runs whose metadata records different data sets are therefore rejected with ValueError.
 """
 
 import json
@@ -76,20 +76,23 @@ class AlignedRuns:
                     f"{shown(other_value, first_value)} in the other"
                 )
                 raise ValueError(without_secrets(message))
-        row_tables = [_rows(run, str(number)) for number, run in enumerate(runs)]
+        row_tables = [_rows(run, str(run_index)) for run_index, run in enumerate(runs)]
         joined_table = reduce(
             lambda one, other: one.join(other, "row", join_type="inner"), row_tables
         )
-        # Index in each run of each common sample, int64 (runs, samples), in the first run's order.
-        self._numbers = np.stack(joined_table.sort_by("0").drop_columns("row").columns)
+        # Indices of the common samples in each run, int64 (runs, samples). A column is one sample.
+        # Columns have the order of the first run.
+        self._sample_indices = np.stack(joined_table.sort_by("0").drop_columns("row").columns)
         if not len(self):
             raise ValueError(f"{urls_of_runs}: no row of the data set has a sample in each of them")
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         token_counts_by_run = [run.shards.columns(["tokens"])["tokens"] for run in runs]
         # For each run, the numbers of tokens of the samples that all runs have.
         common_token_counts = [
-            counts_of_run[numbers].astype(int)
-            for counts_of_run, numbers in zip(token_counts_by_run, self._numbers, strict=True)
+            counts_of_run[sample_indices].astype(int)
+            for counts_of_run, sample_indices in zip(
+                token_counts_by_run, self._sample_indices, strict=True
+            )
         ]
         for run, left_out_count, common_counts in zip(
             runs, self.unpaired_samples, common_token_counts, strict=True
@@ -114,16 +117,16 @@ class AlignedRuns:
             )
 
     def __len__(self) -> int:
-        return self._numbers.shape[1]
+        return self._sample_indices.shape[1]
 
     def _batches(
-        self, form: Any, hooks: Sequence[list[str]], options: BatchOptions
+        self, make_batch: Any, hooks: Sequence[list[str]], options: BatchOptions
     ) -> Batches[Any]:
         """Returns batches of the tokens that all runs have.
 
         Args:
-            form: Function that takes a list with a TokenBatch of each run, and returns the batch
-                to yield.
+            make_batch: Function that takes a list with a TokenBatch of each run, and returns the
+                batch to yield.
             hooks: For each run, the canonical names of the hooks to read.
             options: Options of the batches. If `where` is a mask, it has a boolean for each sample
                 of the first run. If it is a function, it is called for every run with the table
@@ -138,27 +141,29 @@ class AlignedRuns:
         buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), row_bytes, are_local
         )
-        unread_limits = set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
+        unread_hooks_with_limits = (
+            set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
+        )
         sources = list[TokenSource]()
         for run, hook_names in runs_and_hooks:
             limits_of_run = options.max_norm
             aliases = run.hooks.aliases
             if isinstance(limits_of_run, Mapping):
                 limits_of_run = {
-                    n: limit
-                    for n, limit in limits_of_run.items()
-                    if aliases.get(n, n) in hook_names
+                    name: limit
+                    for name, limit in limits_of_run.items()
+                    if aliases.get(name, name) in hook_names
                 }
-                unread_limits -= limits_of_run.keys()
+                unread_hooks_with_limits -= limits_of_run.keys()
             mask_of_run = options.where if callable(options.where) or not sources else None
             options_of_run = dict(
                 hooks=hook_names, buffer=buffer_tokens, max_norm=limits_of_run, where=mask_of_run
             )
             sources.append(run.source(replace(options, **options_of_run)))
-        for name in unread_limits:
+        for name in unread_hooks_with_limits:
             raise ValueError(f"max_norm: hook {name!r} is not read")
-        sources[0] = sources[0].of(self._numbers[0])
-        return Batches(sources, form, partial(aligned_reader, sources, self._numbers))
+        sources[0] = sources[0].of(self._sample_indices[0])
+        return Batches(sources, make_batch, partial(aligned_reader, sources, self._sample_indices))
 
 
 class PairedRuns(AlignedRuns):
@@ -242,7 +247,7 @@ class JoinedRuns(AlignedRuns, Samples):
         The column `tokens` contains the number of tokens that the first run stores of a sample,
         which may be larger than the number of tokens that all runs have.
         """
-        return self.runs[0].samples.take(self._numbers[0])
+        return self.runs[0].samples.take(self._sample_indices[0])
 
     def join(self, other: Any) -> "JoinedRuns":
         """Returns a dataset that also has the hooks of another run (see `ActivationDataset.join`).
@@ -282,7 +287,7 @@ class JoinedRuns(AlignedRuns, Samples):
             mask = as_mask(
                 sample_filter(self.samples) if callable(sample_filter) else sample_filter, len(self)
             )
-            mask_of_first_run = np.isin(np.arange(len(self.runs[0])), self._numbers[0][mask])
+            mask_of_first_run = np.isin(np.arange(len(self.runs[0])), self._sample_indices[0][mask])
             batch_options = replace(batch_options, where=mask_of_first_run)
         return self._batches(_joined, hooks_of_runs, batch_options)
 
@@ -296,8 +301,10 @@ class JoinedRuns(AlignedRuns, Samples):
         Raises:
             ValueError: If two runs have different ids for the same token.
         """
-        sample_numbers = self._numbers[:, index].tolist()
-        samples = [run[number] for run, number in zip(self.runs, sample_numbers, strict=True)]
+        index_by_run = self._sample_indices[:, index].tolist()
+        samples = [
+            run[index_in_run] for run, index_in_run in zip(self.runs, index_by_run, strict=True)
+        ]
         common_positions = reduce(np.intersect1d, (sample.position for sample in samples))
         first_sample, *other_samples = (
             _at_positions(sample, common_positions) for sample in samples
@@ -307,43 +314,49 @@ class JoinedRuns(AlignedRuns, Samples):
         return _joined([first_sample, *other_samples])
 
 
-def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> ReadChunk:
+def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -> ReadChunk:
     """Returns a function that reads a chunk, and keeps the tokens that all runs have.
 
     If a run other than the first stores pickles, the tokens of a whole shard of the first run are
-    aligned at once, because each alignment decompresses all pickles that contain samples of the
-    aligned tokens.
+    aligned at once. Otherwise the alignment of each chunk of this shard would decompress the
+    pickles of the other run again.
 
     Args:
         sources: Sources of the runs. The source of the first run has a mask.
-        numbers: Indices of the common samples in each run, int64 (runs, samples). A column is one
-            sample. Columns have the order of the first run.
+        sample_indices: Indices of the common samples in each run, int64 (runs, samples). A column
+            is one sample. Columns have the order of the first run.
 
     Returns:
         A function that takes a chunk of the first run (consecutive tokens of a shard), and returns
-        a tuple with a block for each run. Item i of `rows` refers to the same token in every block,
-        and this token passes the filters of all runs.
+        a tuple with a block for each run. Item i of the blocks' `rows` refers to the same token in
+        all blocks, and this token passes the filters of all runs.
     """
     first_source, *other_sources = sources
-    numbers = numbers[:, np.asarray(first_source.mask)[numbers[0]]]
+    is_wanted = np.asarray(first_source.mask)[sample_indices[0]]
+    wanted_indices = sample_indices[:, is_wanted]
     aligns_whole_shards = not all(source.shards.by_ranges for source in other_sources)
 
     @lru_cache(int(aligns_whole_shards))  # chunks of one shard share the shard's alignment
     def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
-        first_tokens = first_source.tokens([chunk])
-        first_sample, last_sample = first_tokens.samples[[0, -1]]
-        first_number, end_number = np.searchsorted(numbers[0], [first_sample, last_sample + 1])
+        first_run_tokens = first_source.tokens([chunk])
+        start_sample, last_sample = first_run_tokens.sample_indices[[0, -1]]
+        start_column, stop_column = np.searchsorted(
+            wanted_indices[0], [start_sample, last_sample + 1]
+        )
         partner_blocks = [
             _partners(
-                first_source, source, first_tokens, numbers[[0, run_index], first_number:end_number]
+                first_source,
+                source,
+                first_run_tokens,
+                wanted_indices[[0, run_index], start_column:stop_column],
             )
             for run_index, source in enumerate(other_sources, 1)
         ]
-        return first_tokens, partner_blocks
+        return first_run_tokens, partner_blocks
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
         aligned_chunk = first_source.whole(chunk.shard) if aligns_whole_shards else chunk
-        first_tokens, partner_blocks = align(aligned_chunk)
+        first_run_tokens, partner_blocks = align(aligned_chunk)
         start_row = chunk.start - aligned_chunk.start
         stop_row = start_row + len(chunk)
         is_in_all_runs = np.all(
@@ -351,10 +364,10 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> ReadC
             axis=0,
         )
         rows = start_row + np.flatnonzero(is_in_all_runs)
-        first_block = first_source.with_activations(first_tokens, rows)
-        is_within_limits = first_source.are_within_limits(first_block)
+        first_run_block = first_source.with_activations(first_run_tokens, rows)
+        is_within_limits = first_source.are_within_limits(first_run_block)
         blocks_of_runs = (
-            first_block,
+            first_run_block,
             *(Block(tokens, partner_rows[rows]) for tokens, partner_rows in partner_blocks),
         )
         return tuple(
@@ -367,7 +380,7 @@ def aligned_reader(sources: Sequence[TokenSource], numbers: np.ndarray) -> ReadC
 def _partners(
     first_source: TokenSource,
     other_source: TokenSource,
-    first_tokens: ShardTokens,
+    first_run_tokens: ShardTokens,
     sample_pairs: np.ndarray,
 ) -> Block:
     """Finds tokens of the first run in another run, and reads them from the other run.
@@ -375,12 +388,12 @@ def _partners(
     Args:
         first_source: Source of the first run.
         other_source: Source of the other run.
-        first_tokens: Tokens of the first run.
+        first_run_tokens: Tokens of the first run.
         sample_pairs: Indices of the samples of these tokens, int64 (2, samples): row 0 contains
             their indices in the first run, and row 1 contains their indices in the other run.
 
     Returns:
-        A block of the other run. It has an item in `rows` for each token of `first_tokens`: the
+        A block of the other run. It has an item in `rows` for each token of `first_run_tokens`: the
         index in the block's `tokens` of the same token, or -1 if the other run lacks the token or
         if the token fails the filters of one of the runs.
 
@@ -388,31 +401,34 @@ def _partners(
         ValueError: If a token has a different id in the other run.
     """
     first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
-    token_keys = first_tokens.samples << 32 | first_tokens.tokens.position
+    token_keys = first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
     partner_rows = np.full(len(token_keys), -1)
     partner_batches = list[TokenBatch]()
     for chunks in other_source.by_shard(other_run_samples):
-        other_tokens = other_source.tokens(chunks)
+        other_run_tokens = other_source.tokens(chunks)
         sample_of_token = first_run_samples[
-            np.searchsorted(other_run_samples, other_tokens.samples)
+            np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
         ]
-        other_token_keys = sample_of_token << 32 | other_tokens.tokens.position
-        _, first_indices, other_indices = np.intersect1d(
+        other_token_keys = sample_of_token << 32 | other_run_tokens.tokens.position
+        _, first_run_indices, other_run_indices = np.intersect1d(
             token_keys, other_token_keys, return_indices=True
         )
         common_tokens = (
-            first_tokens.tokens.map(itemgetter(first_indices)),
-            other_tokens.tokens.map(itemgetter(other_indices)),
+            first_run_tokens.tokens.map(itemgetter(first_run_indices)),
+            other_run_tokens.tokens.map(itemgetter(other_run_indices)),
         )
         _check_same_tokens((first_source.shards.url, other_source.shards.url), *common_tokens)
-        is_wanted = first_tokens.wanted[first_indices] & other_tokens.wanted[other_indices]
-        block = other_source.with_activations(other_tokens, other_indices[is_wanted])
+        is_wanted = (
+            first_run_tokens.is_wanted[first_run_indices]
+            & other_run_tokens.is_wanted[other_run_indices]
+        )
+        block = other_source.with_activations(other_run_tokens, other_run_indices[is_wanted])
         if (is_within_limits := other_source.are_within_limits(block)).any():
-            partner_rows[first_indices[is_wanted][is_within_limits]] = block.rows[
+            partner_rows[first_run_indices[is_wanted][is_within_limits]] = block.rows[
                 is_within_limits
             ] + sum(map(len, partner_batches))
             partner_batches.append(block.tokens)
-    return Block(concatenate_batches(partner_batches or [first_tokens.tokens]), partner_rows)
+    return Block(concatenate_batches(partner_batches or [first_run_tokens.tokens]), partner_rows)
 
 
 def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
@@ -423,13 +439,13 @@ def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
         *runs: A TokenBatch or a SampleActivations of each of the two runs. Token i of both comes
             from the same row of the data set, and has the same position in its sample.
     """
-    for token in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
+    for token_index in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
         difference = " but ".join(
-            f"{tokens.token_ids[token]} in sample "
-            f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token]} of {url}"
+            f"{tokens.token_ids[token_index]} in sample "
+            f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token_index]} of {url}"
             for url, tokens in zip(urls, runs, strict=True)
         )
-        position = runs[0].position[token]
+        position = runs[0].position[token_index]
         message = f"the token at position {position} of the same row is {difference}"
         raise ValueError(without_secrets(message))
 
@@ -479,30 +495,27 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
     return replace(sample, activations=sample.activations.map(itemgetter(is_kept)), **kept_arrays)
 
 
-def _rows(run: "ActivationDataset", number_column: str) -> pyarrow.Table:
-    """Returns a table of the rows of the data set from which the samples of a run come.
+def _rows(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
+    """Returns a table that tells from which row of the data set each sample of a run comes.
 
     Args:
         run: Dataset of the run.
-        number_column: Name of the column of the result that contains the indices of the samples.
+        index_column: Name of the column of the result that contains the indices of the samples.
 
     Returns:
         A table with a row for each sample whose `row` (see SampleActivations) is stored. The column
         "row" contains this `row` as JSON, which differs between the pieces of a document. The
-        column `number_column` contains the index of the sample in the run, int64.
+        column `index_column` contains the index of the sample in the run, int64.
 
     Raises:
         ValueError: If two samples of the run come from the same row.
     """
     sample_by_row = dict[str, int]()
-    for sample_number, row in enumerate(run.shards.columns(["row"])["row"]):
+    for sample_index, row in enumerate(run.shards.columns(["row"])["row"]):
         if row is None:
             continue
-        if (
-            sample_by_row.setdefault(json.dumps(row, sort_keys=True), sample_number)
-            != sample_number
-        ):
+        if sample_by_row.setdefault(json.dumps(row, sort_keys=True), sample_index) != sample_index:
             url = without_secrets(run.url)
-            raise ValueError(f"{url}: sample {sample_number} has the row of another sample")
-    schema = pyarrow.schema({"row": pyarrow.string(), number_column: pyarrow.int64()})
+            raise ValueError(f"{url}: sample {sample_index} has the row of another sample")
+    schema = pyarrow.schema({"row": pyarrow.string(), index_column: pyarrow.int64()})
     return pyarrow.table([[*sample_by_row], [*sample_by_row.values()]], schema=schema)

@@ -430,7 +430,7 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
 
     Returns:
         A tuple of the number of the piece, from 0; the position in the document of the piece's
-        first token; and the row of the document. None if the sample is no piece of a document.
+        first token; and the row of the document. None if the sample is not a piece of a document.
     """
     document_row = dict(row or {})
     piece_number = document_row.pop("piece", None)

@@ -1,7 +1,8 @@
 """TokenSource: reads the tokens of one run with their activations, and filters them.
 
-BatchOptions are the arguments with which a user calls `batches`. batches.py makes batches of the
-chunks that a TokenSource reads, and paired.py aligns the tokens of several sources.
+BatchOptions are the arguments with which a user calls `batches`. A TokenSource reads chunks, which
+are consecutive tokens of a shard. batches.py makes batches of them, and paired.py aligns the tokens
+of several sources.
 """
 
 import hashlib
@@ -48,10 +49,11 @@ class BatchOptions:
             empty list, batches have no activations.
         shuffle: Seed for the order of the tokens. None for the order of the shards.
         buffer: Number of tokens that are kept in memory and shuffled there, at least two batches.
-            None for 64 batches if the run is local, and for 256 MiB of each hook (64 MiB if tokens
-            stay in order) if the run is in a bucket, but for at most 1 GiB. Reading takes further
-            memory: about 300 MiB for ranges of 2 to 16 MiB that are being read from a bucket, and
-            the memory of up to two decompressed pickles.
+            None for a default of at most 1 GiB: 64 batches if the run is local; if it is in a
+            bucket, 256 MiB for each hook, or 64 MiB for each hook if tokens stay in order. Reading
+            takes further memory: about 300 MiB if the run is in a bucket, from which ranges of 2 to
+            16 MiB are read at the same time, and the memory of up to two decompressed pickles if
+            the run stores pickles.
         skip_first: Number of tokens to leave out at the start of every sample.
         max_norm: Largest norm of the activations of a token. Tokens with a larger norm at any of
             the hooks are left out. A number is the limit for all hooks; a mapping from names of
@@ -139,22 +141,22 @@ class BatchOptions:
 
 
 class ShardTokens(NamedTuple):
-    """All tokens of some chunks of a shard, one chunk after the other, without activations.
+    """All tokens of some chunks (`Chunk`) of a shard in order, without their activations.
 
     Attributes:
         shard: Number of the shard.
-        indices: Index of each token in the shard, ascending, int64 (tokens,).
+        token_indices: Index of each token in the shard, ascending, int64 (tokens,).
         tokens: The tokens, as a batch without hooks.
-        samples: For each token, the index of its sample in the run, int64 (tokens,).
-        wanted: Whether each token passes the filters except `max_norm`, bool (tokens,). Norms are
-            compared when the activations are read.
+        sample_indices: For each token, the index of its sample in the run, int64 (tokens,).
+        is_wanted: Whether each token passes the filters except `max_norm`, bool (tokens,). Norms
+            are compared when the activations are read.
     """
 
     shard: int
-    indices: np.ndarray
+    token_indices: np.ndarray
     tokens: TokenBatch
-    samples: np.ndarray
-    wanted: np.ndarray
+    sample_indices: np.ndarray
+    is_wanted: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -198,12 +200,12 @@ class TokenSource:
             The values by the name of the column, arrays of objects (n,).
         """
         columns_by_name = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
-        all_sample_idx, sorting_indices = self._sample_idx
+        all_sample_idx, sorting_indices = self._sample_idx_and_order
         rows = sorting_indices[np.searchsorted(all_sample_idx, sample_idx, sorter=sorting_indices)]
         return {name: columns_by_name[name][rows] for name in names}
 
     @cached_property
-    def _sample_idx(self) -> tuple[np.ndarray, np.ndarray]:
+    def _sample_idx_and_order(self) -> tuple[np.ndarray, np.ndarray]:
         """The `sample_idx` of all samples, and the indices that sort them: int64 (samples,)."""
         all_sample_idx = self.shards.columns(["sample_idx"])["sample_idx"].astype(np.int64)
         return all_sample_idx, np.argsort(all_sample_idx)
@@ -214,7 +216,7 @@ class TokenSource:
         Args:
             samples: Indices of the samples in the run.
         """
-        mask = np.isin(np.arange(self.shards.firsts[-1]), samples)
+        mask = np.isin(np.arange(self.shards.first_samples[-1]), samples)
         return replace(self, mask=mask if self.mask is None else mask & self.mask)
 
     def whole(self, shard: int) -> Chunk:
@@ -227,11 +229,11 @@ class TokenSource:
 
     def chunks(self) -> list[Chunk]:
         """Returns a chunk with all tokens of a shard, for each shard that has a wanted sample."""
-        firsts = self.shards.firsts
+        first_samples = self.shards.first_samples
         return [
             self.whole(shard)
             for shard, _ in enumerate(self.shards.commits)
-            if self.mask is None or self.mask[firsts[shard] : firsts[shard + 1]].any()
+            if self.mask is None or self.mask[first_samples[shard] : first_samples[shard + 1]].any()
         ]
 
     def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
@@ -243,9 +245,11 @@ class TokenSource:
         Yields:
             A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
-        shard_of_sample = np.searchsorted(self.shards.firsts, samples, "right") - 1
+        shard_of_sample = np.searchsorted(self.shards.first_samples, samples, "right") - 1
         for shard in np.unique(shard_of_sample).tolist():
-            sample_numbers_in_shard = samples[shard_of_sample == shard] - self.shards.firsts[shard]
+            sample_numbers_in_shard = (
+                samples[shard_of_sample == shard] - self.shards.first_samples[shard]
+            )
             with as_os_errors():
                 offsets = self.shards.get(shard).offsets
             yield [
@@ -297,7 +301,7 @@ class TokenSource:
                 for name, values in token_fields.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
-            sample_of_token += self.shards.firsts[shard]
+            sample_of_token += self.shards.first_samples[shard]
             is_wanted = tokens.position >= self.options.skip_first
             if self.mask is not None:
                 is_wanted &= self.mask[sample_of_token]
@@ -329,11 +333,12 @@ class TokenSource:
         is_apart = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
         # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
         # not be adjacent in the shard.
-        is_apart |= np.diff(shard_tokens.indices[ascending_rows]) != np.diff(ascending_rows)
+        is_apart |= np.diff(shard_tokens.token_indices[ascending_rows]) != np.diff(ascending_rows)
         row_groups = np.split(ascending_rows, np.flatnonzero(is_apart) + 1)
         range_indices = [np.arange(*_range_of(row_group)) for row_group in row_groups]
         token_ranges = [
-            _range_of(shard_tokens.indices[indices_of_range]) for indices_of_range in range_indices
+            _range_of(shard_tokens.token_indices[indices_of_range])
+            for indices_of_range in range_indices
         ]
         activations = self._begin_activations(shard_tokens.shard, token_ranges)()
         indices_of_read_tokens = np.concatenate(range_indices)
@@ -378,7 +383,7 @@ class TokenSource:
         return wait
 
     def _all_of(self, chunk: Chunk) -> TokenBatch:
-        """Reads all tokens of a chunk, and at the same time their activations."""
+        """Reads all tokens of a chunk and, at the same time, the activations of these tokens."""
         wait_for_tokens = self._begin_tokens([chunk])
         wait_for_activations = self._begin_activations(chunk.shard, [(chunk.start, chunk.stop)])
         return replace(wait_for_tokens().tokens, activations=wait_for_activations())
@@ -406,7 +411,7 @@ class TokenSource:
         def read(chunk: Chunk) -> tuple[Block, ...]:
             if has_token_filters:  # the tokens determine which activations are read
                 shard_tokens = self.tokens([chunk])
-                block = self.with_activations(shard_tokens, np.flatnonzero(shard_tokens.wanted))
+                block = self.with_activations(shard_tokens, np.flatnonzero(shard_tokens.is_wanted))
             else:
                 batch = self._all_of(chunk)
                 block = Block(batch, np.arange(len(batch)))
@@ -451,7 +456,9 @@ class TokenSource:
             taken_rows = rows[max(start - preceding_rows, 0) : max(stop - preceding_rows, 0)]
             if len(taken_rows):
                 first_target_row = max(preceding_rows - start, 0)
-                with np.errstate(over="ignore"):  # NumPy would warn only if it converts float32
+                # Values that overflow raise an error below. NumPy would warn, too, but only about
+                # float32 values.
+                with np.errstate(over="ignore"):
                     copy_rows(
                         Block(tokens, taken_rows),
                         np.arange(first_target_row, first_target_row + len(taken_rows)),
@@ -498,7 +505,7 @@ def overflows(values: np.ndarray) -> bool:
 
 
 def floating_name(dtype: Any) -> str | None:
-    """Returns the name of a dtype to which activations can be converted (FLOATING).
+    """Returns the name of a dtype, if activations can be converted to it (FLOATING).
 
     Args:
         dtype: Name of a dtype, or an object that NumPy compares with a dtype.

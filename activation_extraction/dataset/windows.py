@@ -20,10 +20,10 @@ import numpy as np
 
 from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
 
-# A window of ordered tokens keeps a block in memory, instead of copying the wanted tokens from the
-# block, if the wanted tokens are at least the fraction MIN_WANTED_FRACTION of the block and take at
-# least MIN_HELD_BYTES at the widest hook. Ranges are read in whole MiB, so keeping a small block in
-# memory may keep much other memory in use.
+# If tokens stay in order, a window either keeps a block in memory, or copies the wanted tokens and
+# frees the block. It keeps the block if at least the fraction MIN_WANTED_FRACTION of its tokens is
+# wanted, and if these tokens take at least MIN_HELD_BYTES at the widest hook. Ranges are read in
+# whole MiB, so a smaller block could keep a much larger piece of memory in use.
 MIN_WANTED_FRACTION = 0.75
 MIN_HELD_BYTES = 2**20
 
@@ -67,14 +67,15 @@ class Window(NamedTuple):
     """The tokens of consecutive chunks, from which batches are cut.
 
     Attributes:
-        runs: For each run, a tuple of blocks. The rows of these blocks, one block after the other,
-            are the tokens of the window in the order of the batches. All runs have the same tokens.
-        tokens: Number of tokens in the window.
+        blocks_of_runs: For each run, a tuple of blocks. The rows of these blocks, one block after
+            the other, are the tokens of the window in the order of the batches. All runs have the
+            same tokens.
+        token_count: Number of tokens in the window.
         end: Position at which the next window begins.
     """
 
-    runs: list[tuple[Block, ...]]
-    tokens: int
+    blocks_of_runs: list[tuple[Block, ...]]
+    token_count: int
     end: Position
 
 
@@ -105,8 +106,8 @@ class Windows:
         Args:
             begin_position: Position at which the first window begins.
         """
-        self._stopped = False
-        # Future blocks of the chunks that are being read, by the index of the chunk.
+        self._is_stopped = False
+        # Results of reading chunks in threads (a block for each run), by the index of the chunk.
         self._reading: dict[int, Future[tuple[Block, ...]]] = {}
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
@@ -119,7 +120,7 @@ class Windows:
                 yield window
                 del window  # frees its memory before the next window is waited for
         finally:  # takes no lock, because the garbage collector may run this in any thread
-            self._stopped = True
+            self._is_stopped = True
 
     def _fill(self, begin_position: Position, thread_pool: ThreadPoolExecutor) -> Window | None:
         """Returns the window that begins at a position; None if no tokens are left."""
@@ -132,7 +133,9 @@ class Windows:
         if self.seed is not None:
             np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_rows)
         while (
-            filled_tokens < self.max_tokens and chunk_index < len(self.chunks) and not self._stopped
+            filled_tokens < self.max_tokens
+            and chunk_index < len(self.chunks)
+            and not self._is_stopped
         ):
             blocks = self._blocks(chunk_index, thread_pool)
             stop_row = min(first_row + self.max_tokens - filled_tokens, len(blocks[0].rows))
