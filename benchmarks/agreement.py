@@ -1,13 +1,15 @@
 """Checks that all contenders of a benchmark stored the same tokens and similar activations.
 
 A contender is a program that end_to_end.py measures: this tool, or a way of competitors.py. The
-first contender of a dtype is the reference for the other contenders.
+first contender in a dtype is the reference for the other contenders in this dtype.
 
 If two experts are nearly tied, rounding may decide to which of them a token is routed, and the
-token's activations differ from there on. So activations are compared only for tokens that are
-routed to the same experts in all layers. For both contenders, the tokens whose experts are not the
-same as in float32 are counted. The reference may have only a few more of them than the other
-contender, and the other contender at most about twice as many as the reference.
+token's activations differ in all later layers. So activations are compared only for tokens that the
+contender and the reference route to the same experts in all layers.
+
+The experts of a token are changed if they differ from the reference's experts in float32. A
+contender may have at most about twice as many tokens with changed experts as the reference has in
+the same dtype, and the reference may have only a few more than the contender.
 """
 
 from collections import Counter
@@ -24,15 +26,14 @@ MAX_SHARD_BYTES = 4 * 10**9
 # Dtype -> the largest allowed deviation of a value from the reference, relative to the RMS of the
 # hook. bfloat16 has only 8 significant bits, and every layer rounds several times.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
-# The largest allowed ratio of two numbers of tokens with changed experts: a contender's number to
-# the reference's number. The contender and the reference round to the same dtype, so the numbers
-# should be similar.
+# A contender may have this many times as many tokens with changed experts as the reference. The
+# numbers should be similar, because both programs round to the same dtype.
 MAX_CHANGED_RATIO = 2
-# Longer documents are not compared, because the activations of all compared documents of the
-# reference stay in memory.
+# The largest number of tokens of a document that is compared. Longer documents are left out,
+# because the activations of all compared documents of the reference stay in memory.
 MAX_COMPARED_TOKENS = 640
-# Names of two hooks of a layer, whose number is inserted: the residual stream after the layer, and
-# the numbers of the experts to which the layer routes each token.
+# The names of two hooks of a layer, without the layer's number: the residual stream after the
+# layer, and the numbers of the experts to which the layer routes each token.
 RESIDUAL, CHOSEN = "blocks.{}.hook_resid_post", "blocks.{}.mlp.hook_expert_indices"
 
 # The values of a document: hook name -> array (tokens, width).
@@ -50,13 +51,13 @@ class Comparison:
     Attributes:
         deviations: Deviation of each hook of each compared document from the reference (see
             `deviation`). Empty if the contender is the reference.
-        num_compared_tokens: Number of compared tokens.
-        num_rerouted_tokens: Number of compared tokens whose experts differ from the reference's
-            experts.
-        num_changed_tokens: Number of this contender's tokens whose experts differ from the
+        num_compared_tokens: Number of tokens in all documents that were compared.
+        num_rerouted_tokens: Number of these tokens that the contender and the reference route to
+            different experts.
+        num_changed_tokens: Number of these tokens for which the contender's experts differ from the
             reference's experts in float32. None if there is no float32 run to compare with.
-        num_changed_reference_tokens: Number of the reference's tokens in this dtype whose experts
-            differ from the reference's experts in float32. 0 without a float32 run.
+        num_changed_reference_tokens: Number of these tokens for which the reference's experts in
+            this dtype differ from the reference's experts in float32. 0 without a float32 run.
     """
 
     deviations: list[float] = field(default_factory=list)
@@ -71,9 +72,10 @@ class Comparison:
         """Adds one document to the comparison.
 
         Args:
-            values: The values of this contender.
-            reference: The values of the reference in the same dtype.
-            exact_values: The values of the reference in float32. None if they were not computed.
+            values: The contender's values of the document (see `ValuesByHook`).
+            reference: The reference's values of the document in the same dtype.
+            exact_values: The reference's values of the document in float32. None if they were not
+                computed.
         """
         has_same_experts = same_experts(values, reference)
         self.num_compared_tokens += len(has_same_experts)
@@ -92,14 +94,11 @@ class Comparison:
 
     @property
     def largest_deviation(self) -> float | None:
-        """The largest of all deviations.
-
-        It is None if no token could be compared, and NaN if any deviation is NaN.
-        """
+        """The largest element of `deviations`, NaN if any element is NaN, None if it is empty."""
         return float(np.max(self.deviations)) if self.deviations else None
 
     def check(self, name: str, dtype: str) -> None:
-        """Checks the deviations and the numbers of tokens with changed experts.
+        """Checks that the deviations and the numbers of tokens with changed experts are small.
 
         Args:
             name: The name of the contender, for the message.
@@ -116,6 +115,7 @@ class Comparison:
                 f"{TOLERANCE[dtype]} is allowed"
             )
         num_changed_tokens = self.num_changed_tokens or 0
+        # Small numbers vary by chance, so 10 more tokens are allowed.
         max_changed_tokens = MAX_CHANGED_RATIO * self.num_changed_reference_tokens + 10
         if (
             not few_more(self.num_changed_reference_tokens, num_changed_tokens)
@@ -129,19 +129,19 @@ class Comparison:
 
 
 class Agreement:
-    """Compares the shards of contenders with each other and with the documents.
+    """Compares the shards of contenders with each other and with the documents' token ids.
 
-    The first contender of each dtype is the reference for the other contenders.
+    The first contender whose shards are checked in a dtype is the reference in this dtype.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        """Prepares a comparison to which no contender has been added yet.
+        """Remembers the documents. No contender has been checked yet.
 
         Args:
             documents: The expected token ids of each document.
         """
         self._token_ids_of_documents = documents
-        # Tuple of dtype and document number -> values of the reference.
+        # (dtype, number of a document) -> values of the reference.
         self._reference_values: dict[tuple[str, int], ValuesByHook] = {}
 
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
@@ -150,7 +150,7 @@ class Agreement:
         Args:
             folder: The folder of the shards, whose name is the name of the contender.
             dtype: "float32" or "bfloat16".
-            tokens: The expected number of stored tokens for each hook.
+            tokens: The number of tokens that each hook should have in all shards together.
 
         Returns:
             The comparison with the reference in this dtype.
@@ -206,18 +206,22 @@ def _is_expert_hook(hook: str) -> bool:
 
 
 def few_more(count: int, reference_count: int) -> bool:
-    """Returns whether `count` is at most 25 % and 10 tokens larger than `reference_count`.
+    """Returns whether `count` is at most 1.25 times `reference_count`, plus 10.
 
-    The arguments are numbers of tokens whose experts changed by rounding. Two programs that round
-    equally often have similar numbers, up to chance.
+    Two programs that round equally often have similar numbers of tokens with changed experts, up to
+    chance.
+
+    Args:
+        count: The number of tokens whose experts one program changed by rounding.
+        reference_count: The number of tokens whose experts another program changed by rounding.
     """
     return count <= 1.25 * reference_count + 10
 
 
 def deviation(values: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest absolute difference of two arrays, relative to the second array.
+    """Returns the largest absolute difference of two arrays, divided by the RMS of the second one.
 
-    The difference is divided by the root mean square (RMS) of `expected`.
+    RMS stands for the root mean square of all elements.
     """
     float32_values = values.astype(np.float32)
     float32_expected = expected.astype(np.float32)
@@ -226,11 +230,11 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:
-    """Yields the documents in the shards of a folder.
+    """Yields the documents in the gzipped pickles of a folder.
 
     Yields:
-        A tuple of the number of the document, its token ids, and its values: hook name -> array
-        (tokens, width).
+        A tuple of the number of the document, its token ids (tokens,), and its values: hook name ->
+        array (tokens, width).
     """
     for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
         # The keys of both dicts are the numbers of documents.

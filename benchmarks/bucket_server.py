@@ -40,17 +40,17 @@ REASONS[416] = "Range Not Satisfiable"
 
 
 class Object(NamedTuple):
-    """A file of the folder.
+    """A file of the served folder, which clients see as an object of the bucket.
 
     Attributes:
         path: Path of the file.
-        size: Size of the file in bytes.
-        tag: ETag with quotes, which is made of the modification time and the size of the file.
+        num_bytes: Size of the file in bytes.
+        etag: ETag with quotes, which is made of the modification time and the size of the file.
     """
 
     path: Path
-    size: int
-    tag: str
+    num_bytes: int
+    etag: str
 
     @classmethod
     def of(cls, path: Path) -> "Object":
@@ -64,8 +64,8 @@ class Counts(NamedTuple):
     """Totals of a server since its start.
 
     Attributes:
-        requests: Number of requests, without requests of /counts.
-        bytes: Number of bytes of listings and objects in the answers.
+        requests: Number of answered requests, except requests of /counts.
+        bytes: Number of bytes of listings and objects that these requests asked for.
     """
 
     requests: int
@@ -113,11 +113,12 @@ class Server(socketserver.ThreadingTCPServer):
             self.counts = Counts(self.counts.requests + 1, self.counts.bytes + answer_bytes)
 
     def listing(self, prefix: str, delimiter: str, last_entry: str) -> bytes:
-        """Returns one page of a listing, as XML.
+        """Returns one page of a sorted listing, as XML.
 
         Args:
             prefix: The prefix of the listed names.
-            delimiter: The character that ends a folder's name. Empty to list all names.
+            delimiter: The character that ends a folder's name, so that a folder is listed as one
+                entry. Empty to list all objects.
             last_entry: The last entry of the previous page. Empty for the first page.
         """
         # Entry (the name of an object, or of a folder up to the delimiter) -> its XML.
@@ -131,12 +132,13 @@ class Server(socketserver.ThreadingTCPServer):
             listing_entry = prefix + entry_after_prefix + delimiter_of_entry
             if listing_entry <= last_entry or listing_entry in xml_of_entry:
                 continue
-            entry_file = self.objects[object_name]
+            listed_object = self.objects[object_name]
             xml_of_entry[listing_entry] = (
                 f"<CommonPrefixes><Prefix>{escape(listing_entry)}</Prefix></CommonPrefixes>"
                 if delimiter_of_entry
-                else f"<Contents><Key>{escape(listing_entry)}</Key><Size>{entry_file.size}</Size>"
-                f"<ETag>{entry_file.tag}</ETag><LastModified>{LISTED_DATE}</LastModified></Contents>"
+                else f"<Contents><Key>{escape(listing_entry)}</Key>"
+                f"<Size>{listed_object.num_bytes}</Size><ETag>{listed_object.etag}</ETag>"
+                f"<LastModified>{LISTED_DATE}</LastModified></Contents>"
             )
         entries_xml = "".join([*xml_of_entry.values()][:PAGE_ENTRIES])
         if len(xml_of_entry) > PAGE_ENTRIES:
@@ -190,19 +192,18 @@ class Connection(socketserver.StreamRequestHandler):
         if stored_object is None:
             self.server.count_request(0)
             return self.send(404)
-        if headers.get("if-match", stored_object.tag) != stored_object.tag:
+        if headers.get("if-match", stored_object.etag) != stored_object.etag:
             self.server.count_request(0)
             return self.send(412)
         http_status, start_offset, stop_offset = requested_range(
-            headers.get("range", ""), stored_object.size
+            headers.get("range", ""), stored_object.num_bytes
         )
         self.server.count_request(stop_offset - start_offset if method == "GET" else 0)
-        object_headers = f"ETag: {stored_object.tag}\r\nx-goog-generation: 1\r\n"
+        object_headers = f"ETag: {stored_object.etag}\r\nx-goog-generation: 1\r\n"
         object_headers += f"Last-Modified: {HEADER_DATE}\r\n"
         if http_status == 206:
-            object_headers += (
-                f"Content-Range: bytes {start_offset}-{stop_offset - 1}/{stored_object.size}\r\n"
-            )
+            range_with_size = f"{start_offset}-{stop_offset - 1}/{stored_object.num_bytes}"
+            object_headers += f"Content-Range: bytes {range_with_size}\r\n"
         self.send_headers(http_status, stop_offset - start_offset, object_headers)
         if method == "GET" and stop_offset > start_offset:
             self.send_file(stored_object.path, start_offset, stop_offset)
@@ -240,8 +241,8 @@ class Connection(socketserver.StreamRequestHandler):
         next_offset = start
         with open(path, "rb", buffering=0) as served_file:
             while next_offset < stop:
-                allowed_time = start_time + (next_offset - start) / self.server.rate
-                time.sleep(max(0.0, allowed_time - time.perf_counter()))
+                next_send_time = start_time + (next_offset - start) / self.server.rate
+                time.sleep(max(0.0, next_send_time - time.perf_counter()))
                 num_sent_bytes = min(SENT_AT_ONCE, stop - next_offset)
                 next_offset += os.sendfile(
                     self.connection.fileno(), served_file.fileno(), next_offset, num_sent_bytes
@@ -257,7 +258,8 @@ def requested_range(header: str, size: int) -> tuple[int, int, int]:
 
     Returns:
         A tuple of the HTTP status of the answer, the offset of the first byte to send, and the
-        offset after the last byte to send.
+        offset after the last byte to send. The status is 200 without a range, 206 for a range, and
+        416 for a range that begins after the object. For 416, there are no bytes to send.
     """
     range_match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
     if range_match is None:
@@ -270,7 +272,10 @@ def requested_range(header: str, size: int) -> tuple[int, int, int]:
 
 @contextmanager
 def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[str]:
-    """Runs a server, which this process and its children reach as gs://bucket.
+    """Runs a server in a new process, which serves a folder as gs://bucket.
+
+    This process and the children that it starts later reach the bucket under this name, because an
+    environment variable contains the address of the server.
 
     Args:
         folder: The folder to serve.

@@ -75,7 +75,8 @@ def batches_of(
     Args:
         lengths: The number of tokens of each document.
         way: The way to batch documents.
-        batch_size: The number of documents of a batch. If the way has no batches, it is ignored.
+        batch_size: The number of documents of a batch. Ignored if the way does not pad batches,
+            because each batch is then a single document.
         computed_every: The number of successive batches of which the middle one is selected.
 
     Returns:
@@ -102,14 +103,14 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
         hooks: The names of the hooks to return.
 
     Returns:
-        The function that computes the hooks for a batch.
+        The function that computes the values at the hooks for a batch (see `Forward`).
     """
     import transformers
 
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model.eval()
-    # The last hidden state of transformers is the output of the final norm. Without the norm, it is
-    # the residual stream after the last layer, as the other hidden states are after their layers.
+    # The last hidden state of transformers is the output of the final norm, but the residual stream
+    # after the last layer is needed. It is the output if the norm does nothing.
     model.norm = torch.nn.Identity()
     # Number of a layer -> expert numbers, (tokens of the batch, experts).
     experts_of_layer: dict[int, torch.Tensor] = {}
@@ -176,13 +177,14 @@ def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
 
     Args:
         values: The tensor.
-        widen: Whether bfloat16 becomes float32. Otherwise the array has the bfloat16 of ml_dtypes,
-            because PyTorch cannot convert bfloat16 to NumPy.
+        widen: Whether bfloat16 values become float32. Otherwise, they become ml_dtypes.bfloat16.
+            Values of other dtypes keep their dtype.
     """
     if not values.is_floating_point():
         return values.numpy()
     if widen or values.dtype == torch.float32:
         return values.float().numpy()
+    # PyTorch cannot convert bfloat16 to NumPy, so the bytes are converted as int16.
     return values.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
@@ -194,33 +196,33 @@ class Shards:
         folder: Folder of the shards.
         hooks: Names of the hooks, in the order of the values that `add` takes.
         way: Way that determines the dtype of stored values and the compression.
-        bytes: Total size in bytes of the files written so far.
+        written_bytes: Total size in bytes of the files written so far.
     """
 
     folder: Path
     hooks: Sequence[str]
     way: Way
-    bytes: int = 0
-    _shard_count: int = 0
-    _array_bytes: int = 0
+    written_bytes: int = 0
+    _num_written_shards: int = 0
+    _collected_array_bytes: int = 0
     _records_of_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(
         self, document_number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]
     ) -> None:
-        """Adds one document to the shard.
+        """Adds one document to the collected records.
 
-        If the shard would become too large, it is written before, and the document is added to the
-        next shard.
+        If their arrays would become larger than SHARD_BYTES, the records of earlier documents are
+        first written as a shard.
 
         Args:
             document_number: The number of the document.
             token_ids: The token ids of the document.
-            values: The values of each hook, (tokens, width).
+            values: The values at each hook, (tokens, width), in the order of `hooks`.
         """
         hook_arrays = [as_numpy(tensor, self.way.stores_float32) for tensor in values]
         array_bytes = sum(array.nbytes for array in hook_arrays)
-        if self._array_bytes and self._array_bytes + array_bytes > SHARD_BYTES:
+        if self._collected_array_bytes and self._collected_array_bytes + array_bytes > SHARD_BYTES:
             self.flush()
         for hook, array in zip(self.hooks, hook_arrays, strict=True):
             shard_record = {
@@ -233,27 +235,27 @@ class Shards:
                 "doc_id": None,
             }
             self._records_of_hook.setdefault(hook, []).append(shard_record)
-        self._array_bytes += array_bytes
+        self._collected_array_bytes += array_bytes
 
     def flush(self) -> None:
         """Writes the collected records as a shard, and waits until it is on the disk.
 
-        Without collected records, it does nothing.
+        Does nothing if no records have been collected.
         """
-        if not self._array_bytes:
+        if not self._collected_array_bytes:
             return
-        self._shard_count += 1
-        shard_path = self.folder / f"shard_{self._shard_count:04d}.pkl.gz"
+        self._num_written_shards += 1
+        shard_path = self.folder / f"shard_{self._num_written_shards:04d}.pkl.gz"
         with open(shard_path, "wb") as shard_file:
             with self._compressed(shard_file) as compressed_stream:
                 pickle.dump(self._records_of_hook, compressed_stream)
             shard_file.flush()
             os.fsync(shard_file.fileno())
-        self.bytes += shard_path.stat().st_size
-        self._records_of_hook, self._array_bytes = {}, 0
+        self.written_bytes += shard_path.stat().st_size
+        self._records_of_hook, self._collected_array_bytes = {}, 0
 
     def _compressed(self, file: Any) -> Any:
-        """Returns a stream that compresses data with gzip and writes them to a file.
+        """Returns a binary stream that compresses its input with gzip and writes it to a file.
 
         Args:
             file: The binary file to write.
@@ -272,7 +274,7 @@ def run(
     shards: Shards,
     written_every: int,
 ) -> dict[str, float]:
-    """Computes all batches, and writes the first of every `written_every` documents.
+    """Computes all batches, and writes the first one of every `written_every` documents.
 
     Computing and writing alternate in one thread.
 
@@ -308,7 +310,7 @@ def run(
             run_figures["documents"] += 1
     shards.flush()
     run_figures["store_seconds"] = time.perf_counter() - start_time - run_figures["compute_seconds"]
-    return run_figures | {"bytes": shards.bytes}
+    return run_figures | {"bytes": shards.written_bytes}
 
 
 def main() -> None:
@@ -340,7 +342,8 @@ def main() -> None:
     start_time = time.perf_counter()
     forward = load_transformers(parsed_flags.model, dtype, parsed_flags.hooks)
     with torch.inference_mode():
-        # The first call is not measured, just as compiling is not measured for this tool.
+        # The first call takes longer than the others. It is not measured, just as compiling is not
+        # measured for this tool.
         forward([token_ids_of_documents[0][:16]])
     load_seconds = time.perf_counter() - start_time
     document_lengths = [len(token_ids) for token_ids in token_ids_of_documents]

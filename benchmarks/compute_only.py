@@ -1,9 +1,12 @@
-"""Measures the compiled step of an extraction without storing anything.
+"""Measures how fast an extraction computes activations, without storing them.
 
-end_to_end.py and gpu.py run this script in a separate process. It takes the flags of
-extract_activations.py. First it computes the packed batches of the run's documents. Then it
-computes full rows: each row is one document of --max_seq_length tokens, so there is no padding, and
-attention takes as long as possible. The last line printed is one JSON object.
+The compiled step, which computes the values at the hooks for one batch, is measured on two inputs:
+first on the packed batches of the run's documents, then on batches of full rows. A full row is one
+document of --max_seq_length tokens, so there is no padding, and attention takes as long as
+possible.
+
+This script takes the flags of extract_activations.py. end_to_end.py and gpu.py run it in a separate
+process. The last line printed is one JSON object.
 """
 
 import json
@@ -24,20 +27,20 @@ from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 
-# The seconds for which full rows are measured. They are computed again until this time is over.
+# The batches of full rows are computed again and again until this number of seconds is over.
 MIN_SECONDS = 2
 
 
 def mean_seconds(step: Step, batches: Sequence[Batch], min_seconds: float = 0) -> float:
     """Returns the mean number of seconds that it takes to compute all batches once.
 
-    As in a run, the next batch is given to the device before the previous one is computed.
+    As in a run, a batch is submitted to the device before the result of the previous one is ready.
 
     Args:
         step: The compiled step.
         batches: The batches to compute.
-        min_seconds: The time in seconds after which no further round begins. In a round, all
-            batches are computed once. 0 for a single round.
+        min_seconds: The time in seconds after which no further round begins, where a round computes
+            all batches once. 0 for a single round.
     """
     activations_in_flight: deque[Activations] = deque()
     start_time = time.perf_counter()

@@ -99,7 +99,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Bench:
-    """The inputs of all contenders, and the flags of the benchmark.
+    """The inputs that all contenders share, and the flags of this script.
 
     Attributes:
         folder: Folder of the model, the documents and the outputs.
@@ -173,14 +173,14 @@ class Bench:
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Bench:
-    """Writes the model and the documents.
+    """Writes a model with random weights, random documents, and their token ids.
 
     Args:
-        folder: The folder to which they are written.
+        folder: The folder to which the files are written.
         options: The parsed flags of this script.
 
     Returns:
-        The inputs of all contenders.
+        The inputs that all contenders share.
     """
     model_folder, documents_path = folder / "model", folder / "documents.jsonl"
     make_model(model_folder, SHAPES[options.shape])
@@ -199,7 +199,7 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         options: The parsed flags of this script.
 
     Returns:
-        dtype -> FLOP/s in the faster library.
+        dtype -> FLOP/s of the fastest product in the faster library.
     """
     peak_of_dtype: dict[str, float] = defaultdict(float)
     python_and_library_pairs = [(sys.executable, "jax")]
@@ -220,7 +220,7 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
 
 
 def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
-    """Runs extract_activations.py and compute_only.py in separate processes.
+    """Measures this tool: runs extract_activations.py and compute_only.py in separate processes.
 
     Args:
         bench: The inputs.
@@ -228,7 +228,8 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
         output: The folder of the shards.
 
     Returns:
-        Name of a figure of this tool -> figure.
+        A dict: name of a figure -> figure. Speeds whose names begin with "compute" or "full_rows"
+        are measured by compute_only.py, the other figures by `extract` in processes.py.
     """
     extraction_flags = [*bench.flags(), "--dtype", dtype]
     extraction_figures = extract(output, extraction_flags)
@@ -256,7 +257,7 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
 
 
 def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures:
-    """Runs one of the ways of competitors.py in a separate process.
+    """Measures one of the ways to use transformers: runs competitors.py in a separate process.
 
     Args:
         bench: The inputs.
@@ -265,7 +266,8 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         output: The folder of the shards.
 
     Returns:
-        Name of a figure of this way -> figure.
+        A dict: name of a figure -> figure. The names are names that `run_ours` also uses, and
+        "versions", whose value is a dict: name of a package -> its version.
     """
     sampling = bench.sampling(name)
     competitor_command = [
@@ -381,7 +383,8 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
         peak: The FLOP/s of the fastest matrix product in this dtype.
 
     Returns:
-        The median of each figure, and figures that are derived from the medians.
+        A dict: name of a figure -> its median over the rounds. It also contains figures that are
+        derived from these medians, and "tokens_per_second_of_rounds", the speed in each round.
     """
     median_of_figure = {
         figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
@@ -405,8 +408,8 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     median_of_figure["end_to_end_over_compute"] = (
         median_of_figure["tokens_per_second"] / median_of_figure["compute_tokens_per_second"]
     )
-    # Figures of the first round that are no numbers, so that they have no median. `deviation` and
-    # `changed_experts` may also be numbers, and then their medians replace these values.
+    # These figures may be None or a dict, which have no median, so their values in the first round
+    # are returned. If a figure is a number, its median replaces this value below.
     figures_of_first_round = {
         figure_name: rounds[0].get(figure_name)
         for figure_name in ("deviation", "changed_experts", "versions")
@@ -424,21 +427,21 @@ def report(
     figures_of_rounds: dict[str, dict[str, list[Figures]]],
     peaks: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """Prints the table, and returns the content of the JSON line.
+    """Prints the table of figures, and returns the JSON object that this script prints.
 
     Args:
         bench: The inputs.
         figures_of_rounds: Contender -> dtype -> the figures of each round.
-        peaks: A dict of three dicts, each with dtype -> FLOP/s of the fastest matrix product. They
-            were measured "before" and "after" the runs of the contenders, and "best" is the faster
-            one.
+        peaks: A dict of three dicts, each with dtype -> FLOP/s of the fastest matrix product. The
+            dicts "before" and "after" were measured before and after the runs of the contenders,
+            and "best" contains the larger value for each dtype.
     """
     print(HEADER)
     figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
     for contender, rounds_of_dtype in figures_of_rounds.items():
         sampling = bench.sampling(contender)
-        for dtype, figures_of_dtype in rounds_of_dtype.items():
-            summarised_figures = summarise(bench, figures_of_dtype, peaks["best"][dtype])
+        for dtype, rounds_in_dtype in rounds_of_dtype.items():
+            summarised_figures = summarise(bench, rounds_in_dtype, peaks["best"][dtype])
             figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
             print(table_line(contender, dtype, summarised_figures, sampling))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
@@ -462,7 +465,7 @@ def report(
         print(f"ours / {contender}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
     value_of_flag = vars(bench.parsed_flags).copy()
-    # The path of this Python means nothing to readers on other machines.
+    # --competitors is a path on this machine, which means nothing to readers of the result.
     del value_of_flag["competitors"]
     package_names = ("jax", "jaxlib", "numpy", "isal")
     return {
@@ -492,15 +495,15 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         figures["tokens_per_second"],
         figures["compute_tokens_per_second"],
     )
-    gflops = figures["flops_per_second"] / 1e9
-    compute_gflops = figures["compute_flops_per_second"] / 1e9
+    gflop_per_second = figures["flops_per_second"] / 1e9
+    compute_gflop_per_second = figures["compute_flops_per_second"] / 1e9
     deviation_text = "-" if figures["deviation"] is None else f"{figures['deviation']:.1e}"
     changed_experts_text = (
         "-" if figures["changed_experts"] is None else f"{figures['changed_experts']:.1%}"
     )
     return (
-        f"{name:8}{dtype:9} {end_to_end_speed:9.0f} {compute_speed:8.0f} {gflops:8.0f}"
-        f" {compute_gflops:8.0f}"
+        f"{name:8}{dtype:9} {end_to_end_speed:9.0f} {compute_speed:8.0f} {gflop_per_second:8.0f}"
+        f" {compute_gflop_per_second:8.0f}"
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
         f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"

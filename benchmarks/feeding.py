@@ -3,7 +3,7 @@
 `python -m benchmarks.feeding [--tokenizer FOLDER]` reads rows, renders conversations, tokenises,
 and packs the tokens. It prints tokens per second for six kinds of input: plain text, the same text
 as conversations, a mixture of two files, shuffled documents, documents split into pieces, and a
-column of token ids. Every round measures each kind once.
+column of token ids. Every round measures each input once.
 
 The last line is JSON with the medians over the rounds and their ratios to plain text. It also
 contains the fraction of padding in batches of documents whose lengths are distributed like the
@@ -41,12 +41,11 @@ TEMPLATE = """\
 # Documents have log-normal lengths, as in FineWeb-Edu. These are the median in words, the median in
 # tokens, and the standard deviation of the logarithm.
 MEDIAN_WORDS, MEDIAN_TOKENS, SPREAD = 450, 620, 1.0
-# The number of tokens of a row and the number of rows of a batch when speed is measured.
-LENGTH, ROWS = 2048, 8
+# The shape of the batches that are packed when speed is measured.
+ROW_TOKENS, BATCH_ROWS = 2048, 8
 # The number of documents from whose lengths the fraction of padding is computed.
 PADDING_DOCUMENTS = 20_000
-# Tuples of the rows of a batch and the tokens of a row for which the fraction of padding is
-# computed.
+# The shapes of batches, (rows, tokens of a row), for which the fraction of padding is computed.
 PADDING_SHAPES = ((8, 2048), (32, 2048), (4, 512))
 
 
@@ -55,9 +54,10 @@ def demo_text() -> str:
 
 
 def make_rows(folder: Path, count: int) -> None:
-    """Writes documents of random words to 0.parquet and 1.parquet, half of them to each file.
+    """Writes random documents of mixed lengths to 0.parquet and 1.parquet, half to each file.
 
-    The columns contain each document as text, as a conversation, and as random token ids.
+    A row has three columns: "text" contains random words, "messages" the same words as a
+    conversation, and "ids" as many random token ids as there are words.
 
     Args:
         folder: The folder of the files.
@@ -83,7 +83,7 @@ def make_rows(folder: Path, count: int) -> None:
 
 
 def messages_of(text: str) -> list[dict[str, str]]:
-    """Splits a text into messages of 100 words, alternately of the user and the assistant.
+    """Splits a text into messages of 100 words, written by user and assistant in turn.
 
     Args:
         text: The text.
@@ -93,14 +93,18 @@ def messages_of(text: str) -> list[dict[str, str]]:
     """
     words = text.split()
     messages: list[dict[str, str]] = []
-    for first_word in range(0, len(words), 100):
+    for first_word_index in range(0, len(words), 100):
         role = "user" if len(messages) % 2 == 0 else "assistant"
-        messages.append({"role": role, "content": " ".join(words[first_word : first_word + 100])})
+        messages.append(
+            {"role": role, "content": " ".join(words[first_word_index : first_word_index + 100])}
+        )
     return messages
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Writes the demo's tokenizer, with special tokens around messages, and an empty config.json.
+    """Writes tokenizer.json and an empty config.json, which replace the folder of a model.
+
+    The tokenizer is the one of --demo, with special tokens for the start and end of messages.
 
     Args:
         folder: The folder of the files.
@@ -119,7 +123,7 @@ def measure(options: TextOptions, model_folder: Path) -> float:
     """Returns the tokens per second at which a data set is read, tokenised and packed.
 
     Args:
-        options: The flags of the data set.
+        options: The flags that select the data set and say how to tokenise it.
         model_folder: The folder of the tokenizer.
     """
     text_source = Text(options, Checkpoint(str(model_folder)), 2**20)
@@ -127,14 +131,16 @@ def measure(options: TextOptions, model_folder: Path) -> float:
     num_tokens = 0
     start_time = time.perf_counter()
     for batch in pack(
-        samples(documents, text_source.tokenizer, text_source.sample_settings), ROWS, LENGTH
+        samples(documents, text_source.tokenizer, text_source.sample_settings),
+        BATCH_ROWS,
+        ROW_TOKENS,
     ):
         num_tokens += batch.num_tokens
     return num_tokens / (time.perf_counter() - start_time)
 
 
 def padding_fraction(rows: int, length: int) -> float:
-    """Returns the fraction of padding among the tokens of batches of random documents.
+    """Returns the fraction of padding in batches that are packed from documents of mixed lengths.
 
     Args:
         rows: The number of rows of a batch.
@@ -162,7 +168,7 @@ def main() -> None:
         (data_folder / "template.jinja").write_text(TEMPLATE)
         plain_flags = f"--dataset_path {data_folder}/*.parquet"
         chat_flags = f"--messages_column messages --chat_template {data_folder}/template.jinja"
-        flags_of_input_kind = {
+        flags_of_input_name = {
             "text": plain_flags,
             "chat": f"{plain_flags} {chat_flags}",
             "mixture": f"--mix {data_folder}/0.parquet=0.7 {data_folder}/1.parquet=0.3",
@@ -170,24 +176,24 @@ def main() -> None:
             "split": f"{plain_flags} --long_documents split",
             "ids": f"{plain_flags} --ids_column ids",
         }
-        speeds_of_input_kind: dict[str, list[float]] = {
-            input_kind: [] for input_kind in flags_of_input_kind
+        speeds_of_input_name: dict[str, list[float]] = {
+            input_name: [] for input_name in flags_of_input_name
         }
         for _ in range(parsed_flags.rounds):
-            for input_kind, flags in flags_of_input_kind.items():
+            for input_name, flags in flags_of_input_name.items():
                 extraction_options = parse_args(flags.split())
                 tokens_per_second = measure(
                     extraction_options.text, parsed_flags.tokenizer or data_folder
                 )
-                speeds_of_input_kind[input_kind].append(tokens_per_second)
-                print(f"{input_kind}: {tokens_per_second:,.0f} tokens/s", flush=True)
-        median_speed_of_input_kind = {
-            input_kind: statistics.median(speeds_of_rounds)
-            for input_kind, speeds_of_rounds in speeds_of_input_kind.items()
+                speeds_of_input_name[input_name].append(tokens_per_second)
+                print(f"{input_name}: {tokens_per_second:,.0f} tokens/s", flush=True)
+        median_speed_of_input_name = {
+            input_name: statistics.median(speeds_of_rounds)
+            for input_name, speeds_of_rounds in speeds_of_input_name.items()
         }
-        speed_ratio_of_input_kind = {
-            input_kind: round(median_speed / median_speed_of_input_kind["text"], 2)
-            for input_kind, median_speed in median_speed_of_input_kind.items()
+        speed_ratio_of_input_name = {
+            input_name: round(median_speed / median_speed_of_input_name["text"], 2)
+            for input_name, median_speed in median_speed_of_input_name.items()
         }
         padding_fraction_of_shape = {
             f"{num_rows} x {row_length}": round(padding_fraction(num_rows, row_length), 4)
@@ -195,8 +201,8 @@ def main() -> None:
         }
         print_result(
             {
-                "tokens_per_second": median_speed_of_input_kind,
-                "of_text": speed_ratio_of_input_kind,
+                "tokens_per_second": median_speed_of_input_name,
+                "of_text": speed_ratio_of_input_name,
                 "padding": padding_fraction_of_shape,
             }
         )

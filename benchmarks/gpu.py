@@ -6,9 +6,10 @@ lengths (inputs.py). The residual stream of some layers is stored in safetensors
 "step" is the speed of this tool's compiled step over full rows, when nothing is copied to the host
 or stored. It is also given as a fraction of the fastest bfloat16 matrix product on this GPU. "end
 to end" is the speed from the first document until the last shard is on the disk, without loading
-and compiling. transformers computes batches of --rows documents, padded to the longest one. It
-takes the documents in the order of the file, and sorted by length. It copies the activations to
-pinned memory and stores nothing (gpu_torch.py). Padding never counts as tokens.
+and compiling. transformers computes batches of --rows documents, padded to the longest one. It is
+measured twice: with the documents in the order of the file, and with documents sorted by length. It
+copies the activations to pinned memory and stores nothing (gpu_torch.py). Padding never counts as
+tokens.
 
 Without a GPU, the benchmark ends with status 2. Only `--shapes tiny`, which tests this script, runs
 without one. The last line printed is one JSON object.
@@ -41,8 +42,10 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         options: The parsed flags of this benchmark.
 
     Returns:
-        A dict of figures from both processes. Figures whose names begin with "step" describe full
-        rows. packed_tokens_per_second is the speed of the packed documents without storing.
+        A dict: name of a figure -> figure. Figures whose names begin with "step" are measured by
+        compute_only.py with full rows, and packed_tokens_per_second with the packed documents.
+        "kernels" is a dict: a field of metadata.json that describes a kernel -> its value. The
+        other figures are measured by the extraction.
     """
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     extraction_flags = [
@@ -119,7 +122,7 @@ def describe(
 
     Args:
         shape: The name of the model's shape.
-        num_hooks: The number of stored layers.
+        num_hooks: The number of layers whose residual stream is stored.
         tool_figures: The result of `measure_tool`.
         torch_figures: The result of `measure_transformers`.
         peak: The FLOP/s of the fastest matrix product.
@@ -199,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(*description_lines, sep="\n", flush=True)
             shutil.rmtree(model_folder)
     value_of_flag = vars(parsed_flags).copy()
-    # The temporary folder means nothing to a reader of the result.
+    # --folder is a temporary folder, which means nothing to readers of the result.
     del value_of_flag["folder"]
     print_result(
         {

@@ -502,34 +502,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Kind of input -> number of a sample -> sample of an undisturbed run.
         undisturbed_samples_of_input: dict[str, dict[int, Sample]] = {}
 
-        def compare(input_kind: str, disturbed: Mapping[int, Sample]) -> None:
+        def compare(input_name: str, disturbed: Mapping[int, Sample]) -> None:
             """Compares the samples of a disturbed run with the samples of an undisturbed run.
 
             Args:
-                input_kind: The kind of input.
+                input_name: The kind of input.
                 disturbed: Number of a sample -> sample of the disturbed run.
             """
-            if input_kind not in undisturbed_samples_of_input:
-                output_folder = work_folder / "whole" / input_kind
+            if input_name not in undisturbed_samples_of_input:
+                output_folder = work_folder / "whole" / input_name
                 run_tool(
-                    *flags_of_input[input_kind],
+                    *flags_of_input[input_name],
                     *RUN_FLAGS,
                     "--batch_size",
                     8,
                     "--output_dir",
                     output_folder,
                 )
-                undisturbed_samples_of_input[input_kind] = samples_in(output_folder)
-            largest_deviation = deviation(disturbed, undisturbed_samples_of_input[input_kind])
-            deviation_of_input[input_kind] = max(
-                largest_deviation, deviation_of_input.get(input_kind, 0.0)
+                undisturbed_samples_of_input[input_name] = samples_in(output_folder)
+            largest_deviation = deviation(disturbed, undisturbed_samples_of_input[input_name])
+            deviation_of_input[input_name] = max(
+                largest_deviation, deviation_of_input.get(input_name, 0.0)
             )
             if largest_deviation > TOLERANCE:
                 raise RuntimeError(
-                    f"{input_kind}: values differ by {largest_deviation:.1e} of the RMS"
+                    f"{input_name}: values differ by {largest_deviation:.1e} of the RMS"
                 )
             print(
-                f"{input_kind}: {len(disturbed)} samples, "
+                f"{input_name}: {len(disturbed)} samples, "
                 f"within {largest_deviation:.1e} of the RMS",
                 flush=True,
             )
@@ -538,31 +538,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         combinations = random.Random(parsed_flags.seed).sample(combinations, len(combinations))
         max_kills_of_run = max(1, parsed_flags.kills // len(combinations))
         total_num_kills = 0
-        for run_number, (in_bucket, shard_format, input_kind) in enumerate(cycle(combinations)):
+        for run_number, (in_bucket, shard_format, input_name) in enumerate(cycle(combinations)):
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
             num_killed, disturbed_samples = disturb(
                 work_folder / f"kills_{run_number}",
-                [*flags_of_input[input_kind], "--shard_format", shard_format],
+                [*flags_of_input[input_name], "--shard_format", shard_format],
                 in_bucket,
                 parsed_flags.seed + run_number,
                 lambda extraction, signs, num_kills=num_kills: extraction.kill(signs, num_kills),  # type: ignore[misc]
             )
             total_num_kills += num_killed
-            compare(input_kind, disturbed_samples)
+            compare(input_name, disturbed_samples)
         for round_number in range(parsed_flags.rounds):
-            input_kind = list(flags_of_input)[round_number % len(flags_of_input)]
+            input_name = list(flags_of_input)[round_number % len(flags_of_input)]
             num_writers = 2 + round_number % 2
             event_counts_of_round, disturbed_samples = disturb(
                 work_folder / f"writers_{round_number}",
-                flags_of_input[input_kind],
+                flags_of_input[input_name],
                 True,
                 parsed_flags.seed + round_number,
                 lambda extraction, _, num_writers=num_writers: extraction.compete(num_writers, 8),  # type: ignore[misc]
             )
             count_of_event.update(event_counts_of_round)
-            compare(input_kind, disturbed_samples)
+            compare(input_name, disturbed_samples)
     print_result(
         {
             "kills": total_num_kills,
