@@ -383,8 +383,9 @@ def test_a_layer_that_differs_less_than_rounding_allows_is_still_named():
     late = (early * 1.02).astype(np.float32)
     row = StoredRow(np.arange(30), [early.astype(ml_dtypes.bfloat16)])
     check = RowCheck(0, row, Limits.of(row.dtype, "float32", has_experts=False))
-    check.matches.append(match_hooks(row, 0, {"early": early, "late": late}, check.limits))
-    assert check.matches[0]["late", 0].within(check.limits)
+    computed = {"early": early, "late": late}
+    check.matches_of_layers.append(match_hooks(row, 0, computed, check.limits))
+    assert check.matches_of_layers[0]["late", 0].within(check.limits)
     assert check.is_right(0, "early") and not check.is_right(0, "late")
 
 
@@ -395,8 +396,8 @@ def test_one_wrong_token_of_many_is_found_in_bfloat16():
     stored[2000] = stored[2001]
     row = StoredRow(np.arange(3000), [stored])
     check = RowCheck(0, row, Limits.of(row.dtype, "bfloat16", has_experts=False))
-    check.matches.append(match_hooks(row, 0, {"hook": computed}, check.limits))
-    assert check.matches[0]["hook", 0].error < check.limits.row
+    check.matches_of_layers.append(match_hooks(row, 0, {"hook": computed}, check.limits))
+    assert check.matches_of_layers[0]["hook", 0].row_error < check.limits.row_error
     assert not check.is_right(0, "hook")
 
 

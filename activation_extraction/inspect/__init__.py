@@ -12,7 +12,7 @@
     report_numbers.py  the numbers in the report
     report_charts.py   the charts in the report
     dataset_card.py    the dataset card beside the report, for the Hugging Face hub
-    export.py          --export: copies a finished run to a folder of files for a trainer
+    export.py          --export: copies a finished run to files that another program reads
     export_format.py   what each format of --export has to implement
     sae_lens_files.py  the files of SAELens, which trains autoencoders
     draft_files.py     the files of the trainers of draft models: speculators and SpecForge
@@ -20,5 +20,6 @@
     nla_files.py       the files of natural language autoencoders, with the text before each token
     arrow_files.py     writes the Arrow folders that `datasets.load_from_disk` reads
 
-This package imports no JAX and never runs pickled code.
+This package imports no JAX, so that it needs no accelerator. It never runs pickled code, because
+the files may come from somebody else.
 """

@@ -1,11 +1,13 @@
-"""Compares the hidden states of a file with the states that a model computes, token by token.
+"""Compares hidden states that another program stored with states of a model, token by token.
 
-verify_states.py chooses the rows and describes the results.
+verify_states.py chooses the rows to compare and describes the results. A row is an entry of the
+other program's data set, and its file contains the states of some layers for each token of a
+sample.
 
-The relative error of a token is the norm of the difference between its two states, divided by the
-norm of the computed state. The error of several tokens is the root mean square of their relative
-errors. So tokens with huge norms, such as the first token in many models, count no more than other
-tokens.
+The relative error of a token is the norm of the difference between its stored and its computed
+state, divided by the norm of the computed state. The error of several tokens is the root mean
+square of their relative errors. So tokens with huge norms, such as the first token in many models,
+count no more than other tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,18 +19,18 @@ import numpy as np
 from activation_extraction.inspect.hidden_states import StoredRow
 from activation_extraction.inspect.verify import COMPUTING_ERRORS, ROUNDING_ERRORS
 
-# Largest error of one token, as a multiple of the largest error of a row.
+# Largest error of one token that rounding explains, as a multiple of `Limits.row_error`.
 TOKEN_FACTOR = 5
-# Largest share of a row's tokens for which the two programs may have chosen different experts, and
-# largest error of a token with different experts. Rounding to bfloat16 decides between experts that
-# have nearly equal scores. In tiny random models with 6 experts, 3 % of 200 tokens had errors above
-# the limit of a token after two layers. A token whose stored state is zeros has the error 1, which
-# exceeds MAX_OTHER_EXPERTS_ERROR.
-MAX_OTHER_EXPERTS_SHARE = 0.1
+# Largest fraction of a row's tokens for which the two programs may have chosen different experts.
+# Rounding to bfloat16 decides between experts that have nearly equal scores. In tiny random models
+# with 6 experts, 3 % of 200 tokens had errors above the limit of a token after two layers.
+MAX_OTHER_EXPERTS_FRACTION = 0.1
+# Largest error of a token for which the two programs may have chosen different experts. A token
+# whose stored state is zeros has the error 1, which other experts do not explain.
 MAX_OTHER_EXPERTS_ERROR = 0.9
-# Largest error of a token when `align` searches its sample and position, as a multiple of the
-# largest error of a row. The factor is below TOKEN_FACTOR, because states of different tokens may
-# be similar.
+# Largest error of a stored state when `align` searches the token to which the state belongs, as a
+# multiple of `Limits.row_error`. The factor is below TOKEN_FACTOR, because states of different
+# tokens may be similar.
 ALIGNMENT_FACTOR = 2
 # Largest number of parts of a layer that are described. A part belongs to another sample, or its
 # tokens are at another offset.
@@ -41,80 +43,87 @@ MIN_ERROR_RATIO = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest relative errors that rounding explains.
+    """The largest differences between stored and computed states that rounding explains.
 
     Attributes:
-        row: Largest error of the tokens of a row together.
-        token: Largest error of a single token.
-        other_experts: Largest share of the tokens whose errors are above `row` and at most
-            MAX_OTHER_EXPERTS_ERROR, because the two programs have chosen different experts for
+        row_error: Largest error of all tokens of a row together.
+        token_error: Largest error of a single token.
+        other_experts_fraction: Largest fraction of a row's tokens that may have larger errors, up
+            to MAX_OTHER_EXPERTS_ERROR, because the two programs have chosen different experts for
             these tokens. 0 if the model has no experts, or if rounding does not change the choice.
     """
 
-    row: float
-    token: float
-    other_experts: float
+    row_error: float
+    token_error: float
+    other_experts_fraction: float
 
     @classmethod
     def of(cls, stored_dtype: str, computing_dtype: str, has_experts: bool) -> "Limits":
-        """Returns the limits for a file.
+        """Returns the limits for a file of another program.
 
-        The limit of a row is c + r. Here, r is the error of rounding to the stored dtype
+        The limit `row_error` is c + r. Here, r is the error of rounding to the stored dtype
         (ROUNDING_ERRORS in verify.py), and c is the error of computing on another platform
         (COMPUTING_ERRORS in verify.py) in the less precise one of two dtypes: the dtype of this
         computation, and the dtype in which the other program has probably computed. The other
         program's dtype is float32 if the file contains float32, and bfloat16 otherwise. The
-        limit of a token is TOKEN_FACTOR times as large.
+        limit `token_error` is TOKEN_FACTOR times as large.
 
         Args:
             stored_dtype: Name of the dtype in the file, FLOAT8 for e4m3.
             computing_dtype: Name of the dtype of this computation.
             has_experts: Whether the model chooses experts for each token.
         """
-        other_dtype = "float32" if stored_dtype == "float32" else "bfloat16"
+        other_program_dtype = "float32" if stored_dtype == "float32" else "bfloat16"
         computing_error = max(
-            COMPUTING_ERRORS[computing_dtype][1], COMPUTING_ERRORS[other_dtype][1]
+            COMPUTING_ERRORS[computing_dtype][1], COMPUTING_ERRORS[other_program_dtype][1]
         )
         row_limit = computing_error + ROUNDING_ERRORS[stored_dtype]
-        uses_bfloat16 = "bfloat16" in (computing_dtype, other_dtype)
-        max_other_experts_share = MAX_OTHER_EXPERTS_SHARE if has_experts and uses_bfloat16 else 0.0
-        return cls(row_limit, TOKEN_FACTOR * row_limit, max_other_experts_share)
+        uses_bfloat16 = "bfloat16" in (computing_dtype, other_program_dtype)
+        max_other_experts_fraction = (
+            MAX_OTHER_EXPERTS_FRACTION if has_experts and uses_bfloat16 else 0.0
+        )
+        return cls(row_limit, TOKEN_FACTOR * row_limit, max_other_experts_fraction)
 
 
 class HookMatch(NamedTuple):
-    """The errors of the states of a layer, compared with the states at one hook.
+    """The errors of a row's stored states in one layer, against computed states at one hook.
+
+    A match with smaller errors sorts before a match with larger errors.
 
     Attributes:
-        error: Error of all compared tokens together, without tokens that may have other experts.
-        largest_error: Largest error of one of these tokens.
+        row_error: Error of all compared tokens together. Tokens for which the two programs may have
+            chosen different experts are left out.
+        largest_token_error: Largest error of one of the tokens that are not left out.
         hook: Name of the hook.
-        offset: Number that is added to the index of a stored state to get the index of the token
-            with whose computed state it is compared. 0 in a right file.
-        other_experts: Number of tokens that are left out because they may have other experts.
+        token_offset: Number that is added to the index of a stored state to get the index of the
+            token with whose computed state it is compared. 0 if the file is right.
+        other_expert_tokens: Number of tokens that are left out.
     """
 
-    error: float
-    largest_error: float
+    row_error: float
+    largest_token_error: float
     hook: str
-    offset: int
-    other_experts: int
+    token_offset: int
+    other_expert_tokens: int
 
     def within(self, limits: Limits) -> bool:
         """Returns whether rounding explains the errors.
 
         Args:
-            limits: Largest errors that rounding explains.
+            limits: Largest differences that rounding explains.
         """
-        return self.error <= limits.row and self.largest_error <= limits.token
+        return self.row_error <= limits.row_error and self.largest_token_error <= limits.token_error
 
 
 def token_errors(stored: np.ndarray, computed: np.ndarray) -> np.ndarray:
-    """Returns the relative error of each token, float64 (tokens,); inf for NaN and infinity.
+    """Returns the relative error of each token, float64 (tokens,).
+
+    The error is infinite if a state contains NaN or infinity.
 
     Args:
         stored: States of a file, float32 (tokens, width).
-        computed: States that the model computes, float32 (tokens, width). The norm of a state of
-            zeros counts as 1.
+        computed: States that the model computes for the same tokens, float32 (tokens, width). The
+            norm of a state of zeros counts as 1, so that nothing is divided by 0.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         difference_norms = np.linalg.norm(stored - computed, axis=1).astype(np.float64)
@@ -126,18 +135,19 @@ def token_errors(stored: np.ndarray, computed: np.ndarray) -> np.ndarray:
 def match_hooks(
     row: StoredRow, layer: int, computed: Mapping[str, np.ndarray], limits: Limits
 ) -> dict[tuple[str, int], HookMatch]:
-    """Compares the states of a layer with the states of the same sample at all hooks.
+    """Compares a row's stored states in one layer with its computed states at all hooks.
 
     Args:
-        row: Row of the file.
+        row: Content of the row's file.
         layer: Index of the layer in the file.
-        computed: States of the sample at each hook, by the name of the hook, float32 (tokens,
-            width).
-        limits: Largest errors that rounding explains.
+        computed: States that the model computes for the tokens of the row at each hook, by the name
+            of the hook, float32 (tokens, width).
+        limits: Largest differences that rounding explains.
 
     Returns:
-        The match by the name of the hook and the offset. Offsets are 0, -1 and 1, and, if there are
-        fewer states than tokens, the offset with which the last state belongs to the last token.
+        The match by the name of the hook and `HookMatch.token_offset`. Offsets are 0, -1 and 1,
+        and, if there are fewer states than tokens, the offset with which the last state belongs to
+        the last token.
     """
     stored_states = row.states(layer)
     token_count = len(row.token_ids)
@@ -169,21 +179,24 @@ def match_hooks(
 
 
 def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
-    """Returns a mask of the tokens that may have other experts, bool (tokens,).
+    """Returns which tokens of a row may have other experts in the two programs, bool (tokens,).
 
-    Of the tokens whose errors rounding alone does not explain, these are the tokens with the
-    largest errors, at most as many as `limits` allows. In a row of at least two tokens of a model
-    with experts, one token is always allowed.
+    These are the tokens with the largest errors among the tokens whose errors are above
+    `limits.row_error` and at most MAX_OTHER_EXPERTS_ERROR. There are at most as many as
+    `limits.other_experts_fraction` allows, but one is always allowed if the fraction is not 0 and
+    the row has several tokens.
 
     Args:
         errors: Relative error of each token, (tokens,).
-        limits: Largest errors that rounding explains.
+        limits: Largest differences that rounding explains.
     """
     may_have_other_experts = np.zeros(len(errors), bool)
-    if not limits.other_experts or len(errors) < 2:
+    if not limits.other_experts_fraction or len(errors) < 2:
         return may_have_other_experts
-    candidate_indices = np.flatnonzero((errors > limits.row) & (errors <= MAX_OTHER_EXPERTS_ERROR))
-    max_token_count = max(int(limits.other_experts * len(errors)), 1)
+    candidate_indices = np.flatnonzero(
+        (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
+    )
+    max_token_count = max(int(limits.other_experts_fraction * len(errors)), 1)
     candidates_by_error = candidate_indices[np.argsort(-errors[candidate_indices])]
     may_have_other_experts[candidates_by_error[:max_token_count]] = True
     return may_have_other_experts
@@ -193,40 +206,41 @@ class Alignment(NamedTuple):
     """The stored states of a layer that match computed states of one sample at one offset.
 
     Attributes:
-        number: Number of the row to which the sample belongs.
-        hook: Name of the hook.
-        offset: Number that is added to the index of a stored state to get the index of the token.
-        states: Mask of the stored states that match, bool (states,).
+        row_number: Number of the row to which the sample belongs.
+        hook: Name of the hook at which the states were computed.
+        token_offset: Number that is added to the index of a stored state to get the index of the
+            token in the sample.
+        is_matching_state: Whether each stored state matches, bool (states,).
     """
 
-    number: int
+    row_number: int
     hook: str
-    offset: int
-    states: np.ndarray
+    token_offset: int
+    is_matching_state: np.ndarray
 
     @property
     def size(self) -> int:
         """The number of stored states that match."""
-        return int(self.states.sum())
+        return int(self.is_matching_state.sum())
 
 
 def align(
-    row: StoredRow, layer: int, number: int, hook: str, computed: np.ndarray, limits: Limits
+    row: StoredRow, layer: int, row_number: int, hook: str, computed: np.ndarray, limits: Limits
 ) -> list[Alignment]:
     """Finds the offsets at which most stored states of a layer match the states of a sample.
 
     Args:
-        row: Row of the file.
+        row: Content of the file with the stored states.
         layer: Index of the layer in the file.
-        number: Number of the row whose sample was computed.
+        row_number: Number of the row whose sample was computed, which may be another row.
         hook: Name of the hook at which the states were computed.
         computed: States of the sample, float32 (tokens, width).
-        limits: Largest errors. A stored state matches if its error is at most ALIGNMENT_FACTOR
-            times the error of a row.
+        limits: Largest differences that rounding explains. A stored state matches if its error is
+            at most ALIGNMENT_FACTOR times `limits.row_error`.
 
     Returns:
-        The alignments with most states, at most MAX_PARTS. If two offsets have equally many states,
-        the offset that is nearer to 0 comes first.
+        The alignments with most matching states, at most MAX_PARTS. If two offsets have equally
+        many, the offset that is nearer to 0 comes first.
     """
     # Squared distances of all pairs are |s|^2 + |c|^2 - 2 s.c, (states, tokens). Float64 leaves a
     # relative error of 1e-8, which is far below all limits.
@@ -236,7 +250,9 @@ def align(
         stored_squares = np.square(stored_states).sum(axis=1)[:, None]
         computed_squares = np.square(computed.astype(np.float64)).sum(axis=1)[None]
         squared_distances = stored_squares + computed_squares - 2 * dot_products
-        is_match = squared_distances <= (ALIGNMENT_FACTOR * limits.row) ** 2 * computed_squares
+        is_match = (
+            squared_distances <= (ALIGNMENT_FACTOR * limits.row_error) ** 2 * computed_squares
+        )
     is_match &= computed_squares > 0
     state_indices, token_indices = np.nonzero(is_match)
     offset_of_match = token_indices - state_indices
@@ -246,18 +262,22 @@ def align(
     for token_offset in distinct_offsets[most_frequent_indices].tolist():
         is_at_offset = np.zeros(len(stored_states), bool)
         is_at_offset[state_indices[offset_of_match == token_offset]] = True
-        alignments.append(Alignment(number, hook, token_offset, is_at_offset))
+        alignments.append(Alignment(row_number, hook, token_offset, is_at_offset))
     return alignments
 
 
 def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
-    """Yields at most MAX_PARTS alignments that explain most states of a layer, the largest first.
+    """Yields at most MAX_PARTS alignments that explain most states of a layer.
+
+    The alignment that explains most states comes first. Each next alignment explains most of the
+    remaining states.
 
     Alignments with a single state are left out unless the layer has a single state, because the
     first tokens of different samples often have the same states.
 
     Args:
-        alignments: Alignments of the same layer, preferred ones first.
+        alignments: Alignments of the same layer. If two explain equally many states, the earlier
+            one is preferred.
 
     Yields:
         Alignments without the states that earlier alignments explain.
@@ -265,10 +285,12 @@ def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
     remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):
         largest_alignment = max(remaining_alignments, key=lambda alignment: alignment.size)
-        if largest_alignment.size < min(2, len(largest_alignment.states)):
+        if largest_alignment.size < min(2, len(largest_alignment.is_matching_state)):
             return
         yield largest_alignment
         remaining_alignments = [
-            alignment._replace(states=alignment.states & ~largest_alignment.states)
+            alignment._replace(
+                is_matching_state=alignment.is_matching_state & ~largest_alignment.is_matching_state
+            )
             for alignment in remaining_alignments
         ]

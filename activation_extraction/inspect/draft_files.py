@@ -1,9 +1,9 @@
 """Writes the files from which speculators and SpecForge train draft models (EAGLE-3, DFlash).
 
 The files contain whole samples, with a loss mask, the residual streams of some layers, and the last
-hidden state. The two trainers number the same tensors differently. Blocks are counted from 0 here.
-The residual stream after block k is number k + 1 for speculators, as in `hidden_states` of
-transformers, and number k for SpecForge.
+hidden state. The two trainers number the same tensors differently. If the blocks (decoder layers)
+of a model are counted from 0, the residual stream after block k has the number k + 1 for
+speculators, as in `hidden_states` of transformers, and the number k for SpecForge.
 """
 
 import io
@@ -33,8 +33,8 @@ from activation_extraction.dataset.token_batch import (
 from activation_extraction.inspect.arrow_files import ArrowFolder
 from activation_extraction.inspect.export_format import Exported, ExportFormat
 
-# Name of the kept column and of the tensor that contain a 1 for each token whose loss counts, and a
-# 0 for each other token.
+# Name of the tensor with a 1 for each token whose loss counts, and a 0 for each other token. A run
+# may store a column of the data set with this name and content.
 LOSS_MASK = "loss_mask"
 # Indices in ROLES of the roles whose tokens' loss counts.
 TRAINED_ROLES = [ROLES.index(role) for role in ("assistant", "thinking")]
@@ -56,12 +56,12 @@ class TrainingSample(NamedTuple):
     Attributes:
         token_ids: The token ids, int64 (tokens,).
         loss_mask: 1 for each token whose loss counts, otherwise 0, int64 (tokens,).
-        values: The activations by hook, an array (tokens, width) for each hook.
+        values_by_hook: The activations by the name of the hook, (tokens, width) each.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
-    values: ByHook[np.ndarray]
+    values_by_hook: ByHook[np.ndarray]
 
 
 def training_samples(
@@ -71,7 +71,8 @@ def training_samples(
 
     Args:
         dataset: The run.
-        chunks: All tokens of the run, in stored order. A sample may lie in several chunks.
+        chunks: Batches that together contain all tokens of the run, in stored order. The tokens of
+            a sample may be in several batches.
 
     Raises:
         RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -97,9 +98,9 @@ def _loss_mask(
 ) -> np.ndarray:
     """Returns the loss mask of a sample: 1 for each token whose loss counts, otherwise 0.
 
-    If the run kept a column `loss_mask`, the mask is read from it. Otherwise, all tokens count in
-    samples without roles. In conversations, only the tokens of the assistant and of its thinking
-    count.
+    If the run stores a column `loss_mask` of the data set, the mask is read from it. Otherwise, all
+    tokens of a sample without roles count. In conversations, only the tokens of the assistant and
+    of its thinking count.
 
     Args:
         dataset: The run.
@@ -110,16 +111,16 @@ def _loss_mask(
         The mask, int64 (tokens,).
 
     Raises:
-        RunError: If the column does not contain a 0 or 1 for each token of its row.
+        RunError: If the column does not contain a 0 or 1 for each token of the data set's row.
     """
     sample_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
-        row_mask = dataset.samples[LOSS_MASK][sample_index].as_py()
+        mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
         piece_of_document = piece_of(dataset.samples["row"][sample_index].as_py())
         first_token = 0 if piece_of_document is None else piece_of_document[1]
-        if not isinstance(row_mask, list):
-            row_mask = []
-        sample_mask = np.array(row_mask[first_token : first_token + len(sample_tokens)])
+        if not isinstance(mask_of_document, list):
+            mask_of_document = []
+        sample_mask = np.array(mask_of_document[first_token : first_token + len(sample_tokens)])
         if sample_mask.shape != (len(sample_tokens),) or not np.isin(sample_mask, (0, 1)).all():
             sample_and_column = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{sample_and_column}: expected a 0 or 1 for each of the row's tokens")
@@ -140,15 +141,15 @@ def last_stream_hook(block_count: int) -> str:
 
 
 def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
-    """Returns the hooks of residual streams by the numbers of hidden states in transformers.
+    """Returns the hooks that are residual streams, by the number of the stream in transformers.
 
     Args:
         hooks: The names of hooks. Hooks of other tensors are ignored.
 
     Returns:
-        The names of hooks by their numbers, in ascending order. Number 0 is the embedding, and
-        number k + 1 is the output of block k. If two hooks have the same tensor, the first of them
-        is returned.
+        The name of the hook by the number of its stream, in ascending order. Stream 0 is the
+        embedding, and stream k + 1 is the output of block k. If two hooks are the same stream, the
+        first of them is returned.
     """
     hook_by_number: dict[int, str] = {}
     for hook_name in hooks:
@@ -161,14 +162,14 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
     """Returns a phrase about the samples without tokens, or an empty tuple if there are none."""
-    empty_count = dataset.samples["tokens"].to_pylist().count(0)
-    if not empty_count:
+    empty_sample_count = dataset.samples["tokens"].to_pylist().count(0)
+    if not empty_sample_count:
         return ()
-    return (f"{counted(empty_count, 'sample')} without tokens",)
+    return (f"{counted(empty_sample_count, 'sample')} without tokens",)
 
 
 class DraftFormat(ExportFormat):
-    """The files of a trainer of draft models: whole samples with the residual streams of layers.
+    """Files from which a draft model is trained: whole samples with some residual streams.
 
     Attributes:
         hook_globs: Globs of the hooks that the trainer reads.
@@ -178,7 +179,7 @@ class DraftFormat(ExportFormat):
     hook_globs: ClassVar[tuple[str, ...]]
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
-        """Returns whether the hook matches one of `hook_globs` and has activations, no codes."""
+        """Returns whether the hook matches one of `hook_globs` and its values are no codes."""
         if not dataset.shards.hooks[hook].is_array:
             return False
         return any(fnmatchcase(hook, hook_glob) for hook_glob in self.hook_globs)
@@ -201,10 +202,10 @@ class SpeculatorsFormat(DraftFormat):
             run does, otherwise in the dtype of the run.
     """
 
-    name = "speculators"
-    library = "datasets"
+    flag_value = "speculators"
+    needed_package = "datasets"
     hook_globs = STREAM_GLOBS
-    accepted_hooks = " and ".join(hook_globs)
+    accepted_hooks_in_words = " and ".join(hook_globs)
 
     def __init__(self, export_dtype: str | None = None) -> None:
         self._export_dtype = export_dtype
@@ -246,12 +247,12 @@ class SpeculatorsFormat(DraftFormat):
         from safetensors.numpy import save
 
         (folder / "hidden_states").mkdir()
-        integer_type = datasets.Value("int64")
-        integers_type = datasets.List(integer_type)
+        int64_type = datasets.Value("int64")
+        int64_list_type = datasets.List(int64_type)
         column_types = {
-            "input_ids": integers_type,
-            LOSS_MASK: integers_type,
-            "seq_len": integer_type,
+            "input_ids": int64_list_type,
+            LOSS_MASK: int64_list_type,
+            "seq_len": int64_type,
         }
         arrow_folder = ArrowFolder(folder, column_types, "torch")
         stream_hooks = streams_by_number(hooks).values()
@@ -291,7 +292,7 @@ class SpeculatorsFormat(DraftFormat):
         ]
 
     def _stores_float8(self, dataset: ActivationDataset) -> bool:
-        """Returns whether the files contain the hidden states of a run as float8."""
+        """Returns whether the files of the export contain the hidden states as float8."""
         return "float8" in (self._export_dtype, dataset.identity.activation_dtype)
 
 
@@ -321,10 +322,10 @@ class SpecForgeFormat(DraftFormat):
     (1, tokens, width).
     """
 
-    name = "specforge"
-    library = "torch"
+    flag_value = "specforge"
+    needed_package = "torch"
     hook_globs = (*STREAM_GLOBS, FINAL_NORM_HOOK)
-    accepted_hooks = " and ".join(hook_globs)
+    accepted_hooks_in_words = " and ".join(hook_globs)
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
         """Returns the names of the hooks to export.
@@ -383,7 +384,8 @@ class SpecForgeFormat(DraftFormat):
                 "hidden_state": as_tensor(values_by_hook[FINAL_NORM_HOOK])[None],
                 "aux_hidden_state": as_tensor(concatenated_streams)[None],
             }
-            # Torch would raise a RuntimeError, not an OSError, on a full disk.
+            # The file is not written by torch, which raises RuntimeError instead of OSError on a
+            # full disk.
             file_buffer = io.BytesIO()
             torch.save(tensors_of_file, file_buffer)
             (subfolder / f"data_{sample_index}.ckpt").write_bytes(file_buffer.getbuffer())

@@ -45,20 +45,24 @@ def export_format_of(name: str, export_dtype: str | None = None) -> ExportFormat
 
     Args:
         name: The value of --export.
-        export_dtype: The value of --export_dtype, which only speculators has. None for the default.
+        export_dtype: The value of --export_dtype, which only the format speculators accepts. None
+            for the default.
 
     Raises:
         InputError: If the files of the format cannot contain `export_dtype`.
     """
-    if name == SpeculatorsFormat.name:
+    if name == SpeculatorsFormat.flag_value:
         return SpeculatorsFormat(export_dtype)
     if export_dtype is not None:
         raise InputError(
-            f"--export_dtype {export_dtype}: needs --export {SpeculatorsFormat.name}, found "
+            f"--export_dtype {export_dtype}: needs --export {SpeculatorsFormat.flag_value}, found "
             f"--export {name}"
         )
-    other_formats = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
-    return {export_format.name: export_format for export_format in other_formats}[name]
+    formats_without_dtype = SaeLensFormat(), SpecForgeFormat(), DelphiFormat(), NlaFormat()
+    format_by_flag_value = {
+        export_format.flag_value: export_format for export_format in formats_without_dtype
+    }
+    return format_by_flag_value[name]
 
 
 def export(
@@ -68,7 +72,7 @@ def export(
     patterns: Sequence[str] | None,
     load_text: LoadText | None = None,
 ) -> None:
-    """Exports a run to a new folder, and prints how to read it.
+    """Exports a run to a new folder, and prints how the other program reads the folder.
 
     Args:
         root: The output of the run.
@@ -83,8 +87,8 @@ def export(
             folder exists or cannot be made. `load_text` may raise it, too.
         RunError: If reading or writing fails. In this case, the unfinished folder is deleted.
     """
-    flag_and_format = f"--export {export_format.name}"
-    needed_package = export_format.library
+    flag_and_format = f"--export {export_format.flag_value}"
+    needed_package = export_format.needed_package
     if find_spec(needed_package) is None:
         raise InputError(f"{flag_and_format}: needs {needed_package}; {install(needed_package)}")
     if "://" in target_folder:
@@ -123,9 +127,9 @@ def export(
     if export_format.needs_text:
         run_text = _load_text(finished_dataset, flag_and_format, load_text)
         token_chunks = with_texts(token_chunks, root, logs_by_folder, finished_dataset, run_text)
-    # Token ids, masks and scales in the files need up to 24 bytes per token and hook. They are
-    # counted in addition to the activations. Texts are not counted, because their lengths are
-    # unknown before decoding.
+    # In addition to the activations, the files contain token ids, masks and scales. They need up to
+    # 24 bytes per token and hook, such as two token ids and a mask of 8 bytes each. Texts are not
+    # counted, because their lengths are unknown before decoding.
     max_export_bytes = finished_dataset.tokens * (bytes_per_token + 24 * len(exported_hooks))
     with raise_on_ctrl_c(), _new_folder(target_folder, max_export_bytes) as temporary_folder:
         export_result = export_format.write(
@@ -252,11 +256,11 @@ def _new_folder(target_folder: str, needed_bytes: int) -> Iterator[Path]:
 def _chunks(
     dataset: ActivationDataset, hooks: Sequence[str], chunk_tokens: int, columns: Sequence[str] = ()
 ) -> Iterator[TokenBatch]:
-    """Yields all tokens in stored order, in chunks, and shows a progress bar.
+    """Yields all tokens of a run in stored order, in chunks, and shows a progress bar.
 
     Args:
         dataset: The run.
-        hooks: The names of the hooks.
+        hooks: The names of the hooks whose values the chunks contain.
         chunk_tokens: The number of tokens of each chunk but the last.
         columns: The names of the columns of the table of samples that the chunks contain.
     """

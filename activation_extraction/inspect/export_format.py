@@ -19,10 +19,10 @@ class Exported(NamedTuple):
     """The result of an export: the number of exported tokens, and a list of omissions.
 
     Attributes:
-        tokens: The number of tokens in the files. The remaining tokens of the run did not fill a
-            row.
-        omissions: Phrases for messages about data of the run that the files do not contain, except
-            for remaining tokens, such as "3 samples without tokens".
+        tokens: The number of tokens in the files. Other tokens of the run are missing in the files
+            because they did not fill a row.
+        omissions: Phrases about other data of the run that the files do not contain, such as
+            "3 samples without tokens".
     """
 
     tokens: int
@@ -33,25 +33,25 @@ class ExportFormat(ABC):
     """A format of --export: the files that one other program reads.
 
     Attributes:
-        name: The value of --export.
-        library: The name of the package that is needed to write the files.
-        accepted_hooks: The hooks that the format accepts, in words for messages.
+        flag_value: The value of --export that chooses the format.
+        needed_package: The name of the package that is needed to write the files.
+        accepted_hooks_in_words: The hooks that the format accepts, in words for messages.
         needs_every_token: Whether a run must store all tokens of its samples.
-        needs_text: Whether the chunks that `write` takes contain the text before each token, in the
-            column TEXT_COLUMN of nla_files.py.
-        sample_columns: The names of the columns of the table of samples that chunks contain.
+        needs_text: Whether the chunks that `write` takes contain the text of the sample up to and
+            including each token, in the column TEXT_COLUMN of nla_files.py.
+        sample_columns: The names of the columns of the table of samples that the chunks contain.
         row_tokens: The number of tokens in a row of the files. Tokens that do not fill a row are
             left out.
         rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
             the ends of samples are left out. Otherwise only the last tokens of the run are left
             out.
-        max_chunk_tokens: The largest number of tokens in a chunk. None if only memory limits the
-            number.
+        max_chunk_tokens: The largest number of tokens in a chunk, which is a batch of tokens that
+            is written at once. None if only memory limits the number.
     """
 
-    name: ClassVar[str]
-    library: ClassVar[str]
-    accepted_hooks: ClassVar[str]
+    flag_value: ClassVar[str]
+    needed_package: ClassVar[str]
+    accepted_hooks_in_words: ClassVar[str]
     needs_every_token: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False
     sample_columns: ClassVar[tuple[str, ...]] = ()
@@ -86,13 +86,16 @@ class ExportFormat(ABC):
         ]
         if not exported_hooks:
             raise InputError(
-                f"--export {self.name}: takes {self.accepted_hooks}; {dataset.url} has "
-                f"{', '.join(chosen_hooks)}"
+                f"--export {self.flag_value}: takes {self.accepted_hooks_in_words}; "
+                f"{dataset.url} has {', '.join(chosen_hooks)}"
             )
         if omitted_hooks := [
             hook_name for hook_name in chosen_hooks if hook_name not in exported_hooks
         ]:
-            say(f"left out: {', '.join(omitted_hooks)}; {self.name} takes {self.accepted_hooks}")
+            say(
+                f"left out: {', '.join(omitted_hooks)}; {self.flag_value} takes "
+                f"{self.accepted_hooks_in_words}"
+            )
         return exported_hooks
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:

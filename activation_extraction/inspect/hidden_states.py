@@ -3,10 +3,10 @@
 Two kinds of folders are read. A folder of the program speculators contains a data set and the files
 `hidden_states/hs_I.safetensors`, of which file I belongs to row I of the data set. A folder of the
 program SpecForge contains the files `rows_A-B/data_I.ckpt`, perhaps compressed (`.ckpt.gz`). The
-docstring of draft_files.py describes how the two programs number layers. verify_states.py compares
-the hidden states with a model.
+docstring of draft_files.py describes how the two programs number layers. The files do not contain
+these numbers. verify_states.py compares the hidden states with a model.
 
-No file contains the numbers of its layers. No pickled code is run.
+The files may come from strangers, so no pickled code is run.
 """
 
 import gzip
@@ -106,23 +106,30 @@ class StoredRow:
         if self.scales is None:
             return values
         token_scales = self.scales[first_state : first_state + len(values)]
-        values_in_range = np.clip(values / token_scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
-        return values_in_range.astype(VALUE_DTYPE).astype(np.float32) * token_scales
+        clipped_values = np.clip(values / token_scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
+        return clipped_values.astype(VALUE_DTYPE).astype(np.float32) * token_scales
 
 
 class StatesFolder(ABC):
     """A folder of hidden states that another program has stored, one file for each row.
 
-    Attributes:
+    Creating an object opens no file.
+
+    Args:
         path: Path of the folder.
-        files: Path of the file of each row, by the number of the row, ascending.
+        files: Path of the file of each row, by the number of the row, in any order.
+
+    Attributes:
+        program: Name of the program that trains on the folder.
+        number_of_block_0: Number that this program gives to the output of the first block.
+        path: Path of the folder.
+        files: Path of the file of each row, by the number of the row, in ascending order.
     """
 
-    program: str  # name of the program that trains on the folder
-    number_of_block_0: int  # number that the program gives to the output of the first block
+    program: str
+    number_of_block_0: int
 
     def __init__(self, path: Path, files: dict[int, Path]) -> None:
-        """Describes a folder, whose files are not opened yet."""
         self.path = path
         self.files = dict(sorted(files.items()))
 
@@ -135,15 +142,16 @@ class StatesFolder(ABC):
         """
 
     def default_blocks(self, depth: int) -> list[int]:
-        """Returns the blocks whose outputs are stored by default, before the last layer.
+        """Returns the blocks whose outputs the program stores if its user names no layers.
 
-        Both programs choose the same blocks, but number the blocks differently.
+        The last layer of the files is stored in addition. Both programs choose the same blocks, but
+        number them differently.
 
         Args:
             depth: Number of blocks of the model.
 
         Returns:
-            The numbers of the blocks, counted from 0.
+            The indices of the blocks, counted from 0.
         """
         return [1, depth // 2 - 1, depth - 4]
 
@@ -171,11 +179,11 @@ class StatesFolder(ABC):
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user about the folder that describe no fault of a row."""
+        """Notes for the user about the whole folder, for example that it contains no data set."""
         return []
 
     def file_name(self, number: int) -> str:
-        """Returns the path of a row's file in the folder, for messages."""
+        """Returns the path of a row's file relative to the folder, for messages."""
         return str(self.files[number].relative_to(self.path))
 
 
@@ -222,7 +230,7 @@ class SpeculatorsFolder(StatesFolder):
 
     @cached_property
     def _data_set(self) -> Any:
-        """The column `input_ids` of the data set, a pyarrow.ChunkedArray; None without one."""
+        """The column `input_ids` of the data set, a pyarrow.ChunkedArray; None without data set."""
         import pyarrow
 
         state_file = self.path / "state.json"
@@ -359,14 +367,16 @@ def _numbered(folder: Path, glob: str, pattern: re.Pattern[str]) -> dict[int, Pa
 
 
 def _safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the tensors of a safetensors file by name; they are views of the mapped file.
+    """Returns the tensors of a safetensors file by name.
+
+    The tensors are views of the memory-mapped file.
 
     Raises:
         RunError: If the file cannot be read, or is no safetensors file.
     """
     try:
         mapped_bytes = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:  # ValueError for an empty file
+    except (OSError, ValueError) as error:  # np.memmap raises ValueError if the file is empty
         raise RunError(f"{path}: {reason_of(error)}") from error
     tensor_header = read_header(
         lambda start, stop: mapped_bytes[start:stop].tobytes(),
@@ -409,8 +419,10 @@ def _torch_tensors(path: Path) -> dict[str, np.ndarray]:
     except (OSError, EOFError, zlib.error) as error:
         raise RunError(f"{path}: {reason_of(error)}") from error
     except NOT_ONLY_TENSORS as error:
-        error_reason = one_line(error).partition(". ")[0]
-        raise RunError(f"{path}: is damaged, or holds more than tensors: {error_reason}") from error
+        reason_in_words = one_line(error).partition(". ")[0]
+        raise RunError(
+            f"{path}: is damaged, or holds more than tensors: {reason_in_words}"
+        ) from error
 
 
 def _as_array(tensor: Any) -> np.ndarray:
@@ -441,7 +453,15 @@ def _check_names(path: Path, tensors: dict[str, np.ndarray], names: Sequence[str
 
 
 def _check_states(path: Path, name: str, states: np.ndarray, axes: Sequence[str]) -> None:
-    """Raises RunError unless a tensor has the axes and a dtype of hidden states."""
+    """Raises RunError if a tensor has other axes or another dtype than hidden states.
+
+    Args:
+        path: Path of the file, for the message.
+        name: Name of the tensor, for the message.
+        states: Values of the tensor.
+        axes: Names of the expected axes, such as "tokens" and "width". Only the first may have the
+            length 0.
+    """
     if states.ndim != len(axes) or 0 in states.shape[1:]:
         raise RunError(f"{path}: {name} is {_described(states)}, expected ({', '.join(axes)})")
     if states.dtype.name not in DTYPES:

@@ -39,9 +39,9 @@ class DelphiFormat(ExportFormat):
     - `tokens`: The token ids of all rows, (rows, ROW_TOKENS).
     """
 
-    name = "delphi"
-    library = "safetensors"
-    accepted_hooks = "codes, which --encode stores"
+    flag_value = "delphi"
+    needed_package = "safetensors"
+    accepted_hooks_in_words = "codes, which --encode stores"
     needs_every_token = True
     row_tokens = ROW_TOKENS
     rows_end_with_samples = True

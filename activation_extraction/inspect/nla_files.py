@@ -2,9 +2,9 @@
 
 The pipeline (kitft/natural_language_autoencoders) begins with stage 0, which extracts activations.
 This module writes the same Parquet file as stage 0. The file has a row for each stored token, with
-the text of the sample up to the token and the residual stream after one block. The text is decoded
-from all token ids before the token. If the run does not store all of them, a `RunText` reads them
-again from the data set.
+the text of the sample up to and including the token, and the residual stream after one block. The
+text is decoded from all token ids of the sample up to this token. If the run does not store all of
+them, a `RunText` reads them again from the data set.
 """
 
 import hashlib
@@ -46,7 +46,9 @@ def with_texts(
     dataset: ActivationDataset,
     run_text: RunText,
 ) -> Iterator[TokenBatch]:
-    """Yields chunks of tokens with the additional column TEXT_COLUMN.
+    """Yields chunks of tokens with the text of the sample up to and including each token.
+
+    The texts are in the additional column TEXT_COLUMN.
 
     Args:
         chunks: All tokens of the run, in stored order.
@@ -58,9 +60,9 @@ def with_texts(
     Raises:
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
-    numbers_and_ids = _token_ids(root, folders, dataset, run_text)
-    current_sample_number = -1  # number of the sample to which `current_ids` belong
-    current_ids = np.empty(0, np.int32)
+    numbers_and_token_ids = _token_ids(root, folders, dataset, run_text)
+    current_sample_number = -1  # sample of `current_token_ids`; -1 before the first sample
+    current_token_ids = np.empty(0, np.int32)
     for token_batch in chunks:
         truncated_texts = np.empty(len(token_batch), object)
         numbers_and_positions = zip(
@@ -68,8 +70,8 @@ def with_texts(
         )
         for token_index, (sample_number, token_position) in enumerate(numbers_and_positions):
             while current_sample_number != sample_number:
-                current_sample_number, current_ids = next(numbers_and_ids)
-            truncated_texts[token_index] = run_text.decode(current_ids[: token_position + 1])
+                current_sample_number, current_token_ids = next(numbers_and_token_ids)
+            truncated_texts[token_index] = run_text.decode(current_token_ids[: token_position + 1])
         yield replace(token_batch, columns={**token_batch.columns, TEXT_COLUMN: truncated_texts})
 
 
@@ -85,8 +87,8 @@ def _token_ids(
         run_text: The function that reads the token ids again, if the run does not store them all.
 
     Yields:
-        A tuple of the number of the sample and its token ids, int32 (tokens,). A sample without
-        stored tokens may be left out, or have no token ids.
+        A tuple of the number of the sample and its token ids, int32 (tokens,). For samples of which
+        the run stores no tokens, the tuple may be left out, or contain no token ids.
 
     Raises:
         RunError: If the text of a sample with stored tokens cannot be read again, or a shard is
@@ -112,15 +114,15 @@ def _token_ids(
 
 
 class NlaFormat(ExportFormat):
-    """The Parquet file of stage 0, and a YAML file that describes the Parquet file.
+    """The files that stage 0 of the pipeline of natural language autoencoders writes.
 
-    Parquet files cannot contain bfloat16, and the pipeline reads float32, so the vectors are
-    float32.
+    They are a Parquet file with activations and texts, and a YAML file that describes it. Parquet
+    files cannot contain bfloat16, and the pipeline reads float32, so the activations are float32.
     """
 
-    name = "nla"
-    library = "transformers"
-    accepted_hooks = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
+    flag_value = "nla"
+    needed_package = "transformers"
+    accepted_hooks_in_words = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
     needs_text = True
     sample_columns = ID_COLUMNS
     max_chunk_tokens = ROW_GROUP
@@ -137,7 +139,7 @@ class NlaFormat(ExportFormat):
         """
         if len(chosen_hooks) != 1 or not self.accepts(dataset, chosen_hooks[0]):
             raise InputError(
-                f"--export nla: takes {self.accepted_hooks}; of {dataset.url} it chooses "
+                f"--export nla: takes {self.accepted_hooks_in_words}; of {dataset.url} it chooses "
                 f"{', '.join(chosen_hooks)}"
             )
         return [*chosen_hooks]
@@ -153,7 +155,7 @@ class NlaFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes both files. Each chunk becomes a row group.
+        """Writes the Parquet file, with a row group for each chunk, and the YAML file.
 
         `ExportFormat.write` describes the arguments and the result.
         """
@@ -217,10 +219,10 @@ def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
     """Returns the id of a sample's document, which is the same for all pieces of the document.
 
     Stage 1 of the pipeline divides the documents by their ids, so every document needs an id. If
-    the data set contains none, the id is the position of the document's row as JSON.
+    the data set contains no ids, the id is the position of the document's row as JSON.
 
     Args:
-        doc_id: The id in the data set. None if it has none.
+        doc_id: The document's id in the data set. None if the data set contains no ids.
         row: The position of the sample in the data; see `SampleFacts.row`.
     """
     if doc_id is not None:
@@ -230,7 +232,7 @@ def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
 
 
 def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, Any]:
-    """Returns the content of the YAML file.
+    """Returns the content of the YAML file that describes the Parquet file.
 
     `merge_base` of the pipeline merges files if their models, layers, corpora and positions_per_doc
     are equal. So positions_per_doc must depend only on the settings of the run. It is the number of

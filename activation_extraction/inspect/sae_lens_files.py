@@ -20,9 +20,9 @@ class SaeLensFormat(ExportFormat):
     trains on them. Arrow files cannot contain bfloat16, so such values are written as float32.
     """
 
-    name = "sae_lens"
-    library = "datasets"
-    accepted_hooks = "activations, no codes"
+    flag_value = "sae_lens"
+    needed_package = "datasets"
+    accepted_hooks_in_words = "activations, no codes"
     row_tokens = 128  # the default of SAELens's setting context_size
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:

@@ -9,9 +9,9 @@ contain the hook whose states are nearest in most rows, so a layer that is wrong
 all rows can only be noticed in the line that names its hook. The hook of the last layer always
 follows from the kind of the folder.
 
-Each wrong layer of a row is described. It is compared with the states of the row's sample at all
-hooks first, and then with the states of other samples: those of the rows before and after this row,
-and those of the other chosen rows.
+Each wrong layer of a row is described. For this, the layer is compared with the states of the row's
+sample at all hooks first, and then with the states of other samples: the samples of the rows before
+and after this row, and of the other chosen rows.
 """
 
 import random
@@ -40,7 +40,7 @@ from activation_extraction.store.chosen_samples import RecomputeStates
 # A function that loads the model. Its arguments are the token ids of all samples that may be
 # computed, (tokens,) each, and the width of the stored states.
 LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
-# The result of match_hooks: the match by the name of a hook and an offset.
+# The result of `match_hooks` for a layer: the match by the name of a hook and a token offset.
 Matches = Mapping[tuple[str, int], HookMatch]
 
 
@@ -62,24 +62,25 @@ class RowCheck:
     """A row that is compared with the model.
 
     Attributes:
-        number: Number of the row.
+        row_number: Number of the row.
         row: Content of the row's file.
-        limits: Largest errors that rounding explains.
-        matches: For each layer, the comparison with the states of the row's sample at all hooks.
+        limits: Largest differences that rounding explains.
+        matches_of_layers: For each layer, the result of comparing it with the states of the row's
+            sample at all hooks.
     """
 
-    number: int
+    row_number: int
     row: StoredRow
     limits: Limits
-    matches: list[Matches] = field(default_factory=list)
+    matches_of_layers: list[Matches] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
-        """Returns the match with the smallest error of a layer, at any hook and offset.
+        """Returns the match of a layer that has the smallest error, at any hook and token offset.
 
         Args:
             layer: Index of the layer.
         """
-        return min(self.matches[layer].values())
+        return min(self.matches_of_layers[layer].values())
 
     def is_right(self, layer: int, hook: str) -> bool:
         """Returns whether a layer contains the states of the row's sample at a hook.
@@ -90,13 +91,15 @@ class RowCheck:
         """
         if len(self.row.layers[layer]) != len(self.row.token_ids):
             return False
-        expected_match = self.matches[layer][hook, 0]
+        expected_match = self.matches_of_layers[layer][hook, 0]
         nearest_error = min(
-            match.error for match in self.matches[layer].values() if match.offset == 0
+            match.row_error
+            for match in self.matches_of_layers[layer].values()
+            if match.token_offset == 0
         )
         return (
             expected_match.within(self.limits)
-            and expected_match.error <= MIN_ERROR_RATIO * nearest_error
+            and expected_match.row_error <= MIN_ERROR_RATIO * nearest_error
         )
 
 
@@ -109,7 +112,8 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         count: Number of random rows to compare.
 
     Returns:
-        The exit status: 0 if every compared row is right, otherwise 1.
+        The exit status: 0 if every chosen row is right and the layers are in the right order,
+        otherwise 1.
 
     Raises:
         InputError: If there is no model, if the model does not fit the files, or if the flags name
@@ -166,15 +170,15 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             if not row_check.is_right(layer, expected_hook.name)
         ]
         if wrong_layers:
-            wrong_row_numbers.add(row_check.number)
+            wrong_row_numbers.add(row_check.row_number)
             report_lines += _describe(
                 row_check, wrong_layers, expected_hooks, states_model, ids_by_row
             )
-    notes_on_run = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
+    notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
     has_failed = bool(wrong_row_numbers or order_message)
     say(
         *report_lines,
-        *(f"note: {note_on_run}" for note_on_run in notes_on_run),
+        *(f"note: {note_for_user}" for note_for_user in notes_for_user),
         f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program}, "
         f"{counted(len(folder.files), 'row')}; {counted(len(chosen_row_numbers), 'row')} compared, "
         f"{len(wrong_row_numbers)} wrong",
@@ -193,32 +197,32 @@ def _read_rows(
 
     Returns:
         A tuple of:
-            The rows by number. All rows have as many layers, and values in a state, as the first.
+            The rows by number. All of them have equally many layers, and states of equal width.
             A message about each row that is left out.
     """
     row_by_number: dict[int, StoredRow] = {}
     problem_messages = []
-    for number in numbers:
+    for row_number in numbers:
         try:
-            stored_row = folder.read(number)
+            stored_row = folder.read(row_number)
         except RunError as error:
-            problem_messages.append(f"row {number}: {error}")
+            problem_messages.append(f"row {row_number}: {error}")
             continue
         first_row = next(iter(row_by_number.values()), stored_row)
         layer_count, width = len(stored_row.layers), stored_row.width
         first_layer_count, first_width = len(first_row.layers), first_row.width
         if not len(stored_row.token_ids) or not len(stored_row.layers[0]):
             problem_messages.append(
-                f"row {number}: {folder.file_name(number)}: holds no tokens or states"
+                f"row {row_number}: {folder.file_name(row_number)}: holds no tokens or states"
             )
         elif (layer_count, width) != (first_layer_count, first_width):
             problem_messages.append(
-                f"row {number}: {folder.file_name(number)}: holds {layer_count} layers of {width} "
-                f"values; row {next(iter(row_by_number))} holds {first_layer_count} of "
+                f"row {row_number}: {folder.file_name(row_number)}: holds {layer_count} layers of "
+                f"{width} values; row {next(iter(row_by_number))} holds {first_layer_count} of "
                 f"{first_width}"
             )
         else:
-            row_by_number[number] = stored_row
+            row_by_number[row_number] = stored_row
     return row_by_number, problem_messages
 
 
@@ -234,8 +238,8 @@ def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarr
         not exist, that cannot be read or that are in `rows` are left out.
     """
     ids_by_neighbour = {}
-    for number in rows:
-        for neighbour_number in (number - 1, number + 1):
+    for row_number in rows:
+        for neighbour_number in (row_number - 1, row_number + 1):
             if neighbour_number in folder.files and neighbour_number not in rows:
                 try:
                     ids_by_neighbour[neighbour_number] = folder.read(neighbour_number).token_ids
@@ -271,10 +275,10 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
             Limits.of(stored_row.dtype, model.dtype, model.has_experts),
         )
         for layer in range(len(stored_row.layers)):
-            row_check.matches.append(
+            row_check.matches_of_layers.append(
                 match_hooks(stored_row, layer, states_by_hook, row_check.limits)
             )
-        checks_by_number[row_check.number] = row_check
+        checks_by_number[row_check.row_number] = row_check
     return [checks_by_number[row_number] for row_number in row_numbers]
 
 
@@ -294,8 +298,8 @@ def _requested_hooks(
 
     Raises:
         InputError: If a flag names a hook that is neither a residual stream nor the output of the
-            final norm, or if the hooks do not fit the layers. The hook of the last layer is fixed,
-            and may be left out.
+            final norm, or if the flags do not name one hook for each layer. They may leave out the
+            hook of the last layer, because the kind of the folder determines it.
     """
     if model.requested_hooks is None:
         return None
@@ -353,25 +357,36 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
     matches_within_limits = [
         hook_match for hook_match in best_matches if hook_match.within(limits_of_rows)
     ]
-    rows_by_hook = Counter(hook_match.hook for hook_match in matches_within_limits or best_matches)
-    return ExpectedHook(rows_by_hook.most_common(1)[0][0], bool(matches_within_limits))
+    row_count_by_hook = Counter(
+        hook_match.hook for hook_match in matches_within_limits or best_matches
+    )
+    return ExpectedHook(row_count_by_hook.most_common(1)[0][0], bool(matches_within_limits))
 
 
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
-    """Returns the line that names the hook of a layer and the largest error of its right rows."""
+    """Returns the line of the output about a layer.
+
+    It names the hook, the number of rows that are right in this layer, and the largest error of
+    these rows.
+
+    Args:
+        layer: Index of the layer.
+        hook: Hook that the layer should contain.
+        checks: Checks of all compared rows.
+    """
     layer_name = f"layer {layer + 1} of {len(checks[0].row.layers)}"
     if not hook.is_certain:
         return f"{layer_name}: no row matches a hook"
     right_matches = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
-            right_matches.append(row_check.matches[layer][hook.name, 0])
+            right_matches.append(row_check.matches_of_layers[layer][hook.name, 0])
     right_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
     if not right_matches:
         return f"{layer_name}: {hook.name}, {right_in_words}"
-    largest_in_words = _percent(max(right_match.error for right_match in right_matches))
+    largest_in_words = _percent(max(right_match.row_error for right_match in right_matches))
     at_most_or_nothing = "" if largest_in_words.startswith("below") else "at most "
-    other_expert_tokens = sum(right_match.other_experts for right_match in right_matches)
+    other_expert_tokens = sum(right_match.other_expert_tokens for right_match in right_matches)
     exception_in_words = ""
     if other_expert_tokens:
         exception_in_words = (
@@ -382,7 +397,11 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
-    """Returns a message if the certain hooks are not in ascending order; otherwise ""."""
+    """Returns a message if the layers are not in the order of the computation, otherwise "".
+
+    Args:
+        hooks: Hook that each layer should contain. Hooks that are not certain are ignored.
+    """
     certain_hook_names = [expected_hook.name for expected_hook in hooks if expected_hook.is_certain]
     stream_numbers = [_stream_number(hook_name) for hook_name in certain_hook_names]
     if stream_numbers == sorted(set(stream_numbers)):
@@ -391,16 +410,19 @@ def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
 
 
 def _stream_number(hook: str) -> float:
-    """Returns the number of a residual stream, 0 for the embedding; infinity for the final norm."""
+    """Returns the number of a residual stream, as `streams_by_number` counts them.
+
+    The number is 0 for the embedding, and infinity for the output of the final norm.
+    """
     return next(iter(streams_by_number([hook])), float("inf"))
 
 
 def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[tuple[int, str]]:
-    """Yields the rows whose token ids differ from those of the data set.
+    """Yields the rows whose token ids in the file differ from their token ids in the data set.
 
     Args:
-        folder: Folder with the hidden states.
-        rows: Rows by number.
+        folder: Folder with the hidden states. Nothing is yielded if it contains no data set.
+        rows: Contents of the files, by the number of the row.
 
     Yields:
         A tuple of the number of the row and a message about the row.
@@ -426,7 +448,13 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
 def _notes_on_hooks(
     folder: StatesFolder, model: RecomputeStates, hooks: Sequence[ExpectedHook]
 ) -> Iterator[str]:
-    """Yields notes for the user about the hooks of layers, if no flag names these hooks."""
+    """Yields notes for the user about the hooks of layers, if no flag names these hooks.
+
+    Args:
+        folder: Folder with the hidden states.
+        model: Model that recomputes the states.
+        hooks: Hook that each layer should contain.
+    """
     if model.requested_hooks is not None or len(hooks) == 1:
         return
     yield (
@@ -465,9 +493,9 @@ def _describe(
         check: Comparison of the row with the states of its sample.
         wrong_layers: Indices of the layers that do not contain the right states.
         hooks: Hook that each layer should contain.
-        model: Model, which computes the states of other samples.
-        samples: Token ids of the samples to which wrong states may belong, by the number of the
-            row, (tokens,) each.
+        model: Model that computes the states of other samples.
+        samples: Token ids of the samples to which wrong states may belong, int64 (tokens,) each, by
+            the number of the row.
     """
     description_by_layer = {
         layer_index: _describe_by_same_sample(check, layer_index, hooks[layer_index], model)
@@ -504,7 +532,7 @@ def _describe(
         expectation_in_words = (
             f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_certain else ""
         )
-        layer_name = f"row {check.number}, layer {layer_index + 1} of {len(hooks)}"
+        layer_name = f"row {check.row_number}, layer {layer_index + 1} of {len(hooks)}"
         layer_messages.append(f"{layer_name}: {expectation_in_words}found {layer_description}")
     return layer_messages
 
@@ -530,15 +558,13 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str | None:
-    """Returns a description of a wrong layer that needs no states of other samples.
-
-    Returns None if only the states of other samples can show to which tokens the layer belongs.
+    """Describes a wrong layer of a row by comparing it with the row's own sample only.
 
     Args:
         check: Comparison of the row with the states of its sample.
         layer: Index of the layer.
         hook: Hook that the layer should contain.
-        model: Model.
+        model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
@@ -558,14 +584,14 @@ def _describe_by_same_sample(
         counts_in_words = (
             f"{counted(len(stored_states), 'state')} for {counted(token_count, 'token')}"
         )
-        if best_match.offset not in (0, token_count - len(stored_states)):
+        if best_match.token_offset not in (0, token_count - len(stored_states)):
             return None
-        first_or_last = "first" if best_match.offset == 0 else "last"
+        first_or_last = "first" if best_match.token_offset == 0 else "last"
         other_hook_in_words = _other_hook(best_match.hook, hook, model)
         states_in_words = f"those of the {first_or_last} {len(stored_states)}"
         return f"{counts_in_words}: {states_in_words}{other_hook_in_words}"
-    if best_match.offset:
-        next_or_previous = "next" if best_match.offset > 0 else "previous"
+    if best_match.token_offset:
+        next_or_previous = "next" if best_match.token_offset > 0 else "previous"
         other_hook_in_words = _other_hook(best_match.hook, hook, model)
         return (
             f"each token with the state of the {next_or_previous} token{other_hook_in_words} "
@@ -575,21 +601,29 @@ def _describe_by_same_sample(
 
 
 def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
-    """Returns ", of HOOK, ..." if the states belong to another hook than expected, otherwise ""."""
+    """Returns a phrase such as ", of HOOK, one layer too late", or "".
+
+    The phrase is "" if the states of a layer belong to the expected hook.
+
+    Args:
+        actual_hook: Name of the hook to which the states belong.
+        hook: Hook that the layer should contain.
+        model: Model that recomputes the states.
+    """
     if hook.is_certain and actual_hook == hook.name:
         return ""
     return f", of {actual_hook}{_relation(actual_hook, hook, model)}"
 
 
 def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
-    """Returns how far a hook is from the expected hook, in words that follow the hook's name.
+    """Returns how far a hook is from the expected hook, such as ", one layer too late".
 
-    Returns "" if the two hooks are the same, or if the expected hook is not certain.
+    The phrase is "" if the two hooks are the same, or if the expected hook is not certain.
 
     Args:
         actual_hook: Name of the hook to which the states belong.
         hook: Hook that the layer should contain.
-        model: Model.
+        model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
     expected_hook = hook.name
     if not hook.is_certain or actual_hook == expected_hook:
@@ -649,8 +683,8 @@ def _describe_parts(
         alignments,
         key=lambda alignment: (
             alignment.hook != hook.name,
-            abs(alignment.number - check.number),
-            alignment.offset != 0,
+            abs(alignment.row_number - check.row_number),
+            alignment.token_offset != 0,
         ),
     )
     problem_phrases = []
@@ -662,41 +696,44 @@ def _describe_parts(
     if is_zero_state.any():
         problem_phrases.append(f"zeros in {_tokens_in_words(is_zero_state)}")
     best_match = check.best(layer)
-    error_words = f"{_error(best_match)}, a token up to {_percent(best_match.largest_error)}"
-    if (best_match.hook, best_match.offset) == (hook.name, 0) and any(
-        (alignment.hook, alignment.number, alignment.offset) == (hook.name, check.number, 0)
-        and alignment.states.all()
+    errors_in_words = (
+        f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
+    )
+    if (best_match.hook, best_match.token_offset) == (hook.name, 0) and any(
+        (alignment.hook, alignment.row_number, alignment.token_offset)
+        == (hook.name, check.row_number, 0)
+        and alignment.is_matching_state.all()
         for alignment in alignments
     ):
-        limit_in_words = f"at most {_percent(check.limits.row)} is explained by rounding"
+        limit_in_words = f"at most {_percent(check.limits.row_error)} is explained by rounding"
         problem_phrases.append(
-            f"the right hook and tokens, but other values ({error_words}; {limit_in_words})"
+            f"the right hook and tokens, but other values ({errors_in_words}; {limit_in_words})"
         )
         return "; ".join(problem_phrases)
     is_unexplained_state = ~is_zero_state
     for alignment in best_alignments(alignments_nearest_first):
-        is_unexplained_state &= ~alignment.states
-        problem_phrases.append(_part_in_words(alignment, check.number, hook, model))
+        is_unexplained_state &= ~alignment.is_matching_state
+        problem_phrases.append(_part_in_words(alignment, check.row_number, hook, model))
     if is_unexplained_state.all():
         nearest_hook_in_words = f"{best_match.hook}{_relation(best_match.hook, hook, model)}"
-        if best_match.offset:
+        if best_match.token_offset:
             nearest_hook_in_words += (
-                f" of the {'next' if best_match.offset > 0 else 'previous'} token"
+                f" of the {'next' if best_match.token_offset > 0 else 'previous'} token"
             )
         rounding_hint = ""
         bfloat16_limits = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
         if (
             best_match.hook == hook.name
-            and not best_match.offset
+            and not best_match.token_offset
             and best_match.within(bfloat16_limits)
         ):
             rounding_hint = "; rounding to bfloat16 may explain it: verify with --dtype bfloat16"
         problem_phrases.append(
-            f"no match; nearest is {nearest_hook_in_words} ({error_words}{rounding_hint})"
+            f"no match; nearest is {nearest_hook_in_words} ({errors_in_words}{rounding_hint})"
         )
     elif is_unexplained_state.any():
         experts_in_words = (
-            ", perhaps because of other experts" if check.limits.other_experts else ""
+            ", perhaps because of other experts" if check.limits.other_experts_fraction else ""
         )
         problem_phrases.append(
             f"no match for {_tokens_in_words(is_unexplained_state)}{experts_in_words}"
@@ -713,30 +750,36 @@ def _part_in_words(
         alignment: States of the layer that are consecutive states of one sample.
         layer_row_number: Number of the row that contains the layer.
         hook: Hook that the layer should contain.
-        model: Model.
+        model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
     other_hook_in_words = _other_hook(alignment.hook, hook, model)
-    is_whole_layer = bool(alignment.states.all())
-    is_same_row = alignment.number == layer_row_number
-    if is_same_row and not alignment.offset and not other_hook_in_words:
-        return f"the right states in {_tokens_in_words(alignment.states)}"
-    state_indices = np.flatnonzero(alignment.states)
-    first_token, last_token = (state_indices[[0, -1]] + alignment.offset).tolist()
-    row_in_words = "" if is_same_row else f" of row {alignment.number}"
-    if is_whole_layer and not is_same_row and not alignment.offset:
+    is_whole_layer = bool(alignment.is_matching_state.all())
+    is_same_row = alignment.row_number == layer_row_number
+    if is_same_row and not alignment.token_offset and not other_hook_in_words:
+        return f"the right states in {_tokens_in_words(alignment.is_matching_state)}"
+    state_indices = np.flatnonzero(alignment.is_matching_state)
+    first_token, last_token = (state_indices[[0, -1]] + alignment.token_offset).tolist()
+    row_in_words = "" if is_same_row else f" of row {alignment.row_number}"
+    if is_whole_layer and not is_same_row and not alignment.token_offset:
         return f"the states{row_in_words}{other_hook_in_words}"
     tokens_in_words = (
         f"token {first_token}"
         if first_token == last_token
         else f"tokens {first_token} to {last_token}"
     )
-    states_in_words = "" if is_whole_layer else f" in {_tokens_in_words(alignment.states)}"
+    states_in_words = (
+        "" if is_whole_layer else f" in {_tokens_in_words(alignment.is_matching_state)}"
+    )
     row_in_words = row_in_words or " of the same row"
     return f"the states of {tokens_in_words}{row_in_words}{states_in_words}{other_hook_in_words}"
 
 
 def _tokens_in_words(mask: np.ndarray) -> str:
-    """Returns the tokens of a mask in words, such as "tokens 0 to 11" or "3 of tokens 0 to 11"."""
+    """Returns the tokens of a mask in words, such as "tokens 0 to 11" or "3 of tokens 0 to 11".
+
+    Args:
+        mask: Whether each token belongs to the phrase, bool (tokens,). At least one token does.
+    """
     token_indices = np.flatnonzero(mask)
     first_token, last_token = token_indices[[0, -1]].tolist()
     if len(token_indices) == 1:
@@ -750,7 +793,7 @@ def _tokens_in_words(mask: np.ndarray) -> str:
 
 
 def _error(match: HookMatch) -> str:
-    return f"error {_percent(match.error)}"
+    return f"error {_percent(match.row_error)}"
 
 
 def _percent(error: float) -> str:
