@@ -129,7 +129,7 @@ def test_the_bytes_of_a_file_are_its_writers_own_and_read_the_same(each, tmp_pat
     given = {"shard_format": "pickle" if pickled else "safetensors"}
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
-        extract(folder, count=3, compress_shards=each.compressed, **given)
+        extract(folder, count=3, compress_shards=each.is_compressed, **given)
     contents = [json.loads((folder / "shard_0001.json").read_bytes()) for folder in folders]
     assert f"shard_0001{each.suffix}" in contents[0]["files"] and len(contents[0]["files"]) == 3
     for name in contents[0]["files"]:
@@ -140,7 +140,7 @@ def test_the_bytes_of_a_file_are_its_writers_own_and_read_the_same(each, tmp_pat
     if pickled:
         paths = [folder / f"shard_0001{each.suffix}" for folder in folders]
         read = [path.read_bytes() for path in paths]
-        if each.compressed:
+        if each.is_compressed:
             read = [gzip.open(path).read() for path in paths]
             assert read[0] == read[1]
         np.testing.assert_equal(*map(pickle.loads, read))

@@ -255,10 +255,10 @@ def _compare(
         recompute: The function that recomputes them.
         allowed_differences: The largest differences that rounding explains.
     """
-    values_or_messages = recompute.values(chosen_samples)
+    values_or_messages = recompute.compute_values(chosen_samples)
     for chosen_sample, values_or_message in zip(chosen_samples, values_or_messages, strict=True):
         if isinstance(values_or_message, str):
-            yield f"{chosen_sample.where}: cannot be recomputed: {values_or_message}"
+            yield f"{chosen_sample.path_and_number}: cannot be recomputed: {values_or_message}"
             continue
         token_positions = chosen_sample.tokens.positions
         for hook_values, stored_values in zip(
@@ -268,7 +268,10 @@ def _compare(
             for difference_message in hook_values.differences(
                 stored_values, recomputed_values, token_positions, allowed_differences
             ):
-                yield f"{chosen_sample.where}, {hook_values.name}: recomputed, {difference_message}"
+                yield (
+                    f"{chosen_sample.path_and_number}, {hook_values.name}: recomputed, "
+                    f"{difference_message}"
+                )
 
 
 def check_numbers(

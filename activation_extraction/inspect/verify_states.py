@@ -143,7 +143,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     row_checks = _match_rows(row_by_number, states_model)
     if expected_hooks is None:
         expected_hooks = [_nearest_hook(row_checks, layer) for layer in range(layer_count - 1)]
-        expected_hooks.append(ExpectedHook(folder.last_hook(states_model.depth)))
+        expected_hooks.append(ExpectedHook(folder.last_hook(states_model.num_layers)))
     report_lines = [
         _line_of_layer(layer, expected_hooks[layer], row_checks) for layer in range(layer_count)
     ]
@@ -264,7 +264,9 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
 
     row_numbers = [*rows]
     checks_by_number: dict[int, RowCheck] = {}
-    states_of_rows = model.states([rows[row_number].token_ids for row_number in row_numbers])
+    states_of_rows = model.compute_states(
+        [rows[row_number].token_ids for row_number in row_numbers]
+    )
     for row_index, states_by_hook in tqdm(
         states_of_rows, "verifying", len(row_numbers), leave=False, unit=" rows", disable=None
     ):
@@ -303,7 +305,7 @@ def _requested_hooks(
     """
     if model.requested_hooks is None:
         return None
-    last_hook = folder.last_hook(model.depth)
+    last_hook = folder.last_hook(model.num_layers)
     hook_names = [_canonical(hook_name) for hook_name in model.requested_hooks]
     if len(hook_names) == layer_count - 1:
         hook_names.append(last_hook)
@@ -461,7 +463,7 @@ def _notes_on_hooks(
         "no flag names the layers that were asked for, so each layer but the last is compared with "
         "the hook that most rows match; --layers_to_extract or --hook_names name them"
     )
-    default_blocks = folder.default_blocks(model.depth)
+    default_blocks = folder.default_blocks(model.num_layers)
     # The default blocks are not ascending if the model has too few blocks.
     if default_blocks != sorted(set(default_blocks)):
         return
@@ -509,7 +511,7 @@ def _describe(
     }
     if unexplained_layers:
         row_numbers = [*samples]
-        for sample_index, states_by_hook in model.states(
+        for sample_index, states_by_hook in model.compute_states(
             [samples[row_number] for row_number in row_numbers]
         ):
             for layer_index in unexplained_layers:
@@ -628,12 +630,12 @@ def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> s
     expected_hook = hook.name
     if not hook.is_certain or actual_hook == expected_hook:
         return ""
-    last_stream = f"blocks.{model.depth - 1}.hook_resid_post"
+    last_stream = f"blocks.{model.num_layers - 1}.hook_resid_post"
     if (actual_hook, expected_hook) == (FINAL_NORM_HOOK, last_stream):
         return ", after the final norm instead of before it"
     if (actual_hook, expected_hook) == (last_stream, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
-    stream_names = streams_by_number([*_stream_names(model.depth)]).values()
+    stream_names = streams_by_number([*_stream_names(model.num_layers)]).values()
     ordered_hook_names = [*stream_names, FINAL_NORM_HOOK]
     actual_index = ordered_hook_names.index(actual_hook)
     layer_distance = actual_index - ordered_hook_names.index(expected_hook)

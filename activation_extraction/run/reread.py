@@ -184,12 +184,13 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         at the place of the sample, or ends before the sample, a message instead.
     """
     ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
-    # Samples of one host with the same start are read in one pass over the host's data. The keys
-    # are the host and the number of samples before the start. The values are indices of
+    # Samples of one host with the same mark before them are read in one pass over the host's data.
+    # The keys are the host and the number of samples before the mark. The values are indices of
     # `stored_samples`.
     stored_indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
     for stored_index, stored_tokens in enumerate(stored_samples):
-        num_samples_before = 0 if stored_tokens.start is None else stored_tokens.start.samples
+        mark_before = stored_tokens.mark_before
+        num_samples_before = 0 if mark_before is None else mark_before.samples
         stored_indices_by_pass[stored_tokens.worker, num_samples_before].append(stored_index)
     for (worker, _), stored_indices in stored_indices_by_pass.items():
         stored_indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
@@ -201,7 +202,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
-            start=stored_samples[stored_indices[0]].start,
+            start=stored_samples[stored_indices[0]].mark_before,
             until=worker.number_of(max(stored_indices_by_sample_idx)) + 1,
         )
         for reread_sample in sample_stream:

@@ -50,7 +50,7 @@ The format (5) of the stored files is the same in a local folder and in a bucket
                                       (settings that must not change), totals, hooks, data files
       metrics.jsonl                   speed over time; nothing depends on it
       shard_0001.pkl.gz               activations; or shard_0001.pkl, or shard_0001.safetensors
-      shard_0001.samples.parquet      table of samples, with a row for each (sample_table.py)
+      shard_0001.samples.parquet      table of samples, with a row per sample (sample_table.py)
       shard_0001.npz                  sums for the statistics of every dimension (statistics.py)
       shard_0001.json                 commit of the shard, written after its other files
 
@@ -68,7 +68,8 @@ metadata.json and has no field `reserved`. A committed shard never changes. Its 
                                     wrote it, and URL of the folder to which it was written
   file, files                       name of the file of activations; bytes, sha256 and version of
                                     each file; crc32c of the file of activations, 8 hexadecimal
-                                    digits per MiB; `ranges` of safetensors, which older shards lack
+                                    digits per MiB; for safetensors, `ranges`: checksums of ranges
+                                    of the file, described below, which older shards lack
   unpacked                          bytes of the file of activations before compression
   samples                           `first` and `last`, the smallest and largest sample_idx; `count`
   tokens                            number of stored tokens
@@ -80,8 +81,8 @@ metadata.json and has no field `reserved`. A committed shard never changes. Its 
                                     statistics
   mark                              place in the data from which the run continues after the shard,
                                     with the fields of text/mark.py; all samples before the mark
-                                    are stored, and the tables list those after it that are stored;
-                                    null for the beginning of the data
+                                    are stored; the tables of samples list the stored samples after
+                                    the mark; null for the beginning of the data
   identity                          SHA-256 of the run's identity, which a repair compares if
                                     metadata.json is lost
   began, committed                  Unix times at which the process began and the shard was
@@ -99,23 +100,26 @@ Samples are in ascending order within a shard, but a later shard may contain sam
 numbers. A safetensors shard concatenates its samples. It contains `sample_idx` and `sample_offsets`
 (int64; sample i has the tokens from offset i to offset i + 1), `token_ids` and `position` (int32),
 and for each hook one tensor (tokens, width) under the hook's full name. Each tensor is one
-contiguous range of bytes. Its `ranges` divide the tokens into blocks of `tokens` tokens. `crc32c`
-contains 8 hexadecimal digits per block for the rows of each tensor that has one row per token, and
-`front_crc32c` those of the `front` bytes before `token_ids`. If `consecutive` is true, the
-positions of every sample are 0, 1, 2 and so on. A pickle is a dict from the key of each hook to a
-list of records, one per sample (pickle_file.py). In conversations, every token has a `role`, an
-index into template, system, user, assistant, thinking, tool, and a `turn`, counted from 0.
+contiguous range of bytes. `ranges` in the JSON divides the tokens into blocks of `tokens` tokens.
+Its `crc32c` contains checksums of each tensor that has one row per token: 8 hexadecimal digits for
+the rows of each block. `front` is the number of bytes of the file before `token_ids`, and
+`front_crc32c` is the checksum of these bytes. If `consecutive` is true, the positions of every
+sample are 0, 1, 2 and so on.
+
+A pickle is a dict from the key of each hook to a list of records, one per sample (pickle_file.py).
+In conversations, every token has a `role`, an index from 0 into the list template, system, user,
+assistant, thinking, tool, and a `turn`, counted from 0.
 
 If long documents are split, a sample is a piece of a document. Its row contains `piece` and
 `start`, so that the position of a token in the document is `start` plus its position in the sample,
 and every token is stored once.
 
-The `integer_hooks` of the identity are int32 and have no statistics, and its `float32_hooks` are
-float32. One of these is `loss`, which is NaN at the first token of a sample, because this token has
-no loss. No other value is NaN or infinite. If `activation_dtype` is float8, which only safetensors
-can contain, all other hooks are stored as e4m3, with a float32 scale for every token in the tensor
-HOOK.scale, (tokens, 1). Readers return the product of value and scale. `error` in the JSON contains
-relative errors of this encoding.
+The values at the `integer_hooks` of the identity are int32 and have no statistics. The values at
+its `float32_hooks` are float32. One of these hooks is `loss`. It is NaN at the first token of a
+sample, because this token has no loss. No other value is NaN or infinite. If `activation_dtype` is
+float8, which only safetensors can contain, all other hooks are stored as e4m3, with a float32 scale
+for every token in the tensor HOOK.scale, (tokens, 1). Readers return the product of value and
+scale. `error` in the JSON contains relative errors of this encoding.
 
 The `code_hooks` of the identity, named HOOK.codes, contain the active features of an autoencoder at
 HOOK in CSR form. Of each token, only the largest features are stored, at most as many as

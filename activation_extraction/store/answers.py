@@ -30,6 +30,9 @@ DETAILS = "\n\nDebug source:\n"
 class Meaning(Enum):
     """The meaning of a failed request.
 
+    NO_CREDENTIALS, UNREACHABLE and UNUSABLE may be temporary if an earlier request to the same
+    folder has succeeded, because its address, settings and credentials are valid then.
+
     Attributes:
         MISSING: The object does not exist.
         CHANGED: The object has another version than the request was conditional on.
@@ -38,10 +41,8 @@ class Meaning(Enum):
         NO_CREDENTIALS: No credentials are set, and the machine provides none.
         FORBIDDEN: The credentials are valid, but do not permit the request.
         ELSEWHERE: The bucket is in another region, or at another address.
-        UNREACHABLE: No store answers at the address. The failure may pass if a request has
-            succeeded before.
-        UNUSABLE: A setting or an answer cannot be used. The failure may pass if a request has
-            succeeded before.
+        UNREACHABLE: No store answers at the address.
+        UNUSABLE: A setting or an answer cannot be used.
         REFUSED: The store would refuse the same request again.
         MAY_PASS: The same request may succeed later.
     """
@@ -95,12 +96,12 @@ class Failure(NamedTuple):
         meaning: The meaning of the failure.
         reason: One line with the code and message of the answer, or the reason why there is no
             answer. It contains no URL and nothing else that may contain secrets.
-        status: The HTTP status of the answer; 0 if there is none.
+        http_status: The HTTP status of the answer; 0 if there is none.
     """
 
     meaning: Meaning
     reason: str
-    status: int = 0
+    http_status: int = 0
 
 
 def meaning_of(status: int, code: str = "") -> Meaning:
@@ -124,9 +125,12 @@ def meaning_of(status: int, code: str = "") -> Meaning:
 def failure_of_obstore(error: Exception) -> Failure:
     """Returns the failure that an exception of obstore describes.
 
-    The message of the exception contains the answer twice: within a sentence, and as a Rust
-    structure with one field per line, whose strings are escaped. Only lines of the structure are
-    parsed, because the sentence contains the URL.
+    The message of the exception contains the answer of the store twice: within a sentence, and as a
+    Rust structure with one field per line, whose strings are escaped. Only lines of the structure
+    are parsed, because the sentence contains the URL.
+
+    Args:
+        error: Exception that a request with obstore has raised.
     """
     _, details_separator, error_details = str(error).rpartition(DETAILS)
     if not details_separator:
@@ -144,7 +148,7 @@ def failure_of_obstore(error: Exception) -> Failure:
         re.MULTILINE,
     )
     if answer_match:
-        failure = _of_answer(int(answer_match[1]), _unescaped(answer_match[2] or ""))
+        failure = _failure_of_answer(int(answer_match[1]), _unescaped(answer_match[2] or ""))
     elif deletion_match:
         error_code = _unescaped(deletion_match[1])
         error_text = _unescaped(deletion_match[2])
@@ -155,11 +159,12 @@ def failure_of_obstore(error: Exception) -> Failure:
     elif _has(error_details, "inner: BareRedirect,"):
         failure = Failure(Meaning.ELSEWHERE, "redirected without an address", 301)
     elif _has(error_details, "(?:source: )?HttpError {"):
-        failure = _of_connection(error_details)
+        failure = _failure_of_connection(error_details)
     elif isinstance(error, FileNotFoundError):
         failure = Failure(Meaning.MISSING, "the object does not exist")
     elif isinstance(error, GenericError):
-        # For example, a file with credentials cannot be used, or the answer cannot be parsed.
+        # obstore raises this error if, for example, it cannot use a file with credentials, or
+        # cannot parse the answer.
         failure = Failure(Meaning.UNUSABLE, setting_error(error))
     else:
         failure = Failure(Meaning.REFUSED, setting_error(error))
@@ -169,16 +174,20 @@ def failure_of_obstore(error: Exception) -> Failure:
 
 
 def setting_error(error: Exception) -> str:
-    """Returns the reason in an obstore error about unusable settings, as one line."""
+    """Returns the reason that an error of obstore gives if there is no answer, as one line.
+
+    Args:
+        error: Exception of obstore, for example about settings that it cannot use.
+    """
     return " ".join(str(error).partition(DETAILS)[0].rpartition(" error: ")[2].split())
 
 
-def _of_answer(status: int, body: str) -> Failure:
-    """Returns the failure that an answer describes.
+def _failure_of_answer(status: int, body: str) -> Failure:
+    """Returns the failure that the answer of a store describes.
 
     Args:
         status: HTTP status of the answer.
-        body: Body of the answer.
+        body: Body of the answer; "" if it has none.
     """
     error_code, error_text = _code_and_message(body)
     try:
@@ -220,7 +229,7 @@ def _as_one_line(code: str, message: str) -> str:
     return ": ".join(filter(None, one_line_texts))
 
 
-def _of_connection(details: str) -> Failure:
+def _failure_of_connection(details: str) -> Failure:
     """Returns the failure of a request that got no answer, or an incomplete one.
 
     Args:
@@ -262,11 +271,11 @@ def _asks_for_credentials(details: str) -> bool:
     address_match = re.search(r"^ *uri: Some\(\n *(\S+),$", details, re.MULTILINE)
     if address_match is None:
         return False
-    asked_server = urlsplit(address_match[1]).netloc
+    requested_server = urlsplit(address_match[1]).netloc
     credential_servers = {
         urlsplit(os.environ.get(variable_name, "")).netloc for variable_name in CREDENTIAL_ADDRESSES
     }
-    return asked_server.startswith("169.254.") or asked_server in credential_servers
+    return requested_server.startswith("169.254.") or requested_server in credential_servers
 
 
 def _has(details: str, pattern: str) -> bool:
@@ -274,7 +283,7 @@ def _has(details: str, pattern: str) -> bool:
 
     Args:
         details: Failure that obstore printed as a Rust structure.
-        pattern: Regular expression, which spaces may precede in the line.
+        pattern: Regular expression for the beginning of the line, after its indentation.
     """
     return re.search(f"^ *{pattern}", details, re.MULTILINE) is not None
 

@@ -73,15 +73,15 @@ class Bucket:
 
     Args:
         url: URL of the folder, such as "gs://bucket/folder".
-        patience: Seconds for which obstore repeats failing reads. A request may take this number of
-            seconds, too, plus the time in which a slow line transfers its bytes.
+        patience: Seconds for which obstore repeats failing reads. It is also the time that one
+            request may take, in addition to the time in which a slow line transfers its bytes.
 
     Attributes:
         max_file_bytes: Largest size of a file that can be written, in bytes.
     """
 
-    # The id of the process that sent the first request; None before that. A fork of this process
-    # lacks obstore's threads, and would wait forever.
+    # Id of the process that sent the first request; None before the first request. A fork of this
+    # process lacks obstore's threads, so its requests would wait forever.
     _first_process_id: ClassVar[int | None] = None
 
     def __init__(self, url: str, patience: float) -> None:
@@ -102,6 +102,7 @@ class Bucket:
             entry_by_name[_file_name(folder_path)] = None
         for object_meta in bucket_listing["objects"]:
             # The consoles of stores create an object with the folder's name for an empty folder.
+            # This object is not a file in the folder.
             if object_meta["path"] != self._key_prefix:
                 file_name = _file_name(object_meta["path"])
                 e_tag = _quoted_tag(object_meta["e_tag"])
@@ -132,7 +133,7 @@ class Bucket:
                     self._store(expected_bytes), self._key(name), options=get_options
                 )
             except GenericError as error:
-                if failure_of_obstore(error).status == 416:  # the range begins past the end
+                if failure_of_obstore(error).http_status == 416:  # the range begins past the end
                     return Bytes(b""), version
                 raise
             current_version = self._version(get_result.meta)
@@ -215,7 +216,9 @@ class Bucket:
         )
         max_retries = RETRIES if may_retry else 0
         try:
-            store_settings = tuple(sorted(self._bucket_kind.settings(self._bucket_name).items()))
+            store_settings = tuple(
+                sorted(self._bucket_kind.make_arguments(self._bucket_name).items())
+            )
         except ValueError as error:
             raise FolderError(str(error)) from error
         try:
@@ -252,7 +255,10 @@ class Bucket:
             raise self._failure(failure_of_obstore(error)) from error
 
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
-        """Returns the exception for a failed request, with the remedies for this kind of store."""
+        """Returns the exception to raise for a failed request.
+
+        Its message states the reason and the remedies for this kind of bucket.
+        """
         failure_reason = failure.reason
         bucket_kind = self._bucket_kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
@@ -277,7 +283,7 @@ class Bucket:
                 )
             case Meaning.FORBIDDEN:
                 return FolderError(
-                    f"permission denied ({failure_reason}); needed: {bucket_kind.permissions}"
+                    f"permission denied ({failure_reason}); needed: {bucket_kind.permission_help}"
                 )
             case Meaning.ELSEWHERE:
                 problem_message = "the bucket is in another region or at another address"
@@ -306,7 +312,7 @@ def _connect(
 
     Args:
         kind: Kind of the store.
-        settings: Names and values of the arguments of `kind.store`.
+        settings: Names and values of the arguments of `kind.client_class`.
         timeout: Seconds that a request may take.
         patience: Seconds for which obstore may repeat a request.
         retries: Largest number of repetitions; 0 for a client that sends every request once.
@@ -319,7 +325,9 @@ def _connect(
     if retries:
         client_options["read_timeout"] = timedelta(seconds=min(READ_TIMEOUT, patience))
     retry_options = {"max_retries": retries, "retry_timeout": timedelta(seconds=patience)}
-    return kind.store(**dict(settings), client_options=client_options, retry_config=retry_options)
+    return kind.client_class(
+        **dict(settings), client_options=client_options, retry_config=retry_options
+    )
 
 
 def _quoted_tag(e_tag: str | None) -> str | None:

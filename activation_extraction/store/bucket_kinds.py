@@ -16,8 +16,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from activation_extraction.common.visible import plain_url
 
-# In each of these tuples, the environment variables have the same meaning. The first variable that
-# is set is used.
+# Environment variables for the same setting: the address of a store, the name of an account, or its
+# key. In each tuple, the first variable that is set is used.
 S3_ADDRESS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 AZURE_ADDRESS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT")
 AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
@@ -34,19 +34,20 @@ class BucketKind(NamedTuple):
     """A kind of store: Google Cloud Storage, S3 or Azure.
 
     Attributes:
-        store: Class of obstore whose objects connect to a bucket.
-        settings: Function that takes the name of the bucket in a URL, and returns the arguments of
-            `store` by name. It raises ValueError if an environment variable cannot be used.
+        client_class: Class of obstore whose objects are connected to a bucket.
+        make_arguments: Function that takes the name of the bucket in a URL, and returns the
+            arguments of `client_class` by name. It raises ValueError if an environment variable
+            cannot be used.
         max_request_bytes: Largest number of bytes that one request may write.
-        permissions: Permissions that a run needs, as text for messages.
+        permission_help: Permissions that a run needs, as text for messages.
         credential_help: Ways to provide credentials, as text for messages.
         address_help: Settings that determine the region and the address, as text for messages.
     """
 
-    store: Callable[..., Any]
-    settings: Callable[[str], dict[str, Any]]
+    client_class: Callable[..., Any]
+    make_arguments: Callable[[str], dict[str, Any]]
     max_request_bytes: int
-    permissions: str
+    permission_help: str
     credential_help: str
     address_help: str
 

@@ -31,7 +31,7 @@ class StoredTokens:
         sample_idx: Number of the sample, which is unique in the run.
         token_ids: Token ids that are stored, int32 (tokens,).
         positions: Positions of these tokens in the sample, from 0, int32 (tokens,).
-        start: Mark before the sample, from which the host's data can be read. None for the
+        mark_before: Mark before the sample, from which the host's data can be read. None for the
             beginning of the data.
     """
 
@@ -39,7 +39,7 @@ class StoredTokens:
     sample_idx: int
     token_ids: np.ndarray
     positions: np.ndarray
-    start: Mark | None
+    mark_before: Mark | None
 
 
 class Reread(Protocol):
@@ -49,14 +49,14 @@ class Reread(Protocol):
         """Returns all token ids of samples, including token ids that are not stored.
 
         Args:
-            stored: Stored tokens of each sample. Samples of one host that have the same `start` are
-                read together.
+            stored: Stored tokens of each sample. Samples of one host that have the same
+                `mark_before` are read together.
 
         Returns:
-            A list with an item for each sample: all its token ids, int32 (tokens,), which
-            `positions` indexes, or a message if the data set no longer contains the stored tokens.
-            The array is empty for a sample without stored tokens. It contains the whole sample even
-            if --max_tokens ended the stored sample early.
+            A list with an item for each sample: all its token ids, int32 (tokens,), or a message if
+            the data set no longer contains the stored tokens. `StoredTokens.positions` are indices
+            into this array. It is empty for a sample without stored tokens. It contains the whole
+            sample even if --max_tokens ended the stored sample early.
         """
 
 
@@ -79,14 +79,14 @@ class ChosenSample:
     """A stored sample that is to be recomputed.
 
     Attributes:
-        where: Path of the shard's file and number of the sample, for messages.
+        path_and_number: Path of the shard's file and number of the sample, for messages.
         tokens: Stored tokens of the sample.
         hooks: Hooks of the run.
         values: Stored values at each of the hooks, in the form in which users get them: an array
             (tokens, width) or `Codes`.
     """
 
-    where: str
+    path_and_number: str
     tokens: StoredTokens
     hooks: Sequence[HookValues]
     values: list[Values]
@@ -97,35 +97,36 @@ class Recompute(NamedTuple):
 
     Attributes:
         platform: JAX's name of the platform that computes the values, such as "tpu".
-        values: Function that takes samples and returns an item for each of them: a dict of the
-            values of the stored tokens by the full name of the hook, in the form of
+        compute_values: Function that takes samples and returns an item for each of them: a dict
+            from the full name of each hook to the values of the stored tokens, in the form of
             `ChosenSample.values`, or the reason why the sample cannot be recomputed.
     """
 
     platform: str
-    values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
+    compute_values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 
 class RecomputeStates(NamedTuple):
     """The computation of a model's hidden states, for files that another program has stored.
 
     Attributes:
-        depth: Number of blocks of the model.
+        num_layers: Number of layers of the model.
         dtype: Name of the dtype of the computation.
         has_experts: Whether the model chooses experts for each token.
         requested_hooks: Full names of the hooks that the flags name, in the order of the flags.
             None if no flag names hooks.
-        states: Function that takes the token ids of samples, int32 (tokens,) each, and yields the
-            index of each sample with its states, in any order. The states are float32 (tokens,
-            width) by the name of the hook: `blocks.0.hook_resid_pre` (the embedding),
-            `blocks.K.hook_resid_post` for each block K, and `ln_final.hook_out`, in this order.
+        compute_states: Function that takes the token ids of samples, int32 (tokens,) each. For each
+            sample, in any order, it yields a tuple of the sample's index, from 0, and its hidden
+            states. These are float32 (tokens, width), by the name of the hook:
+            `blocks.0.hook_resid_pre` (the embedding), `blocks.K.hook_resid_post` for each layer K,
+            and `ln_final.hook_out`, in this order.
     """
 
-    depth: int
+    num_layers: int
     dtype: str
     has_experts: bool
     requested_hooks: Sequence[str] | None
-    states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]
+    compute_states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]
 
 
 def read_tokens(
@@ -137,14 +138,14 @@ def read_tokens(
         folder: Folder of the host.
         run_log: Log of the folder, which must contain metadata.
         commit: Commit of the shard.
-        sample_indices: Indices of the samples in the shard.
+        sample_indices: Indices of the samples within the shard, from 0.
 
     Returns:
         The tokens of each sample, in the order of `sample_indices`.
 
     Raises:
-        RunError: If the file is damaged or missing, or was replaced.
-        OSError: If the file cannot be read.
+        RunError: If the shard's file is damaged or missing, or was replaced.
+        OSError: If the shard's file cannot be read.
     """
     return _tokens_of(open_shard(folder, commit, []), run_log, commit, sample_indices)
 
@@ -158,15 +159,15 @@ def read_samples(
         folder: Folder of the host.
         run_log: Log of the folder, which must contain metadata.
         commit: Commit of the shard.
-        sample_indices: Indices of the samples in the shard.
+        sample_indices: Indices of the samples within the shard, from 0.
         where: Path of the shard's file, for messages.
 
     Returns:
         The samples, in the order of `sample_indices`.
 
     Raises:
-        RunError: If the file is damaged or missing, or was replaced.
-        OSError: If the file cannot be read.
+        RunError: If the shard's file is damaged or missing, or was replaced.
+        OSError: If the shard's file cannot be read.
         ValueError: If the width or dtype of a hook is unknown.
     """
     hooks = _hooks_of(run_log, commit)
@@ -192,7 +193,7 @@ def _tokens_of(
         reader: Open shard.
         run_log: Log of the host's folder, which must contain metadata.
         commit: Commit of the shard.
-        sample_indices: Indices of the samples in the shard.
+        sample_indices: Indices of the samples within the shard, from 0.
     """
     identity = run_log.identity
     assert identity is not None
@@ -200,7 +201,8 @@ def _tokens_of(
     start_mark = furthest_mark(run_log.in_order, worker.number_of(commit.first))
     if not sample_indices:
         return []
-    # In a bucket, one large range takes less time than many small ones.
+    # All tokens from the first sample to the last one are read, because one large range takes less
+    # time than many small ones if the shard is in a bucket.
     first_token = int(reader.offsets[min(sample_indices)])
     end_token = int(reader.offsets[max(sample_indices) + 1])
     token_fields = reader.begin_tokens(first_token, end_token)()

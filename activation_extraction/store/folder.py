@@ -93,8 +93,8 @@ class ForeignFolder:
         if max_bytes is not None and (file_entry := self.head(name)) is not None:
             check_size(file_entry.size, max_bytes)
         start_byte, stop_byte = byte_range or (None, None)
-        # Without this option, fsspec would read ahead in buckets of the Hugging Face hub, again for
-        # every range.
+        # Without this option, fsspec would read more bytes than each range contains if the file is
+        # in a bucket of the Hugging Face hub.
         cache_options = {"cache_type": "none"} if "hf" in self._file_system.protocol else {}
         with suppress(FileNotFoundError):
             file_path = f"{self._path}/{name}"
@@ -109,7 +109,7 @@ class ForeignFolder:
             "or az://"
         )
 
-    remove = write
+    remove = write  # no file can be deleted either, so the same error is raised
 
 
 class Folder:
@@ -169,7 +169,7 @@ class Folder:
         return _open_foreign(self.full_url)
 
     def _pin(self, files: HubFolder) -> None:
-        """Chooses the commit from which a folder on the hub is read."""
+        """Chooses the commit from which a folder on the hub is read, and adds it to the URLs."""
         try:
             self._retry("opening", files.pin)
         except FolderError as error:
@@ -507,10 +507,10 @@ class Attempts:
         self._pause_seconds = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
-        """Waits before the next attempt, about twice as long as before the last one.
+        """Waits before the next attempt. Each wait is about twice as long as the previous one.
 
         Args:
-            reason: Reason why the last attempt failed, for the message.
+            reason: Reason why the previous attempt failed, for the message.
 
         Raises:
             FolderError: If no time is left for another attempt.
@@ -571,7 +571,7 @@ def failure_of(error: Exception) -> FolderError:
     if http_status == 401:
         failure_reason = f"the credentials are missing, invalid or have expired ({failure_reason})"
     final_types = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
-    # gcsfs reports HTTP status 403 in this way.
+    # For HTTP status 403, gcsfs raises an exception without a code, whose message begins so.
     says_forbidden = failure_reason.startswith("Forbidden")
     has_final_status = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
     is_final = isinstance(error, final_types) or says_forbidden or has_final_status

@@ -95,7 +95,7 @@ class FileFacts:
         Raises:
             KeyError: If a field is missing.
             TypeError: If a field has a value of another type.
-            ValueError: If a number cannot be read.
+            ValueError: If a number is not valid.
         """
         range_fields = fields.get("ranges")  # older files lack this field
         return cls(
@@ -162,27 +162,28 @@ class ShardFormat:
         suffix: End of the names of files in this format, such as ".pkl.gz".
         serialize: Function that takes a shard and the id of the process that writes the file, and
             returns consecutive buffers of the uncompressed file. The id "" is left out.
-        compressed: Whether the bytes are compressed with gzip.
-        ranges: Function that takes a shard and the buffers of its file, and returns the checksums
-            of ranges of the file. None for a format whose files are always read as a whole.
+        is_compressed: Whether the bytes are compressed with gzip.
+        checksum_ranges: Function that takes a shard and the buffers of its file, and returns the
+            checksums of ranges of the file. None for a format whose files are always read as a
+            whole.
     """
 
     suffix: str
     serialize: Callable[[Shard, str], list[memoryview]]
-    compressed: bool = False
-    ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
+    is_compressed: bool = False
+    checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:
-        """Returns the file of activations of a shard, in memory.
+        """Makes the content of a shard's file of activations, in memory.
 
         Args:
             shard: Shard, whose values are in the stored form (hook_values.py).
             threads: Threads that compress blocks of the file.
             writer: Id of the process that writes the file; "" to leave it out.
         """
-        uncompressed_buffers = self.serialize(shard, "" if self.compressed else writer)
+        uncompressed_buffers = self.serialize(shard, "" if self.is_compressed else writer)
         unhashed_buffers: Iterable[bytes | memoryview] = uncompressed_buffers
-        if self.compressed:
+        if self.is_compressed:
             gzip_members = iter(
                 threads.map(gzip_member, blocks_of(uncompressed_buffers, GZIP_BLOCK_BYTES))
             )
@@ -194,11 +195,12 @@ class ShardFormat:
         for file_buffer in unhashed_buffers:
             file_digest.update(file_buffer)
             file_buffers.append(file_buffer)
+        checksum_ranges = self.checksum_ranges
         file_facts = FileFacts(
             bytes=sum(memoryview(file_buffer).nbytes for file_buffer in file_buffers),
             sha256=file_digest.hexdigest(),
             crc32c=crc_digits(map(memoryview, file_buffers), MIB),
-            ranges=None if self.ranges is None else self.ranges(shard, uncompressed_buffers),
+            ranges=checksum_ranges(shard, uncompressed_buffers) if checksum_ranges else None,
         )
         return PackedFile(
             file_buffers, file_facts, sum(buffer.nbytes for buffer in uncompressed_buffers)
@@ -208,9 +210,11 @@ class ShardFormat:
 # Dtypes of values that shards can store without encoding them.
 DTYPES = {np.dtype(type_code).name for type_code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
-GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, compressed=True)
-SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, ranges=range_checksums)
-FORMAT_BY_SUFFIX = {format_.suffix: format_ for format_ in (PICKLE, GZIP_PICKLE, SAFETENSORS)}
+GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, is_compressed=True)
+SAFETENSORS = ShardFormat(".safetensors", safetensors_pieces, checksum_ranges=range_checksums)
+FORMAT_BY_SUFFIX = {
+    shard_format.suffix: shard_format for shard_format in (PICKLE, GZIP_PICKLE, SAFETENSORS)
+}
 SUFFIXES = "|".join(map(re.escape, FORMAT_BY_SUFFIX))
 SHARD_FILE = re.compile(rf"shard_{SHARD_NUMBER}({SUFFIXES})")
 

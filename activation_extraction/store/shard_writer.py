@@ -103,7 +103,7 @@ class ShardWriter:
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
         encodes_values = any(hook_values.is_encoded for hook_values in self._hooks.values())
-        copies_in_memory = 1 + self.format.compressed + encodes_values
+        copies_in_memory = 1 + self.format.is_compressed + encodes_values
         self.queue.take(batch_bytes * copies_in_memory)
 
     def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
