@@ -249,8 +249,8 @@ def raise_together(
     """Raises an error on all hosts if one host has a problem, or if fields differ between hosts.
 
     All hosts must call this together, and they wait for each other. Before an error is raised, all
-    hosts disconnect. If the problem of any host would come again with the same command, `recurs` is
-    true in the RunErrors of all hosts.
+    hosts disconnect. The attribute `recurs` of a RunError tells whether the problem would come
+    again with the same command. If it would on any host, the RunErrors of all hosts have it set.
 
     Args:
         host: This host.
@@ -260,10 +260,12 @@ def raise_together(
 
     Raises:
         Exception: If this host has a problem. The exception is `problem` itself.
-        InputError: If another host has found bad input; the message names that host. Also if no
-            host has a problem, but a field differs between hosts or is missing on some of them; the
-            message names the field, its contents and their hosts.
-        RunError: If another host has failed in another way. The message names that host.
+        InputError: If this host has no problem, but another host has found bad input. The message
+            names that host.
+        InputError: If no host has a problem, but a field differs between hosts or is missing on
+            some of them. The message names the field, its contents and their hosts.
+        RunError: If this host has no problem, but other hosts have failed without bad input. The
+            message names those hosts.
     """
     if problem is None:
         problem_kind = NO_PROBLEM
@@ -401,8 +403,8 @@ class Watchdog:
                 f"no batch has become ready and no step has finished for {self.seconds:g} s"
             )
             remedy_in_words = "to continue, start the run again without --overwrite"
-            # `activity_of_thread` contains the rows that threads are working on. Their templates
-            # may hang.
+            # `activity_of_thread` tells which rows the threads are working on. Applying a chat
+            # template to a row may hang.
             if activities_in_words := ", ".join(list(activity_of_thread.values())):
                 problem_in_words = f"{activities_in_words}: {problem_in_words}"
                 remedy_in_words = (
@@ -451,7 +453,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
 
 
 class Lockstep:
-    """Yields the batches of this host, one for each step that all hosts take together.
+    """Yields this host's batches, one for each step, so that all hosts take the same steps.
 
     Hosts run out of data at different times, and any host may fail or be asked to stop. Before step
     n + 2, all hosts must know whether they take this step. Therefore, each host sends its `votes`
@@ -487,7 +489,7 @@ class Lockstep:
     ) -> None:
         self.failure: Exception | None = None
         self._remaining_batches = batches
-        self._is_stop_requested = stopped
+        self._is_stop_requested: Callable[[], object] = stopped
         self._clock = clock
         self._upcoming_batches: deque[Batch | None] = deque()
         has_data_at_first_steps = []
@@ -513,10 +515,10 @@ class Lockstep:
             yield batch_of_step
 
     def _fetch(self) -> Batch | None:
-        """Returns the batch of this host for the step that is STEPS_AHEAD steps later.
+        """Fetches the next batch, which is for the step STEPS_AHEAD steps after the current one.
 
-        It sets `_has_data` to True if this host may have batches at that step or later, otherwise
-        to False.
+        `_has_data` is set to True if this host may have batches at that step or later, otherwise to
+        False.
 
         Returns:
             The batch. None if this host has no batch for that step.
@@ -548,10 +550,12 @@ class Lockstep:
     def learn(self, votes: Iterable[float]) -> None:
         """Decides whether to take a step, by the votes that all hosts sent two steps before it.
 
+        The step is taken if any host has data, and no host has failed or was asked to stop. If
+        another host has failed, `failure` is set.
+
         Args:
-            votes: The sums of the votes over all hosts. They are the number of hosts that have
-                data, the number of hosts that were asked to stop, and the number of hosts that
-                failed.
+            votes: The sums of the votes over all hosts: the number of hosts that have data, the
+                number of hosts that were asked to stop, and the number of hosts that failed.
         """
         has_any_host_data, is_any_host_stopping, has_any_host_failed = (
             bool(num_hosts) for num_hosts in votes
@@ -583,6 +587,6 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     Args:
         items: The items, which are made when they are iterated over.
     """
-    # mypy takes an item for T | None, but the None at the end is never the first of a pair.
+    # The None at the end is never the first of a pair, but mypy takes `item` for T | None.
     for item, _ in pairwise(chain(items, [None])):
         yield item  # type: ignore[misc]

@@ -1,10 +1,11 @@
 """Lists the inputs of a run: model, adapter, autoencoders, tokenizer, chat template, data set.
 
-Each input has an entry in INPUTS. The entry determines how metadata.json identifies the input,
-which flags may differ between the hosts of a run, and what the hosts compare. The same identities
-are compared before samples are recomputed (--verify) or read again (reread.py). --repair and a run
-that continues compare the whole identity, which `new_identity` makes and store/identity.py
-declares.
+Each input has an entry in INPUTS. The entry names the field of metadata.json that identifies the
+content of the input, such as a digest. It also determines which flags may differ between the hosts
+of a run. The hosts compare these fields before they compute. Before samples are recomputed
+(--verify) or read again (reread.py), the present inputs are compared with the fields that the run
+has recorded. --repair and a run that continues compare the whole identity, which `new_identity`
+makes and store/identity.py declares.
 """
 
 import hashlib
@@ -74,8 +75,8 @@ def _autoencoder_digest(forward: Forward) -> str:
         return ""
     autoencoder_digest_lines = []
     for encoder in forward.encoders:
-        # The line contains k, the number of active features of a token, because k may be missing in
-        # the files and only be a part of the folder's name.
+        # k, the number of active features of a token, is part of the digest, because the files may
+        # not contain k: it may only be part of the folder's name.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
         autoencoder_digest_lines.append(
             f"{encoder.source_hook.name} {encoder.autoencoder.k} {files_digest}\n"
@@ -115,7 +116,7 @@ MODEL_INPUTS: tuple[Input[Forward], ...] = (
 TOKENIZER: Input[Text] = Input(
     "tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")
 )
-# Inputs that determine the token ids. They are compared before token ids are made again.
+# Inputs that determine the token ids. Before token ids are made again, the inputs are compared.
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
@@ -201,7 +202,7 @@ def _check_inputs(
         flag_value = flag_values[flag_name]
         difference_in_words = "is not the one" if flag_value else "is missing, the one"
         path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""
-        # The tokenizer or template may differ because the adapter contains one, or no longer does.
+        # An adapter may contain a tokenizer and a template, so the message also names the adapter.
         if flag_name in MODEL_FLAGS and "lora" in run_input.path_flags and flag_values["lora"]:
             path_in_words += f" with --lora {plain_url(flag_values['lora'])}"
         raise InputError(
@@ -273,7 +274,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         devices, by their names in messages.
     """
     flag_values = config.to_json()
-    # The weights of a mixture and the names of its hub data sets are compared. Paths may differ.
+    # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths.
     comparable_sources_and_weights = []
     for source_in_flag, source_weight in config.text.mix:
         hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
@@ -314,7 +315,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
     }
 
 
-def fingerprint(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
+def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dict[str, Any]:
     """Returns everything that must be the same on all hosts before they compute.
 
     Args:

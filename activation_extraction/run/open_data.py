@@ -19,7 +19,7 @@ from activation_extraction.text.file_list import is_path, list_files, refuse_rep
 from activation_extraction.text.rows import RowSchema
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
-FILES = "files"  # name in an identity of a data set that consists of files
+FILES = "files"  # value of `Dataset.name`, and so of the identity's field `data`, if files are read
 
 
 class Source(NamedTuple):
@@ -46,8 +46,8 @@ class Dataset:
 
     Attributes:
         sources: The open data sets, one or, in a mixture, several.
-        name: Description of the data. For files, this is FILES. For a hub data set, it is the name,
-            configuration and split. For a mixture, it is the sources with their weights.
+        name: Description of the data. It is "files" for files; the name, configuration and split
+            for a hub data set; and the sources with their weights for a mixture.
         revisions: The revision of a hub data set, or the names and revisions of all hub data sets
             in a mixture. "" for files, because `files` compares their content.
         files: The files of all sources.
@@ -90,8 +90,8 @@ def open_dataset(
             raise InputError(re.sub("--dataset_(path|name)", "--mix", str(error))) from error
     dataset_path = options.dataset_path
     if dataset_path is not None:
-        recorded_runs, _ = _recorded_metadata(FILES, earlier_metadata)
-        data_files = DataFiles.as_recorded(list_files(dataset_path), recorded_runs)
+        recorded_metadata, _ = _recorded_metadata(FILES, earlier_metadata)
+        data_files = DataFiles.as_recorded(list_files(dataset_path), recorded_metadata)
         dataset_rows = open_files(dataset_path, row_schema, data_files.files)
         return Dataset((Source(dataset_rows),), FILES, "", data_files)
     hub_name = options.dataset_name
@@ -99,8 +99,8 @@ def open_dataset(
     hub_split = options.dataset_split
     assert hub_name is not None  # cli/config.py sets it if no other source is given
     source_name = " ".join(filter(None, (hub_name, hub_config, hub_split)))
-    recorded_runs, recorded_revision = _recorded_metadata(source_name, earlier_metadata)
-    _check_reader(f"--dataset_name {source_name}", recorded_runs)
+    recorded_metadata, recorded_revision = _recorded_metadata(source_name, earlier_metadata)
+    _check_reader(f"--dataset_name {source_name}", recorded_metadata)
     dataset_rows, dataset_revision = open_hub_dataset(
         hub_name, hub_config, hub_split, recorded_revision or None
     )
@@ -110,48 +110,47 @@ def open_dataset(
 def _recorded_metadata(
     data_name: str, earlier_metadata: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Returns the metadata of earlier starts that read the same data set.
+    """Finds the stored metadata that belongs to a data set, and the revision that it records.
 
-    Metadata of another data set is left out here. The start is refused later, when identities are
-    compared.
+    Metadata of another data set is left out without an error. In this case, this process fails
+    later, when the identity of its run is compared with the stored identity.
 
     Args:
-        data_name: The name of the data set in identities.
+        data_name: The name of the data set, as in `Dataset.name`.
         earlier_metadata: The contents of metadata.json that the run has stored already.
 
     Returns:
         A tuple of:
-            The metadata of the starts that read the same data set.
-            The revision of the data set that the first of them records; "" if there is none.
+            The metadata that names this data set.
+            The revision of the data set in the first such metadata; "" if there is none.
     """
-    metadata_of_matching_runs = [
+    metadata_of_dataset = [
         metadata
         for metadata in earlier_metadata
         if identity_of(metadata, METADATA).data == data_name
     ]
     recorded_revision = (
-        identity_of(metadata_of_matching_runs[0], METADATA).data_revision
-        if metadata_of_matching_runs
-        else ""
+        identity_of(metadata_of_dataset[0], METADATA).data_revision if metadata_of_dataset else ""
     )
-    return metadata_of_matching_runs, recorded_revision
+    return metadata_of_dataset, recorded_revision
 
 
-def _check_reader(flag_and_name: str, recorded_runs: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that a run has always read a hub data set with this version of `datasets`.
+def _check_reader(flag_and_name: str, recorded_metadata: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that a run has always read a hub data set with the installed version of `datasets`.
 
-    The package `datasets` divides a hub data set into pieces and orders them, so its version
+    The package `datasets` divides a hub data set into parts and orders them, so its version
     determines the order of the rows. Reading files does not depend on `datasets`.
 
     Args:
         flag_and_name: The flag and the name of the data set, for the message.
-        recorded_runs: The metadata of the hosts of the run. Metadata may record no version.
+        recorded_metadata: The contents of metadata.json that the run has stored already. If one of
+            them records no version of `datasets`, it is not compared.
 
     Raises:
         InputError: If the run has read the data set with another version before.
     """
     installed_version = version("datasets")
-    for metadata in recorded_runs:
+    for metadata in recorded_metadata:
         recorded_version = metadata.get("versions", {}).get("datasets", installed_version)
         if recorded_version != installed_version:
             raise InputError(
@@ -170,8 +169,9 @@ def _open_mixture(
 ) -> Dataset:
     """Opens all sources of a mixture.
 
-    `Dataset.files` contains the files of all sources. Therefore, the name of each file begins with
-    the number of its source there.
+    `Dataset.files` of a mixture contains the files of all sources. The name of each file in it
+    begins with the number of the file's source, from 0, because sources may have files of the same
+    name.
 
     Args:
         sources_and_weights: The sources and weights of --mix.
@@ -191,7 +191,7 @@ def _open_mixture(
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
         names_with_weights.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
     mixture_name = " ".join(names_with_weights)
-    recorded_runs, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
+    recorded_metadata, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
     revision_by_source = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions.split():
         source_name, source_revision = name_and_revision.rsplit("@", 1)
@@ -204,7 +204,7 @@ def _open_mixture(
                     replace(data_file, name=f"{source_number}/{data_file.name}")
                 )
     refuse_repeated(files_of_path_sources)
-    files_of_mixture = DataFiles.as_recorded(files_of_path_sources, recorded_runs)
+    files_of_mixture = DataFiles.as_recorded(files_of_path_sources, recorded_metadata)
     opened_sources = []
     for source_number, (source_in_flag, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
@@ -217,11 +217,11 @@ def _open_mixture(
             ]
             source_rows = open_files(source_in_flag, row_schema, files_of_source)
         else:
-            # The configuration and the split may be missing.
+            # A hub data set is given as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.
             hub_name, hub_config, hub_split, *surplus_fields = [*source_in_flag.split(":"), "", ""]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
-            _check_reader(f"--mix {source_name}", recorded_runs)
+            _check_reader(f"--mix {source_name}", recorded_metadata)
             source_rows, revision_by_source[source_name] = open_hub_dataset(
                 hub_name,
                 hub_config or None,

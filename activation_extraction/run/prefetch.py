@@ -76,7 +76,7 @@ class Prefetch(Generic[T, R]):
                 self._ready_items.put(next(items))
         except StopIteration as stop:
             end_marker = _End(result=stop.value)
-        except BaseException as error:  # without a marker, the caller would wait forever
+        except BaseException as error:  # every end needs a marker, or the caller would wait forever
             end_marker = _End(error=error)
         self._ready_items.put(end_marker)
 

@@ -36,7 +36,7 @@ from activation_extraction.run.demo import MODEL_CONFIG, make_demo
 from activation_extraction.run.host_text import Text
 from activation_extraction.run.hosts import Host, Watchdog, gather, together
 from activation_extraction.run.inputs import (
-    fingerprint,
+    contents_to_compare,
     new_identity,
     package_versions,
     settings_of,
@@ -141,7 +141,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     identity = together(
         host,
         lambda: check_and_identify(config, run_folders, forward, text, watchdog),
-        lambda identity: fingerprint(forward, text, identity),
+        lambda identity: contents_to_compare(forward, text, identity),
     )
     metadata_facts = facts_of_run(config, forward, text) | metadata_facts
     storage = together(
@@ -411,8 +411,10 @@ def step_request(
     )
     batch_size = computing_options.batch_size
     if not isinstance(batch_size, int):
-        is_auto = batch_size == "auto"
-        batch_size = default_rows(row_tokens, computing_options.use_data_parallel, is_auto, planned)
+        is_batch_size_auto = batch_size == "auto"
+        batch_size = default_rows(
+            row_tokens, computing_options.use_data_parallel, is_batch_size_auto, planned
+        )
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
@@ -544,7 +546,7 @@ def plan_storage(
 
 
 def log_start(run: Run) -> None:
-    """Logs the hooks, the samples that are stored already, and the rule for the kept tokens."""
+    """Logs the hooks, the stored samples, the special tokens, and which tokens are kept."""
     storage, sample_settings = run.storage, run.text.sample_settings
     log_hooks(run.config.hooks, run.forward)
     stored_totals = storage.totals

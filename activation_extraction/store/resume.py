@@ -1,12 +1,12 @@
 """Plans how a process continues the stored run in the folder of one host.
 
 `plan_run` plans a run that begins or is continued; repair.py plans a repair with functions of this
-module. A run continues at the furthest mark of its shards. `stored_after` finds the samples after
-this mark that are already stored, which are left out.
+module. A run continues at the furthest mark of its shards. Some samples after this mark are already
+stored. `stored_after` finds them, so that they are not computed again.
 
 Planning only reads. It refuses a folder before anything expensive begins if the folder contains
-another run, damaged files, gaps in the log, or more samples than the limits allow. log_writer.py
-carries the plan out.
+another run, if files are damaged, if shards before the last one are missing, or if more samples are
+stored than the limits allow. log_writer.py carries the plan out.
 """
 
 import re
@@ -43,20 +43,22 @@ FLAGS_REMEDY = "give the same flags as before, another folder, or --overwrite to
 
 @dataclass(frozen=True)
 class StoragePlan:
-    """The plan of a process for the folder of one host: the stored shards and how the run goes on.
+    """Describes which shards a host's folder contains, and how a process continues the run there.
 
     Attributes:
-        commits: Commits of the stored shards that are kept, in the order of their numbers.
+        commits: Commits of the stored shards, in the order of their numbers. Bad shards, which a
+            repair withdraws, are left out.
         run: Id of the run. None if a new run begins.
-        next_number: Number of the next new shard.
-        mark: Place in the data where the run continues. None for the beginning of the data.
+        next_number: Number of the first new shard, from 1. Numbers of missing shards are not new.
+        mark: Mark from which the run continues. None for the beginning of the data.
         complete: Whether no sample is left to store.
         up_to_date: Whether nothing is left to do, not even an update of metadata.json.
-        skipped_rows: Number of skipped rows in metadata.json if the run is complete, which includes
-            rows after the last sample. Otherwise 0, and the marks of the commits count the rows.
-        empty_rows: Number of rows without text in metadata.json if the run is complete, otherwise
-            0.
-        repair: Further work of a repair. None for a run that begins or is continued.
+        skipped_rows: Number of skipped rows that metadata.json records if the run is complete. It
+            includes the rows after the last sample. 0 if the run is not complete, because the marks
+            of the commits then count the rows.
+        empty_rows: Number of rows without text that metadata.json records if the run is complete,
+            otherwise 0.
+        repair: Further work of a repair. None if the process begins or continues a run.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -71,36 +73,42 @@ class StoragePlan:
 
     @property
     def totals(self) -> Totals:
-        """The totals over the kept shards."""
-        kept_totals = Totals.of(self.commits)
-        kept_totals.count_rows(self.skipped_rows, self.empty_rows)
-        return kept_totals
+        """The totals over the shards in `commits`."""
+        totals_of_shards = Totals.of(self.commits)
+        totals_of_shards.count_rows(self.skipped_rows, self.empty_rows)
+        return totals_of_shards
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns the number of a worker's samples up to the last one that is or was stored.
+        """Returns the number of samples from a worker's first to the last that was ever stored.
 
-        It counts all samples before the furthest mark, because they were stored when the mark was
-        made. Not all samples up to the last one need to be stored now: samples are packed in
-        another order than they are read, and shards may be lost.
+        All samples before the furthest mark were stored when the mark was made. Some samples in
+        this range may not be stored now, because samples are packed in another order than they are
+        read, and because shards may be lost.
 
         Args:
             worker: Worker that writes to the folder.
         """
         last_mark = furthest_mark(self.commits)
-        counts_up_to_last = [
+        ends_of_shards = [
             worker.number_of(commit.last) + 1 for commit in self.commits if commit.count
         ]
-        counts_up_to_last.append(0 if last_mark is None else last_mark.samples)
-        return max(counts_up_to_last)
+        count_before_mark = 0 if last_mark is None else last_mark.samples
+        return max([count_before_mark, *ends_of_shards])
 
     @property
     def gaps(self) -> tuple[int, ...]:
-        """The numbers of the missing or bad shards before a good one, which a repair fills."""
+        """The numbers of the missing and bad shards that a repair stores again.
+
+        Only shards that come before a good shard are gaps. There are none without a repair.
+        """
         return () if self.repair is None else self.repair.gaps
 
     @property
     def samples_to_read(self) -> int | None:
-        """The number of samples of the host that a repair reads; None to read all the data."""
+        """The number of this host's samples up to which the data is read.
+
+        It is set only in a repair that fills gaps. None to read all the data.
+        """
         return None if self.repair is None else self.repair.samples_to_read
 
     def mark_after(self, mark: Mark | None) -> Mark | None:
@@ -110,15 +118,18 @@ class StoragePlan:
             mark: Mark from which the run could continue after the last sample of the shard.
 
         Returns:
-            The argument `mark`. If a repair fills gaps, the mark at which the repair began.
+            The mark at which the repair began if a repair fills gaps, because all samples before a
+            mark must be stored. Otherwise the argument `mark`.
         """
         return self.mark if self.gaps else mark
 
 
 class ShardNumbers:
-    """The numbers of the shards that are still to be stored, in the order of their use.
+    """Gives out the numbers of the shards that are still to be stored.
 
-    The numbers of gaps are used first, then new numbers. The last gap is kept for the last shard.
+    A repair gives the numbers of missing and bad shards (the gaps) to its first shards, and new
+    numbers to the shards after them. It keeps the last gap for its last shard: while a gap is open,
+    no process can continue the run, so an unfinished repair is noticed.
 
     Args:
         plan: Plan of the process.
@@ -129,14 +140,17 @@ class ShardNumbers:
         self._next_number = plan.next_number
 
     def take(self) -> int:
-        """Returns the number for the next shard, which must not be the last shard to be stored."""
+        """Returns the number of the next shard.
+
+        This is not for the last shard of a repair, which gets the last gap from `take_gaps`.
+        """
         if len(self._gap_numbers) > 1:
             return self._gap_numbers.pop(0)
         self._next_number += 1
         return self._next_number - 1
 
     def take_gaps(self) -> list[int]:
-        """Returns the numbers of all gaps that are still open, which are closed for later calls.
+        """Returns the numbers of all gaps that are still open, so that none is open afterwards.
 
         This must be called when the remaining samples fit into one shard.
         """
@@ -182,17 +196,17 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
 
 
 def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
-    """Plans how a run goes on after stored shards without gaps.
+    """Plans how a run goes on after its last shard, if no shard before it is missing.
 
     Args:
-        run_log: Log of the folder.
+        run_log: Log of the folder, whose shards are numbered without gaps.
         limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
             "max_tokens"; None for no limit.
 
     Raises:
         InputError: If the shards contain more samples or tokens than the limits allow. A limit is
-            not checked if metadata.json records the same limit, because a repair may have stored
-            the whole of a lost sample that a limit had cut.
+            not checked if metadata.json records the same limit, because a repair may have exceeded
+            it: a repair stores the whole of a sample that the limit had cut.
     """
     stored_commits = run_log.in_order
     stored_totals = Totals.of_log(run_log)
@@ -205,8 +219,8 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
         "max_tokens": stored_totals.tokens,
     }
     for limit_name, max_count in limits.items():
-        is_exceeded = max_count is not None and stored_count_by_limit[limit_name] > max_count
-        if is_exceeded and max_count != stored_metadata.get(limit_name):
+        is_limit_exceeded = max_count is not None and stored_count_by_limit[limit_name] > max_count
+        if is_limit_exceeded and max_count != stored_metadata.get(limit_name):
             counted_noun = limit_name.removeprefix("max_").removesuffix("s")
             raise InputError(
                 f"--{limit_name}: {run_log.url} already holds "
@@ -229,14 +243,17 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
 def stored_after(
     folder: Folder, commits: list[Commit], mark: Mark | None, identity: Identity
 ) -> dict[int, StoredSample]:
-    """Returns the stored samples after a mark, by `sample_idx`, and perhaps some before the mark.
+    """Finds the stored samples after a mark.
 
     Args:
         folder: Folder that contains the shards.
         commits: Commits of all shards.
-        mark: Place in the data before which all samples are stored; None for the beginning of the
-            data.
+        mark: Mark before which all samples are stored; None for the beginning of the data.
         identity: Identity of the run.
+
+    Returns:
+        The stored samples after the mark, by `sample_idx`. Samples before the mark are included if
+        they are in the same shards.
 
     Raises:
         InputError: If a sample before the mark is not stored, a sample is stored twice, or a table
@@ -255,12 +272,12 @@ def stored_after(
     count_after_mark = sum(sample_number >= first_after_mark for sample_number in sample_by_number)
     stored_count = sum(commit.count for commit in commits)
     missing_count = count_before_mark + count_after_mark - stored_count
-    if missing_count > 0:  # a repair had stored the last shard, which was deleted later
+    if missing_count > 0:  # for example, the last shard was deleted after a repair had stored it
         raise InputError(
             f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
             f"stored; {repair_remedy}"
         )
-    if missing_count < 0:  # after a repair, the lost JSON of the repaired shard was put back
+    if missing_count < 0:  # for example, a lost JSON was put back after its shard was repaired
         raise InputError(
             f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "
             f"{repair_remedy}"
@@ -279,9 +296,9 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
     Raises:
         InputError: If the shards are in another folder.
     """
-    moved_to = run_log.moved_to
-    if moved_to != remote and (moved_to or run_log.commits):
-        shards_location = "are here" if moved_to is None else f"were uploaded to {moved_to}"
+    upload_url = run_log.moved_to
+    if upload_url != remote and (upload_url or run_log.commits):
+        shards_location = "are here" if upload_url is None else f"were uploaded to {upload_url}"
         not_in_remote = f", not in {remote}" if remote else ""
         raise InputError(
             f"{run_log.url}: its shards {shards_location}{not_in_remote}; give --upload_to_gcs, "
@@ -290,15 +307,15 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
 
 
 def refuse_difference(where: str, difference: Difference | None) -> None:
-    """Refuses a folder with another run.
+    """Refuses a folder if the run in it differs from the run that this process would store.
 
     Args:
         where: URL of the folder, for the message.
-        difference: Field in which this run differs from the stored run, with the stored value
-            first. None if the runs are the same.
+        difference: Field in which the two runs differ, with the stored value as `first_value`. None
+            if the runs are the same.
 
     Raises:
-        InputError: If there is a difference.
+        InputError: If there is a difference. The message shows both values.
     """
     if difference is not None:
         field_name, stored_value, new_value = difference

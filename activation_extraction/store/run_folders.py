@@ -55,15 +55,15 @@ class HostFolder(NamedTuple):
         """Returns the folder of a host.
 
         Args:
-            machine: Number of the machine.
-            host: Number of the host in its machine.
-            hosts: Number of hosts of the machine.
+            machine: Number of the machine, from 0.
+            host: Number of the host in its machine, from 0.
+            hosts: Number of hosts of the machine. If it is 1, the folder's name contains no host.
         """
         return cls(machine, host if hosts > 1 else None)
 
     @classmethod
     def parse(cls, name: str) -> "HostFolder | None":
-        """Returns the host's folder with a name; None if no folder of a host has such a name."""
+        """Parses the name of a folder; returns None if it is not the name of a host's folder."""
         name_match = NAME.fullmatch(name)
         if name_match is None:
             return None
@@ -71,17 +71,20 @@ class HostFolder(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the folder."""
+        """The name of the folder, such as "machine_003" or "machine_003_host_01"."""
         if self.host is None:
             return f"machine_{self.machine:03d}"
         return f"machine_{self.machine:03d}_host_{self.host:02d}"
 
 
 def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
-    """Returns the folders of hosts by name, leaving out names of other files and folders.
+    """Finds the names of hosts' folders among the names of files and folders.
 
     Args:
-        names: Names of files and folders, whose order is kept.
+        names: Names of files and folders.
+
+    Returns:
+        The host's folder for each such name, by the name, in the order of `names`.
     """
     folder_or_none_by_name = {
         file_or_folder_name: HostFolder.parse(file_or_folder_name) for file_or_folder_name in names
@@ -97,7 +100,7 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
     """Returns the name of a worker's folder; "" if its files are in the output itself.
 
     Args:
-        worker: Worker.
+        worker: Worker that stores its files in the folder.
         in_bucket: Whether the output is in a bucket.
     """
     if worker.hosts > 1 or in_bucket or worker.machines > 1:
@@ -263,12 +266,11 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
 
 @dataclass(frozen=True)
 class RunFolders:
-    """The folders of a run that a worker stores, local and in a bucket, when it starts.
+    """Finds and checks the folders of a run, local and in a bucket, before a worker stores the run.
 
     The worker writes to its folder inside the local output and, if there is a bucket, to its folder
-    inside the output in the bucket. The folders of the run's other workers, its siblings, are in
-    the same outputs. Earlier runs with other numbers of machines or hosts may have left folders,
-    too, which this class finds.
+    inside the output in the bucket. The outputs also contain the folders of the run's other workers
+    (its siblings), and perhaps folders that runs with other numbers of machines or hosts have left.
 
     Attributes:
         worker: Machine and host of this process.
@@ -303,7 +305,9 @@ class RunFolders:
         return self.roots[1].child(folder_name(self.worker, in_bucket=True))
 
     def check_bucket(self) -> None:
-        """Checks that the bucket can be written to and obeys conditions on writes.
+        """Checks that the bucket can be written to and supports conditional writes.
+
+        Nothing is checked if there is no bucket.
 
         Raises:
             InputError: If the check fails, and a second check would fail in the same way.

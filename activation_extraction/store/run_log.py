@@ -31,14 +31,14 @@ A process that writes to the folder goes through these phases:
 
 - *Begin.* The process writes its id into metadata.json, on condition that the file has not changed
   since it read the file. It reads the entries only after that. A new run gets its id here.
-- *Reserve.* The process writes a reservation as the next entry. If the entry is already a commit of
-  this run, whose request an earlier process had sent and which has arrived only now, the shard
-  counts as stored, and the process begins again. Once the reservation is written, no earlier
-  process can commit a shard. An earlier process writes its entries one after the other, so its next
-  entry is at most the reserved one. If it is a lower entry, it is a commit already, which is never
-  replaced. If it is the reserved entry, and the earlier process read its version before the
-  reservation was written, the condition of its write fails. If it read the version afterwards, it
-  then finds another owner in metadata.json.
+- *Reserve.* The process writes a reservation as the next entry. The entry may already be a commit
+  of this run, because the request of an earlier process has arrived only now. In this case, the
+  shard counts as stored, and the process begins again. Once the reservation is written, no earlier
+  process can commit a shard. An earlier process writes its entries one after the other, so the
+  entry that it writes next is the reserved one or a lower one. A lower entry is a commit already,
+  which is never replaced. Before it writes the reserved entry, the earlier process reads the
+  entry's version. If it read the version before the reservation was written, the condition of its
+  write fails. If it read the version afterwards, it then finds another owner in metadata.json.
 - *Commit.* The process writes the files of a shard, then the entry with the versions of the files,
   and only then the next entry.
 - *Withdraw.* A repair replaces the entry of each bad shard by a reservation, on condition that the
@@ -303,26 +303,27 @@ def _from_fields(dataclass_type: type[T], content: Mapping[str, Any]) -> T:
     """Makes an object of a dataclass from a JSON object.
 
     Args:
-        dataclass_type: Dataclass.
+        dataclass_type: Dataclass of which an object is made.
         content: JSON object that contains at least the fields of the dataclass, by name. Other
             keys are ignored.
 
     Raises:
         KeyError: If a field is missing.
     """
+    # mypy cannot know that the type T is a dataclass.
     field_names = [attribute.name for attribute in fields(dataclass_type)]  # type: ignore[arg-type]
     return dataclass_type(**{field_name: content[field_name] for field_name in field_names})
 
 
 def furthest_mark(commits: Iterable[Commit], max_samples: float = math.inf) -> Mark | None:
-    """Returns, of the marks of some commits, the mark that is furthest in the data.
+    """Returns the furthest of some commits' marks: the one with the most samples before it.
 
     Args:
         commits: Commits whose marks are compared.
         max_samples: Largest number of samples before the mark; marks with more samples are ignored.
 
     Returns:
-        The mark; None for the beginning of the data.
+        The mark. None for the beginning of the data, if no commit has such a mark.
     """
     marks = [commit.mark for commit in commits if commit.mark is not None]
     allowed_marks = [mark for mark in marks if mark.samples <= max_samples]
@@ -394,7 +395,7 @@ def read_metadata(folder: Folder) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log in the folder of one host when it was read, with a listing of the folder's files.
+    """A snapshot of the log in one host's folder, with a listing of the folder's files.
 
     Attributes:
         metadata: Content of metadata.json. None if the file is missing or damaged.
@@ -457,10 +458,10 @@ class RunLog:
 
     @property
     def moved_to(self) -> str | None:
-        """The URL of the folder that contains the shards; None if it is this folder."""
+        """The URL of the folder to which the shards were uploaded; None if they are here."""
         remote_url = (self.metadata or {}).get("remote")
-        is_here = not self.local or local_path(remote_url or "") == local_path(self.url)
-        return None if is_here else remote_url
+        has_shards_here = not self.local or local_path(remote_url or "") == local_path(self.url)
+        return None if has_shards_here else remote_url
 
     @property
     def missing_files(self) -> list[str]:
@@ -472,14 +473,17 @@ class RunLog:
 
     @property
     def missing_jsons(self) -> list[str]:
-        """One message on each missing JSON file, or on several missing files in a row."""
+        """Messages on missing JSON files, one for each series of consecutive missing numbers.
+
+        If metadata.json is missing, a message on it comes first.
+        """
         has_metadata_file = self.metadata or METADATA in self.damaged_files
         missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return missing_messages
         metadata = self.metadata or {}
-        # A missing last entry leaves no gap. It is noticed because metadata.json of a complete run
-        # records the number of entries.
+        # If the last entries are missing, no later entry shows this. But the metadata.json of a
+        # complete run records the number of entries.
         recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
         end_number = max([recorded_count, *self.commits]) + 1
         damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
@@ -497,9 +501,9 @@ class RunLog:
 
     @property
     def problems(self) -> list[str]:
-        """One message on each problem of the folder, which is a damaged or a missing file.
+        """Messages on the damaged and missing files of the folder.
 
-        Only JSON files and the listing are checked, not the content of other files.
+        JSON files are checked by their content, other files by their sizes in the listing.
         """
         json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing_names = self.missing_files if self.moved_to is None else []
@@ -542,7 +546,7 @@ def _read_once(folder: Folder) -> RunLog:
         local=folder.local,
     )
     if run_log.missing_files:
-        # A commit and its files may have been written after the listing, so a new listing is read.
+        # The files may have been written after the listing, so the folder is listed again.
         return replace(run_log, files=folder.files())
     return run_log
 
@@ -589,11 +593,11 @@ def _read_commits(
 
 
 def _gaps(numbers: Iterable[int]) -> list[range]:
-    """Returns the ranges of numbers that are missing in a series.
+    """Returns the ranges of consecutive numbers that are missing between other numbers.
 
     Args:
-        numbers: Numbers in ascending order. Only numbers between the first and the last of them
-            can be missing.
+        numbers: Existing numbers, in ascending order. Numbers before the first or after the last of
+            them do not count as missing.
     """
     return [
         range(number + 1, next_number)

@@ -1,14 +1,15 @@
 """The safetensors format of a shard: every tensor is one contiguous range of bytes.
 
-So the values at one hook can be read without the values at other hooks, by mapping a part of a
-local file or by range requests to a bucket. The docstring of the package `store` lists the tensors
-in the order in which they are written. All tensors of a hook are written one after the other. The
-bytes of a file depend only on its content and on the id of the process that wrote it, which is
-`writer` in the metadata of the header. common/safetensors.py parses and writes the header.
+Because of this, the values at one hook can be read without the values at other hooks, by mapping a
+part of a local file or by range requests to a bucket. The docstring of the package `store` lists
+the tensors in the order in which they are written. All tensors of a hook are written one after the
+other. The bytes of a file depend only on its content and on the id of the process that wrote it,
+which is `writer` in the metadata of the header. common/safetensors.py parses and writes the header.
 
-If there were only checksums of whole MiB, a reader of a bucket would have to read up to two MiB
-more for each range of a tensor. So `RangeChecksums` divides the tokens of a shard into blocks, and
-contains a checksum for the rows of each block in every tensor.
+The JSON of a shard records a checksum of every MiB of the file. To check a short range of a tensor,
+a reader would have to read whole MiB, and so up to two MiB more than it needs. Therefore,
+`RangeChecksums` divides the tokens of a shard into smaller blocks, and contains a checksum for the
+rows of each block in every tensor.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from activation_extraction.common.safetensors import Tensor, pack_header, read_h
 from activation_extraction.common.visible import counted
 from activation_extraction.store.shard import LABELS, Shard
 
-# Names of the tensors of a shard that belong to no hook, without the labels of the tokens.
+# Names of the tensors of every shard that belong to no hook. A shard of conversations also has
+# tensors with the labels of the tokens, named as in LABELS.
 OF_TOKENS = ("sample_idx", "sample_offsets", "token_ids", "position")
 FORMAT = "2"
 # Largest size in bytes of a block of tokens in the tensors of the hook with the most bytes. A block
@@ -190,8 +192,9 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     """Computes the checksums with which readers can check parts of a shard's file.
 
     The parts are the front of the file, before the tensor `token_ids`, and the blocks of each
-    tensor that has one row for each token. All these tensors have the same number of rows per
-    block. It is chosen so that a block takes about BLOCK_BYTES at the hook with the most bytes.
+    tensor that has one row for each token. A block has the same number of rows in all these
+    tensors. This number is chosen so that a block of the hook with the most bytes has about
+    BLOCK_BYTES bytes.
 
     Args:
         shard: Shard, whose values are in the stored form (hook_values.py).
@@ -213,7 +216,10 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def buffers_of_range(start: int, stop: int) -> Sequence[memoryview]:
-        """Returns the buffers of a range of bytes that contains only whole tensors."""
+        """Returns the buffers with the bytes of the file from `start` to before `stop`.
+
+        Both offsets must be at the beginning or the end of a tensor.
+        """
         first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
         return file_buffers[first_buffer:stop_buffer]
 
@@ -235,8 +241,8 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
 
 
 # A function that begins to read the bytes of a file between two offsets. It returns a function that
-# waits for these bytes and returns them, uint8. The third argument contains the blocks whose
-# checksums are compared. None to compare the checksums of whole MiB.
+# waits for these bytes and returns them, uint8. The third argument is the blocks whose checksums
+# are compared, or None to compare the checksums of whole MiB.
 BeginRead = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
 
 
@@ -263,10 +269,10 @@ class SafetensorsFile:
         checksums: RangeChecksums | None = None,
         front: int = 0,
     ) -> None:
-        """Reads the header and the arrays of samples.
+        """Reads the header and the tensors `sample_idx` and `sample_offsets`.
 
         Args:
-            begin: Function that begins to read bytes of the file.
+            begin: Function that begins to read bytes of the file (see `BeginRead`).
             size: Size of the file in bytes.
             where: Path or URL of the file, for messages.
             checksums: Checksums of ranges of the file. None if they are not recorded, or if the
@@ -281,8 +287,8 @@ class SafetensorsFile:
         self._begin_bytes = begin
         self._where = where
         self._checksums = checksums
-        # `_front` contains the first bytes of the file, uint8, from which the header and the arrays
-        # of samples are read.
+        # `_front` contains the first bytes of the file, uint8, from which the header, `sample_idx`
+        # and `offsets` are read.
         if checksums is not None:
             self._front = begin(0, checksums.front, checksums.front_blocks)()
         else:
@@ -301,7 +307,7 @@ class SafetensorsFile:
         ]
         self.sample_idx = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
-        # The first bytes are not needed anymore, because the two arrays are copies.
+        # `sample_idx` and `offsets` are copies, so the first bytes are not needed anymore.
         self._front = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:
@@ -315,15 +321,15 @@ class SafetensorsFile:
             A function that waits for the arrays and returns them by name, int32 (stop - start,)
             each. The names are `token_ids`, `position`, and the names in `labels`.
         """
-        waits_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
+        wait_function_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
             # Computing the positions takes less time than a request.
-            waits_by_name["position"] = lambda: self._consecutive_positions(start, stop)
+            wait_function_by_name["position"] = lambda: self._consecutive_positions(start, stop)
         else:
-            waits_by_name["position"] = self.begin_rows("position", start, stop)
+            wait_function_by_name["position"] = self.begin_rows("position", start, stop)
         for label in self.labels:
-            waits_by_name[label] = self.begin_rows(label, start, stop)
-        return lambda: {name: wait() for name, wait in waits_by_name.items()}
+            wait_function_by_name[label] = self.begin_rows(label, start, stop)
+        return lambda: {name: wait() for name, wait in wait_function_by_name.items()}
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:
         """Returns the positions of consecutive tokens in samples that store all of their tokens.
@@ -392,8 +398,8 @@ class SafetensorsFile:
     def _read(self, start: int, stop: int) -> bytes:
         """Reads a range of bytes of the file, for the header.
 
-        If the range begins within the first bytes, which were read before (`_front`), and ends
-        after them, only the bytes up to their end are returned.
+        The first bytes of the file are in memory already (`_front`). If the range begins within
+        them and ends after them, only its part in memory is returned.
 
         Args:
             start: Offset of the first byte.
@@ -406,7 +412,8 @@ class SafetensorsFile:
     def _begin(self, start: int, stop: int, blocks: Blocks | None) -> Callable[[], np.ndarray]:
         """Begins to read a range of bytes.
 
-        Nothing is read if the range is within the first bytes, which were read before (`_front`).
+        The first bytes of the file are in memory already (`_front`). A range of them is not read
+        again.
 
         Args:
             start: Offset of the first byte.

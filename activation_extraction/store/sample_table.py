@@ -1,7 +1,7 @@
 """The table of a shard's samples, `shard_0001.samples.parquet`, which is read without the shard.
 
-The table contains a row for every sample, in the order of the shard. Its columns are the number of
-stored tokens, and the fields of SampleFacts:
+The table contains a row for every sample, in the order of the shard. It has a column for the number
+of stored tokens, and columns for the facts of the samples (`SampleFacts`):
 
   sample_idx, tokens      number of the sample, which is unique in the run; number of stored tokens
   doc_id, text_preview    `id` of the sample's row in the data set; first 200 characters of the text
@@ -10,9 +10,9 @@ stored tokens, and the fields of SampleFacts:
 
 It also contains every column of the data set that is kept, under its own name. If pyarrow finds a
 type for the values of a column from which all of them can be read back, the column has this type.
-Fields of a struct that are null do not belong to the value. Otherwise, the column contains JSON
-texts, and null if a sample lacks the column. The metadata of its field in the Arrow schema then
-contain `encoding`: `JSON`.
+If the type is a struct, readers leave out the fields of a value that are null. If pyarrow finds no
+such type, the column contains JSON texts, and null for a sample that lacks the column. The metadata
+of the column's field in the Arrow schema then contain `encoding`: `JSON`.
 
 Values are read back as they were before they were stored. The bytes depend on the content, on the
 version of pyarrow, and on the id of the process that wrote the file, which is `writer` in the
@@ -59,9 +59,10 @@ def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
     Raises:
         StorageError: If a value does not fit into the table.
     """
-    sample_table, output_stream = _table(samples), pyarrow.BufferOutputStream()
+    sample_table = _table(samples)
     if writer:
         sample_table = sample_table.replace_schema_metadata({"writer": writer})
+    output_stream = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(sample_table, output_stream, compression="zstd")
     return output_stream.getvalue().to_pybytes()
 
@@ -171,8 +172,8 @@ def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
 
 
 def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
-    all_facts = [sample.facts for sample in samples]
-    for sample_facts in all_facts:
+    facts_of_samples = [sample.facts for sample in samples]
+    for sample_facts in facts_of_samples:
         _check_facts(sample_facts)
     values_by_column: dict[str, list[Any]] = {}
     for column_name in SAMPLE_COLUMNS:
@@ -180,14 +181,14 @@ def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
             values_by_column[column_name] = [len(sample.positions) for sample in samples]
         else:
             values_by_column[column_name] = [
-                getattr(sample_facts, column_name) for sample_facts in all_facts
+                getattr(sample_facts, column_name) for sample_facts in facts_of_samples
             ]
     kept_column_names = dict.fromkeys(
-        kept_name for sample_facts in all_facts for kept_name in sample_facts.columns
+        kept_name for sample_facts in facts_of_samples for kept_name in sample_facts.columns
     )
     for column_name in kept_column_names:
         values_by_column[column_name] = [
-            sample_facts.columns.get(column_name, ABSENT) for sample_facts in all_facts
+            sample_facts.columns.get(column_name, ABSENT) for sample_facts in facts_of_samples
         ]
     fields_and_columns = [
         _column_of(column_name, column_values)
@@ -223,12 +224,12 @@ def _column_of(name: str, values: list[Any]) -> tuple[pyarrow.Field, pyarrow.Arr
 
 
 def _array_or_none(values: Sequence[Any]) -> pyarrow.Array | None:
-    """Returns an array of the type that pyarrow infers from values.
+    """Converts the values of a column to an array of the type that pyarrow infers from them.
 
     None is returned if pyarrow cannot infer a type, or the type has too many fields.
 
     Args:
-        values: Values of a column.
+        values: Value of each sample.
     """
     with suppress(*DOES_NOT_FIT):
         arrow_type = pyarrow.infer_type(values)
@@ -336,9 +337,11 @@ def _check_facts(facts: SampleFacts) -> None:
     Raises:
         StorageError: If a fact is not a JSON value, or a kept column has the name of a fact.
     """
-    sample_in_words, kept_columns = f"sample {facts.sample_idx}", facts.columns
+    sample_in_words = f"sample {facts.sample_idx}"
+    kept_columns = facts.columns
     try:
-        # This raises UnicodeEncodeError for lone surrogates, which only values may contain.
+        # Encoding raises UnicodeEncodeError, a ValueError, if a column's name contains a lone
+        # surrogate. The values of columns may contain lone surrogates.
         " ".join(kept_columns).encode()
         json.dumps(vars(facts))
     except (TypeError, ValueError, RecursionError) as error:

@@ -53,15 +53,15 @@ class Patience:
     Attributes:
         began: Time of `time.monotonic` at which the write began, in seconds.
         end: Time of `time.monotonic` at which the write is given up, in seconds.
-        silence: Largest number of seconds for which one attempt may wait for an answer after the
-            last byte of its body. It is half of `seconds`, so that there is time for a second
-            attempt.
+        max_silent_seconds: Largest number of seconds for which one attempt may wait for an answer
+            after the last byte of its body. It is half of `seconds`, so that there is time for a
+            second attempt.
     """
 
     def __init__(self, seconds: float, sending: float = 0.0) -> None:
         self.began = time.monotonic()
         self.end = self.began + seconds
-        self.silence = seconds / 2
+        self.max_silent_seconds = seconds / 2
         self._latest_end = self.end + sending
 
     def add(self, seconds: float) -> None:
@@ -103,7 +103,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     last_check_time = start_time
     silent_seconds = 0.0
     next_log_seconds = LOGGED_AFTER
-    while not wait([write_future], min(CHECK_SECONDS, patience.silence / 4)).done:
+    while not wait([write_future], min(CHECK_SECONDS, patience.max_silent_seconds / 4)).done:
         check_time = time.monotonic()
         has_unsent_bytes = is_sending()
         if has_unsent_bytes is False:
@@ -113,11 +113,11 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             patience.add(check_time - last_check_time)
         last_check_time = check_time
         waited_seconds = check_time - start_time
-        if silent_seconds >= patience.silence or check_time >= patience.end:
-            waiting_time = f"within {waited_seconds:.0f} s"
+        if silent_seconds >= patience.max_silent_seconds or check_time >= patience.end:
+            time_in_words = f"within {waited_seconds:.0f} s"
             if silent_seconds:
-                waiting_time = f"for {silent_seconds:.0f} s after the last byte"
-            raise FolderError(f"no answer {waiting_time}", final=False)
+                time_in_words = f"for {silent_seconds:.0f} s after the last byte"
+            raise FolderError(f"no answer {time_in_words}", final=False)
         if waited_seconds >= next_log_seconds:
             next_log_seconds *= 2
             log_level, state_in_words = STATES[has_unsent_bytes]
@@ -143,11 +143,11 @@ def is_sending() -> bool | None:
 
 @lru_cache(1)
 def _is_sending_at(_tick: int) -> bool | None:
-    """Returns the result of `is_sending`, which is computed once in SHARED_SECONDS seconds.
+    """Returns the result of `is_sending`, which is computed once in each period of time.
 
     Args:
-        _tick: Number of the current period of SHARED_SECONDS seconds. It is only the key of the
-            cache.
+        _tick: Number of the current period, of SHARED_SECONDS seconds. It is not used except as
+            the key of the cache.
     """
     with suppress(OSError):
         return bool(_sockets_with_unsent_bytes() & _own_sockets())

@@ -34,13 +34,13 @@ class ShardSample:
     """A sample of a shard, without its values at hooks.
 
     Attributes:
-        facts: Facts of the sample. In a shard that was read from a file, facts that only the table
-            of samples contains have their defaults.
+        facts: Facts of the sample, such as its number and its row in the data set. In a shard that
+            was read from a file, facts that only the table of samples contains have their defaults.
         token_ids: Ids of the stored tokens, int32 (tokens,). None if a program with a loop of its
             own added the sample without ids.
         positions: Positions of the stored tokens in the sample, from 0, int32 (tokens,).
-        labels: Labels of the stored tokens, int32 (tokens,) each, by the names in LABELS. Empty if
-            the run stores no conversations.
+        labels: Labels of the stored tokens, int32 (tokens,) each, by the names "role" and "turn".
+            Empty if the run stores no conversations.
     """
 
     facts: SampleFacts
@@ -103,12 +103,14 @@ class Shard:
         """Computes the statistics of the values at all hooks.
 
         Args:
-            errors: Encoding errors by the key of the hook.
+            errors: Encoding errors by the key of the hook, as `encode` returns them.
             threads: Threads that compute sums.
 
         Returns:
-            A tuple of the descriptions of the hooks in the shard's JSON, with their statistics, and
-            the sums for the file of sums, by the full name of the hook.
+            A tuple of:
+                The description of each hook for the shard's JSON, with the statistics of the hook.
+                The sums over every dimension, by the full name of the hook, for the shard's file of
+                sums. Hooks with codes have none.
 
         Raises:
             StorageError: If a value is NaN or infinite. The message names the sample.
@@ -151,10 +153,10 @@ class Shard:
         return self.hooks[key].sums(self.values[key][sample_slice], positions_of_samples)
 
     def _refuse_not_finite(self, key: Key) -> None:
-        """Raises StorageError for the first sample with a value that is NaN or infinite.
+        """Raises StorageError for the first sample with a NaN or infinite value at a hook.
 
         Args:
-            key: Key of the hook with this value.
+            key: Key of the hook. At least one sample has such a value at it.
         """
         for sample_index, sample in enumerate(self.samples):
             if not self._sums(key, slice(sample_index, sample_index + 1)).statistics.finite:

@@ -6,8 +6,8 @@ certainly does not exist. The following list contains all checks of a shard, in 
 readers, and for each check the damage that no other check finds:
 
 - *Sizes* (`RunLog.missing_files`, and `check_shard` here): files that are missing or cut short,
-  before any file is read, and files that are too long. Without this check, reading a file that is
-  too long would be refused because of its size, like a request that failed.
+  before any file is read, and files that are too long. The folder refuses to read a file that is
+  too long, and without this check the refusal would look like a request that failed.
 - *Versions* (shard_reader.py, in a bucket): a file that was replaced since its JSON was read,
   because the run was overwritten or repaired. Its content is not damaged.
 - *CRC-32C of every MiB*, and of every block of tokens in a safetensors shard (shard_reader.py):
@@ -81,8 +81,8 @@ def check_shard(store: Folder, folder: str, run_log: RunLog, commit: Commit) -> 
         commit: Commit of the shard.
 
     Returns:
-        The result of the check. It records a problem of the shard or a failed request, which raises
-        no exception.
+        The result of the check. It records a problem of the shard or a failed request. Neither of
+        them raises an exception.
     """
     if not commit.count:
         return CheckedShard(folder, commit, sample_idx=NO_NUMBERS)
@@ -117,8 +117,8 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
             listed_file = store.head(file_name)
             actual_bytes = None if listed_file is None else listed_file.size
         if actual_bytes is None:
-            moved_to = run_log.moved_to
-            upload_note = f" here, it was uploaded to {moved_to}" if moved_to else ""
+            upload_url = run_log.moved_to
+            upload_note = f" here, it was uploaded to {upload_url}" if upload_url else ""
             raise RunError(f"{file_name}: is missing{upload_note}")
         if actual_bytes != recorded_facts.bytes:
             raise RunError(
@@ -131,8 +131,12 @@ def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple
 
     Args:
         check: Function to call for each shard.
-        shards: A tuple for each shard, of its commit, whose size is used for the progress bar, and
-            the arguments of `check`.
+        shards: A tuple for each shard, which contains:
+            The commit of the shard. Its size is used for the progress bar.
+            A tuple of the arguments of `check`.
+
+    Yields:
+        The results of `check`, in the order of `shards`.
     """
     from tqdm import tqdm  # imported here, because only these checks need it
 

@@ -81,7 +81,7 @@ class ShardQueue(Generic[T]):
         self._shards_changed = threading.Condition()
 
     def take(self, batch_bytes: int) -> None:
-        """Counts the memory of a batch, and waits while too many bytes wait to be stored.
+        """Adds the memory of a batch to `bytes_waiting`, and waits while too many bytes wait.
 
         Args:
             batch_bytes: Number of bytes of memory that the batch needs until it is stored.
@@ -104,8 +104,9 @@ class ShardQueue(Generic[T]):
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:
         """Adds a shard to the queue, which stores and then commits it in the background.
 
-        When the shard is committed, the memory of all batches before the last one is counted as
-        free. The last batch may contain samples of the next shard.
+        When the shard is committed, the memory of the batches since the last submitted shard is
+        counted as free. The memory of the latest batch remains counted, because it may also contain
+        samples of the next shard.
 
         Args:
             store: Function that takes the queued shard, stores its files, sets its phase meanwhile,
@@ -170,7 +171,8 @@ class ShardQueue(Generic[T]):
         """Ends the threads.
 
         Args:
-            patient: Whether the threads finish their work first.
+            patient: Whether to wait for the work that the threads have begun. Work that they have
+                not begun is cancelled in any case.
         """
         self._was_stopped = self._was_stopped or not patient
         for thread_pool in (self._storing_threads, self._commit_thread):
@@ -199,7 +201,7 @@ class ShardQueue(Generic[T]):
             error: Exception of the thread.
 
         Returns:
-            A LostError as it is, and any other exception as a StorageError with its message.
+            The exception itself if it is a LostError. Otherwise, a StorageError with its message.
         """
         if self._was_stopped:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")

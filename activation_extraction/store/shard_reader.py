@@ -55,8 +55,8 @@ def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
     """Returns the threads that send requests to buckets.
 
     Args:
-        process: Id of this process. A fork lacks the threads of its parent, so it must get new
-            threads; the cache tells it from its parent by its id.
+        process: Id of this process. A forked process inherits the cache of this function, but not
+            the threads of its parent. It has another id, so new threads are made for it.
         small: Whether the requests have at most SMALL_REQUEST_BYTES bytes.
     """
     return ThreadPoolExecutor(MAX_SMALL_REQUESTS if small else MAX_REQUESTS, "requests")
@@ -84,10 +84,11 @@ def front_bytes(commit: Commit) -> int:
 
 
 class ShardBytes:
-    """The file of a shard, of which all bytes that are read are compared with a CRC-32C.
+    """Reads ranges of a shard's file, and compares all bytes that it reads with a CRC-32C.
 
-    A file on this machine is mapped into memory, and each MiB is compared when it is first read. In
-    a bucket, `request_threads` read ranges of whole blocks, of about REQUEST_BYTES bytes each.
+    A file on this machine is mapped into memory, and each MiB is compared when it is first read. If
+    the file is in a bucket, the threads of `request_threads` read whole blocks, in requests of
+    about REQUEST_BYTES bytes.
 
     Args:
         folder: Folder of the shard.
@@ -167,12 +168,15 @@ class ShardBytes:
         return wait
 
     def _read(self, blocks: Blocks, first_block: int, stop_block: int) -> np.ndarray:
-        """Reads consecutive blocks from a bucket, and compares each with its crc32c.
+        """Reads consecutive blocks from a bucket, and compares each with its CRC-32C.
 
         Args:
-            blocks: Blocks of the file or of a tensor, of which some are read.
+            blocks: All blocks of the file or of a tensor.
             first_block: Number of the first block to read, from 0.
             stop_block: Number of the block after the last one to read.
+
+        Returns:
+            The bytes of the blocks that were read, uint8 (bytes,).
 
         Raises:
             RunError: If the bytes are damaged, missing or replaced.
@@ -350,7 +354,7 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
             raise RunError(f"{where}: is empty") from error
         except OSError as error:  # FolderError, because the file need not be damaged
             raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
-        # If the file is replaced after this check, the mapped content does not change.
+        # If the file is replaced after the check of the JSON, the mapped content does not change.
         _check_json(folder, commit, where)
     if len(file_content) != commit.bytes:
         raise RunError(f"{where}: has {len(file_content)} bytes, its JSON says {commit.bytes}")
@@ -388,8 +392,9 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
         commit: Commit of the shard.
         name: Name of the file.
         where: URL of the file, for messages.
-        **options: `start` and `stop`, the offsets of the first byte of a range and of the byte
-            after the last one. For a whole file `max_bytes`, its largest allowed size in bytes.
+        **options: For a range of the file, `start` and `stop`: the offsets of its first byte and of
+            the byte after its last. For the whole file, `max_bytes`: its largest allowed size in
+            bytes.
 
     Raises:
         RunError: If the file is missing or was replaced.
@@ -398,8 +403,8 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
     has_versions = not folder.local and commit.url == folder.url
     try:
         recorded_version = commit.files[name].version if has_versions else None
-        read_bytes = folder.read_range if "start" in options else folder.read
-        file_bytes: Any = read_bytes(name, version=recorded_version, **options)
+        read_function = folder.read_range if "start" in options else folder.read
+        file_bytes: Any = read_function(name, version=recorded_version, **options)
     except ChangedError as error:
         raise RunError(f"{where}: {REPLACED_REASON}") from error
     if file_bytes is None:
@@ -421,7 +426,7 @@ def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str,
         hooks: Names of the hooks.
 
     Raises:
-        RunError: If the statistics file is missing, damaged or replaced.
+        RunError: If the shard's file of sums is missing, damaged or replaced.
     """
     return unpack_sums(read_beside(folder, commit, commit.statistics_file)[0], hooks)
 
@@ -429,10 +434,13 @@ def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str,
 def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
     """Reads a small file of a shard, and compares its SHA-256 with the commit.
 
+    The small files, which lie beside the file of activations, are the table of samples and the file
+    of sums.
+
     Args:
         folder: Folder of the shard.
         commit: Commit of the shard.
-        name: Name of the file.
+        name: Name of the small file.
 
     Returns:
         A tuple of the content of the file, and its URL for messages.

@@ -95,10 +95,10 @@ class ShardWriter:
         self._pending_bytes = 0
 
     def take(self, batch_bytes: int) -> None:
-        """Counts the memory of a batch, and waits while too many bytes wait to be stored.
+        """Counts the memory that storing a batch needs, and waits while too much memory is in use.
 
         Args:
-            batch_bytes: Number of bytes of the batch's values at hooks.
+            batch_bytes: Number of bytes of the batch's values at all hooks.
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
@@ -127,8 +127,9 @@ class ShardWriter:
         """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
-            complete: Whether there are no more samples. A repair then stores all missing shards
-                that it has not stored yet. Shards for which no samples are left become empty.
+            complete: Whether there are no more samples. In a repair, all missing and bad shards
+                (gaps) that are not stored again yet are then stored: the last gap gets the last
+                samples, and the other gaps become shards without samples.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.
@@ -156,8 +157,8 @@ class ShardWriter:
             for hook_key in self._hooks:
                 values_by_key[hook_key].append(sample_values[hook_key])
         pending_shard = Shard(shard_samples, self._hooks, values_by_key)
-        # Ctrl-C may interrupt `_submit`. The samples are removed before it, so that no sample can
-        # be in two shards.
+        # The samples are removed before the shard is submitted, because Ctrl-C may interrupt
+        # `_submit`. If they were removed afterwards, samples could be in two shards.
         self._clear_pending()
         self._submit(pending_shard, number)
 
@@ -168,7 +169,8 @@ class ShardWriter:
         """Ends the threads.
 
         Args:
-            patient: Whether the threads finish their work first.
+            patient: Whether to wait for the work that the threads have begun. Work that they have
+                not begun is cancelled in any case.
         """
         self.queue.close(patient)
         self._store_threads.shutdown(wait=patient, cancel_futures=True)

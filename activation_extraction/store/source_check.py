@@ -1,7 +1,8 @@
 """SourceCheck: refuses to commit samples from files that have changed since the run began.
 
-`Sources` (identity.py) finds out whether files have changed. This module decides when which files
-are checked: before each commit, the files from which the samples of the shard come.
+`Sources` (identity.py) finds out whether files have changed. This module decides which files are
+checked, and when: before a shard is committed, it checks the files from which the shard's samples
+come.
 """
 
 from collections.abc import Sequence

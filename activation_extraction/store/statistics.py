@@ -2,11 +2,12 @@
 
 `Sums` contain sums for every dimension of a hook. `Statistics` are a few numbers per hook, which
 the JSON files record. Both can be merged, so that the statistics of samples add up to those of
-shards, hosts and runs. statistics_in_words.py describes them for people.
+shards, hosts and runs. statistics_in_words.py makes lines of text from `Statistics`.
 
-The file of sums of a shard, such as `shard_0001.npz`, contains the sums of each hook, because they
-are too long for JSON. It is a file of `numpy.savez` with arrays named `HOOK/FIELD`, where FIELD is
-a field of `Sums`. The array `writer` contains the id of the process that wrote the file.
+The sums of all dimensions are too long for JSON. So each shard has a file of sums, such as
+`shard_0001.npz`, which `numpy.savez` has written. Its arrays are named `HOOK/FIELD`, where HOOK is
+the full name of a hook, and FIELD is a field of `Sums`. One more array, `writer`, contains the id
+of the process that wrote the file.
 """
 
 import io
@@ -161,7 +162,7 @@ class EncodingError:
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "EncodingError":
-        """Returns the number, the mean and the largest of the errors of tokens.
+        """Summarises the errors of tokens: their number, their mean and the largest of them.
 
         Args:
             errors: Relative error of each token, float64 (tokens,).
@@ -207,10 +208,10 @@ class CodeSums:
 
     @classmethod
     def of(cls, codes: Codes, token_mask: np.ndarray) -> "CodeSums":
-        """Returns the sums over some of the tokens of codes.
+        """Returns the sums over the codes of some tokens.
 
         Args:
-            codes: Codes of the tokens.
+            codes: Codes of all tokens.
             token_mask: Mask of the tokens to sum over, bool (tokens,).
         """
         features_per_token = np.diff(codes.indptr)[token_mask]
@@ -260,7 +261,7 @@ class SumsOfCodes:
 
     @property
     def statistics(self) -> "Statistics":
-        """Statistics that contain these sums as `codes`."""
+        """`Statistics` whose field `codes` contains these sums."""
         return Statistics(codes={"sinks": self.sinks, "others": self.others})
 
 
@@ -268,7 +269,7 @@ class SumsOfCodes:
 class Statistics:
     """Statistics of the values of some tokens at a hook, which can be merged.
 
-    All numbers are 0 for integers and codes.
+    At hooks with integers or codes, all numbers are 0, including the number of tokens.
 
     Attributes:
         tokens: Number of tokens.
@@ -406,7 +407,7 @@ class DimensionStatistics:
 
         Args:
             sums: Sums over tokens of both kinds.
-            kinds: Slice of the indices SINK and OTHER that selects the kinds.
+            kinds: Slice that selects the kinds. It selects from the indices SINK and OTHER.
         """
         token_count = int(sums.counts[kinds].sum())
         with np.errstate(invalid="ignore"):

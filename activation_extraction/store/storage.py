@@ -127,7 +127,8 @@ class ActivationStorage:
                 "`remote` takes a folder in a bucket"
             )
         self.folder = Path(output_dir)
-        self.options = options = options or StorageOptions()
+        options = options or StorageOptions()
+        self.options = options
         if repair and options.overwrite:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
@@ -162,8 +163,8 @@ class ActivationStorage:
         if remote is None:
             self._log_writer = LogWriter(local_folder, run_description)
         else:
-            keeps_shards = not options.delete_local_after_upload
-            self._log_writer = LogWriter(remote, run_description, local_folder, keeps_shards)
+            keeps_local_shards = not options.delete_local_after_upload
+            self._log_writer = LogWriter(remote, run_description, local_folder, keeps_local_shards)
         self._metrics_file = MetricsFile(self.folder, remote)
         self._shard_writer = ShardWriter(
             self._log_writer,
@@ -252,9 +253,10 @@ class ActivationStorage:
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """The largest numbers of samples and tokens to store, by name; None for no limit.
+        """The largest numbers of samples and of tokens to store; None for no limit.
 
-        A repair that fills gaps uses the limits in metadata.json.
+        The keys are "max_samples" and "max_tokens". A repair that stores missing or bad shards
+        again uses the limits in metadata.json.
         """
         if self.plan.repair is None:
             return self.options.limits
@@ -321,9 +323,10 @@ class ActivationStorage:
         }
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Appends a line to metrics.jsonl, unless a repair fills gaps.
+        """Appends a line to metrics.jsonl, which describes the speed of the run.
 
-        The file describes the speed of the run, to which such a repair does not belong.
+        Nothing is appended while a repair stores missing or bad shards again, because this work is
+        not part of the run's speed.
 
         Args:
             metrics: Metrics by name, as JSON values.
@@ -343,7 +346,7 @@ class ActivationStorage:
 
         Args:
             batch: Batch whose samples are added. The batches must come in the order in which they
-                were packed, without the samples in `stored_after_mark`.
+                were packed, and must not contain samples in `stored_after_mark`.
             activations: Activations of the batch, by the key of the hook: arrays (B, T, width), or
                 (tokens, width) for the kept tokens if `batch.kept_mask` is set. At hooks with
                 codes, the arrays contain the records of the codes, int32 (common/codes.py).
@@ -604,8 +607,8 @@ class ActivationStorage:
         """Releases the folder and ends the threads.
 
         Args:
-            patient: Whether the threads finish their work first. Otherwise, shards that are not
-                committed yet are lost.
+            patient: Whether to wait for the work that the threads have begun. Work that they have
+                not begun is cancelled in any case, and shards that are not committed are lost.
         """
         self._state = "closed"
         self._shard_writer.close(patient)

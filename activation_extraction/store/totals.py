@@ -14,7 +14,8 @@ from activation_extraction.store.statistics import Statistics
 
 # Names of the totals that --verify compares with the shards of a complete run, and --status shows.
 COUNTED = ("shards", "samples", "tokens", "bytes")
-# Names of the other totals that follow from the shards alone.
+# Names of the totals over samples that were cut or that have no stored token. Like those in
+# COUNTED, they can be computed from the shards alone.
 CUT = ("cut_samples", "cut_tokens", "empty_samples")
 
 
@@ -104,8 +105,8 @@ class Totals:
         """Sets the counts of skipped and empty rows, unless a count is already larger.
 
         Args:
-            skipped: Number of skipped rows from the beginning of the host's data up to some row.
-            empty: Number of rows without text up to the same row.
+            skipped: Number of skipped rows among the rows that the host has read so far.
+            empty: Number of rows without text among the rows that the host has read so far.
         """
         self.skipped_rows = max(self.skipped_rows, skipped)
         self.empty_rows = max(self.empty_rows, empty)
