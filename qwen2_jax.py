@@ -132,7 +132,9 @@ class SelfAttention(nn.Module):
         self.k_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
         self.v_proj = make_linear("D->KH", use_bias=self.config.qkv_bias)
         has_split_inputs = self.layout.adds_up_parts
-        self.o_proj = make_linear("NH->D", use_bias=self.config.o_bias, split=has_split_inputs)
+        self.o_proj = make_linear(
+            "NH->D", use_bias=self.config.o_bias, has_split_inputs=has_split_inputs
+        )
         if self.config.qk_norm:
             self.q_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
             self.k_norm = RMSNorm(self.config, self.dtype, axis_letter="H")
@@ -222,7 +224,7 @@ class MLP(nn.Module):
         self.up_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
         has_split_inputs = self.layout.adds_up_parts
         self.down_proj = Linear(
-            self.config, f"{self.width}->D", dtype=self.dtype, split=has_split_inputs
+            self.config, f"{self.width}->D", dtype=self.dtype, has_split_inputs=has_split_inputs
         )
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Intermediates]:
@@ -628,7 +630,7 @@ def _interleaved_tensors(
         ):
             for projection_letter, row_count in row_count_by_letter.items():
                 tensor_slice = TensorSlice(
-                    0, first_row_of_projection, rows_per_key_head, per_head=True
+                    0, first_row_of_projection, rows_per_key_head, is_per_head=True
                 )
                 tensor_and_slice_by_parameter[f"linear_attn.in_proj_{projection_letter}.weight"] = (
                     full_tensor_name,

@@ -91,7 +91,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = make_weight("Z")
         # The weight has one axis O for all values, because TPUs would copy a weight of the shape
         # (D, J, G, Z) in each step.
-        self.out_proj = make_linear("O->D", split=self.layout.adds_up_parts)
+        self.out_proj = make_linear("O->D", has_split_inputs=self.layout.adds_up_parts)
 
     def __call__(self, x: Array, segment_ids: Array) -> tuple[Array, Intermediates]:
         """Returns the output of the delta net, and its intermediates by name.

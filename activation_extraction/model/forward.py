@@ -366,7 +366,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         f" ({model.config.weights})" if model.config.weights else "",
         jax.default_backend(),
         in_words(layout.shape),
-        f" ({layout.reason})" if layout.reason else "",
+        f" ({layout.reason_for_mesh})" if layout.reason_for_mesh else "",
     )
     if model.stages > 1:
         micro_batch_count = model.micro_batches(forward.shape[0] * forward.rows.hosts)

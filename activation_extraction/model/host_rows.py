@@ -1,13 +1,14 @@
 """Passes rows from the hosts to the devices of a mesh, and activations back to the hosts.
 
 Each host feeds the token ids of its own rows and receives the activations of its own rows, with any
-mesh. `HostRows` determines the shardings for both directions. The functions below the class copy
-the parts of an array that are on a host's devices (its shards) into NumPy arrays. mesh.py
-determines the shardings during the computation. kept.py receives activations if only some tokens of
-the rows are kept.
+mesh. `HostRows` determines the shardings for both directions, and copies activations to NumPy
+arrays. mesh.py determines the shardings during the computation. If the activations of only some
+tokens are stored, kept.py receives them.
 
-Hooks whose values have the same width and dtype share one array. This width and dtype is their
-vector type (`hooks.VectorType`).
+In this module, a shard is a part of an array that is on one device, as in JAX.
+
+Hooks whose values have the same width and dtype share one array. The pair of this width and dtype
+is called the vector type of the hooks (`hooks.VectorType`).
 
 Letters: B rows of a host, T tokens per row.
 """
@@ -26,7 +27,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.mesh import RULES, Layout
 
-# The platforms from which arrays are copied to pinned memory of the host.
+# JAX platforms. Arrays on their devices are copied to pinned memory of the host (see `to_host`).
 PINNED_ON = ("gpu",)
 
 
@@ -54,10 +55,11 @@ class HostRows:
     def outgoing(self, length: int, layout: Layout) -> NamedSharding:
         """Returns the sharding of activations at hooks, (hooks, rows of all hosts, T, width).
 
-        If each device computes rows of its own, it has the activations of these rows. Otherwise
-        each device of a host has the activations of all rows of the host, for a part of the T
-        positions. If the number of devices does not divide T, each device has all positions of
-        these rows.
+        If each device computes rows of its own, the activations are split by rows, and each device
+        has the activations of its rows. Otherwise each device of a host has the activations of all
+        rows of the host. They are split by tokens over the devices of the host if T is divisible
+        by the number of these devices; if not, each of the devices has the activations of all
+        tokens.
 
         Args:
             length: T, the number of tokens per row.
@@ -69,7 +71,7 @@ class HostRows:
         return NamedSharding(self.mesh, PartitionSpec(None, "host", position_axis))
 
     def everywhere(self) -> NamedSharding:
-        """Returns the sharding of an array that is copied to every device as a whole."""
+        """Returns a sharding with which each device has a copy of the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:
@@ -123,7 +125,7 @@ def count_hosts(devices: Sequence[Any]) -> int:
     """Returns the number of hosts to which devices belong.
 
     Args:
-        devices: The devices.
+        devices: The devices of one or several hosts, in any order.
 
     Raises:
         InputError: If the hosts have different numbers of these devices.
@@ -195,14 +197,15 @@ def shards_of_host(array: Array) -> list[Any]:
 
 
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
-    """Returns the rows and tokens of each shard in the activations of this host's rows.
+    """Returns for each shard of activations which rows and tokens of this host it contains.
 
     Args:
-        shards: All shards on this host of activations, (hooks, rows of all hosts, T, width).
+        shards: All shards of the activations on this host's devices. The shape of the whole
+            activations is (hooks, rows of all hosts, T, width).
 
     Returns:
-        A tuple for each shard. It contains the slice of the shard's rows, counted from the first
-        row of this host, and the slice of its tokens in these rows.
+        A tuple of two slices for each shard: the rows of the shard, counted from the first row of
+        this host, and the tokens of the shard in each of these rows.
     """
     first_rows = [shard.index[1].start or 0 for shard in shards]
     first_row_of_host = min(first_rows)

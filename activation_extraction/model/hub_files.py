@@ -1,9 +1,10 @@
 """Reads the files of a repository on the Hugging Face hub, or in the hub's cache on this machine.
 
-Small files are downloaded to the cache. Weights are read from the cache if it already contains
-them, or are downloaded to it if the user keeps weights; otherwise they are read by ranges into
-memory. If the hub cannot be reached, only files in the cache are read. All files come from the same
-commit, which is determined when the first file is read.
+Small files are downloaded to the cache. If the cache already contains the weights, they are read
+from it. Otherwise they are downloaded to the cache if the caller of `HubFiles` wants to keep them
+there, and are read by ranges into memory if not. If the hub cannot be reached, only files in the
+cache are read. All files come from the same commit, which is determined when the first file is
+read.
 """
 
 import functools
@@ -49,7 +50,8 @@ class HubFiles:
         Args:
             name: The name of the repository on the hub.
             revision: A branch, tag or commit; None for the main branch.
-            keep: Whether to store weights in the hub's cache on this machine, for the next start.
+            keep: Whether to store weights in the hub's cache on this machine, so that later
+                processes need not download them again.
             kind: The kind of repository: a model, an adapter or an autoencoder.
         """
         self._repository_name = name
@@ -93,10 +95,9 @@ class HubFiles:
         return None if cached_path is None else LocalFile(cached_path)
 
     def _config(self) -> Path:
-        """Downloads the configuration if necessary, which sets `_revision` to a commit.
+        """Returns the path of the configuration in the cache, after downloading it if necessary.
 
-        Returns:
-            The path of the configuration in the cache.
+        After this call, `_revision` is the commit of the configuration.
 
         Raises:
             InputError: If the repository has no configuration.
@@ -108,7 +109,7 @@ class HubFiles:
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """The files of this commit on the hub, which this object reads without the cache."""
+        """A reader of the files on the hub at the same commit, which does not use the cache."""
         return RemoteFiles(
             f"hf://{self._repository_name}@{self.commit}", self._flag_and_path, self._kind.flag
         )
@@ -137,7 +138,8 @@ class HubFiles:
                     local_files_only=self.offline,
                 )
         except LocalEntryNotFoundError as error:
-            # This subclass of EntryNotFoundError means that the hub cannot be reached.
+            # LocalEntryNotFoundError means that the hub could not be reached. It is a subclass of
+            # EntryNotFoundError, which means that the repository lacks the file.
             self._has_unanswered_request = True
             if self._cache_shows_absence(name):
                 return None
@@ -151,7 +153,7 @@ class HubFiles:
             if unwritable_cache_message := unwritable_cache(error):
                 raise InputError(f"{self._flag_and_path}: {unwritable_cache_message}") from error
             raise not_read.hub_error(self._flag_and_path, self._revision, error) from error
-        # In the cache, the folder of the repository's files has the commit as its name.
+        # In the hub's cache, the folder that contains the files of a commit is named after it.
         self._revision = Path(downloaded_path.removesuffix(name)).name
         if self.offline and not constants.HF_HUB_OFFLINE:
             log_that_the_cache_is_read(self._flag_and_path, self._revision)
@@ -170,7 +172,7 @@ class HubFiles:
             name: The name of the file in the repository.
         """
         cached_path = try_to_load_from_cache(self._repository_name, name, revision=self._revision)
-        if not isinstance(cached_path, str | None):  # a sentinel object means a recorded absence
+        if not isinstance(cached_path, str | None):  # the cache recorded that the file is missing
             return True
         snapshot_folder = self._snapshot()
         if snapshot_folder is None:
@@ -178,7 +180,7 @@ class HubFiles:
         return constants.HF_HUB_OFFLINE or self._is_complete(snapshot_folder, name)
 
     def _snapshot(self) -> Path | None:
-        """Returns the folder of this commit in the hub's cache; None if there is no such folder."""
+        """Returns the folder of `_revision` in the hub's cache; None if there is no such folder."""
         try:
             return Path(
                 snapshot_download(
@@ -189,10 +191,10 @@ class HubFiles:
             return None
 
     def _is_complete(self, snapshot: Path, name: str) -> bool:
-        """Returns whether the cache contains the configuration and all weights of this commit.
+        """Returns whether the cache contains the configuration and all weights of a commit.
 
-        A repository may contain many autoencoders, each in its own folder. So for autoencoders, the
-        cache must contain only a weight file in the folder of the missing file.
+        A repository may contain many autoencoders, each in its own folder. So for autoencoders, it
+        is enough if the cache contains a weight file in the folder of the missing file.
 
         Args:
             snapshot: The folder of the commit in the cache.
@@ -218,10 +220,13 @@ class HubFiles:
     def _belongs_in_cache(self, name: str) -> bool:
         """Returns whether to read a weight file through the hub's cache instead of by ranges.
 
+        The cache is used if it already contains the file. Otherwise it is used if weights are kept,
+        except if the disk has too little room for the file.
+
         Args:
             name: The name of the weight file in the repository.
         """
-        self._config()  # because this call sets the revision to a commit
+        self._config()  # sets `_revision` to the commit, in which the cache is searched
         if isinstance(
             try_to_load_from_cache(self._repository_name, name, revision=self._revision), str
         ):

@@ -1,15 +1,15 @@
 """Copies the activations of only the kept tokens of a batch from the devices to the host.
 
-A host knows the kept tokens of its rows before the step. After the step, each device of the host
-gathers the activations of its kept tokens in blocks of a fixed number of tokens. All batches use
-the same compiled program, which gathers one block on each device. The host runs this program until
-the device with the most kept tokens has gathered all of them. Devices of other hosts do not take
-part.
+The kept tokens are the tokens whose activations are stored. A host knows the kept tokens of its
+rows before the step. After the step, each device of the host gathers the activations of its kept
+tokens in blocks of a fixed number of tokens. All batches use the same compiled program, which
+gathers one block on each device. The host runs this program until the device with the most kept
+tokens has gathered all of them. Devices of other hosts do not take part.
 
 If all tokens are kept, host_rows.py copies the activations instead.
 
-Hooks whose values have the same width and dtype share one array. This width and dtype is their
-vector type (`hooks.VectorType`).
+Hooks whose values have the same width and dtype share one array. The pair of this width and dtype
+is called the vector type of the hooks (`hooks.VectorType`).
 
 Letters: B rows of this host, T tokens per row, N tokens in a block of a device.
 """
@@ -27,24 +27,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
-# The number of blocks that a device would gather if all tokens were kept. It determines N.
+# The largest number of blocks that a device gathers from a batch. It is reached if all tokens are
+# kept. N is the number of tokens on a device divided by this number, rounded up.
 MAX_BLOCKS = 16
 
 
 class KeptBlock(NamedTuple):
     """The activations of up to N kept tokens from each device of this host.
 
+    N is the same number for all blocks of a batch.
+
     Attributes:
         activations: Vector type -> activations at the hooks, (hooks, devices * N,
             width).
-        block_indices: Indices of the kept tokens on the second axis of `activations`. The values at
-            other indices are padding.
-        batch_indices: Indices of the same tokens among all kept tokens of the batch.
+        indices_in_block: Indices of the kept tokens on the second axis of `activations`. The values
+            at other indices are padding.
+        indices_among_kept: For each index in `indices_in_block`, the index of the token among all
+            kept tokens of this host's rows, ordered by row and position.
     """
 
     activations: dict[VectorType, Array]
-    block_indices: np.ndarray
-    batch_indices: np.ndarray
+    indices_in_block: np.ndarray
+    indices_among_kept: np.ndarray
 
 
 class KeptTokens(NamedTuple):
@@ -76,10 +80,10 @@ class KeptTokens(NamedTuple):
             for vector_type, copied_block in copies_of_block.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
-                kept_bits = np.asarray(copied_block).view(bits_dtype)[:, block.block_indices]
-                received_array_of_type[vector_type].view(bits_dtype)[:, block.batch_indices] = (
-                    kept_bits
-                )
+                kept_bits = np.asarray(copied_block).view(bits_dtype)[:, block.indices_in_block]
+                received_array_of_type[vector_type].view(bits_dtype)[
+                    :, block.indices_among_kept
+                ] = kept_bits
         return received_array_of_type
 
 
@@ -113,7 +117,9 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
             for vector_type, array in host_array_of_type.items()
         }
         kept_blocks.append(
-            KeptBlock(gathered_array_of_type, block_plan.block_indices, block_plan.batch_indices)
+            KeptBlock(
+                gathered_array_of_type, block_plan.indices_in_block, block_plan.indices_among_kept
+            )
         )
     num_kept = int(kept.sum())
     received_shape_of_type = {
@@ -124,18 +130,19 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
 
 
 class _BlockPlan(NamedTuple):
-    """The tokens of a block, before they are gathered.
+    """The tokens that one block will contain, as indices.
 
     Attributes:
         device_token_indices: Indices of the tokens that each device gathers, (devices, N) int32,
-            padded with zeros. They count the tokens of the device's part of the rows, row by row.
-        block_indices: Indices of the tokens in the gathered block (see `KeptBlock`).
-        batch_indices: Indices of the tokens among all kept tokens of the batch.
+            padded with zeros. An index counts the tokens in the device's part of the rows, row by
+            row, from 0.
+        indices_in_block: See `KeptBlock`.
+        indices_among_kept: See `KeptBlock`.
     """
 
     device_token_indices: np.ndarray
-    block_indices: np.ndarray
-    batch_indices: np.ndarray
+    indices_in_block: np.ndarray
+    indices_among_kept: np.ndarray
 
 
 def _block_plans(
@@ -151,12 +158,12 @@ def _block_plans(
         slices_of_devices: For each device of this host, a tuple of the slice of its rows and the
             slice of its tokens in these rows.
     """
-    batch_index_of_token = np.cumsum(kept).reshape(kept.shape) - 1
+    index_among_kept_of_token = np.cumsum(kept).reshape(kept.shape) - 1
     kept_indices_of_devices = [
         np.flatnonzero(kept[device_slices]) for device_slices in slices_of_devices
     ]
-    batch_indices_of_devices = [
-        batch_index_of_token[device_slices][kept[device_slices]]
+    indices_among_kept_of_devices = [
+        index_among_kept_of_token[device_slices][kept[device_slices]]
         for device_slices in slices_of_devices
     ]
     tokens_per_device = kept[slices_of_devices[0]].size
@@ -164,15 +171,19 @@ def _block_plans(
     for block_start in range(0, max(map(len, kept_indices_of_devices)), block_size):
         block_stop = block_start + block_size
         device_token_indices = np.zeros((len(slices_of_devices), block_size), np.int32)
-        block_indices = []
-        batch_indices = []
+        indices_in_block = []
+        indices_among_kept = []
         for device_number, kept_indices in enumerate(kept_indices_of_devices):
             num_tokens = len(kept_indices[block_start:block_stop])
             device_token_indices[device_number, :num_tokens] = kept_indices[block_start:block_stop]
-            block_indices.append(device_number * block_size + np.arange(num_tokens))
-            batch_indices.append(batch_indices_of_devices[device_number][block_start:block_stop])
+            indices_in_block.append(device_number * block_size + np.arange(num_tokens))
+            indices_among_kept.append(
+                indices_among_kept_of_devices[device_number][block_start:block_stop]
+            )
         yield _BlockPlan(
-            device_token_indices, np.concatenate(block_indices), np.concatenate(batch_indices)
+            device_token_indices,
+            np.concatenate(indices_in_block),
+            np.concatenate(indices_among_kept),
         )
 
 
@@ -201,7 +212,7 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
         activations: The activations, (hooks, rows, tokens, width), of which each device has a part
             of the tokens.
         device_token_indices: The indices of the tokens that each device gathers, (devices, N)
-            int32. They count the tokens of the device's part row by row.
+            int32. An index counts the tokens in the device's part row by row, from 0.
 
     Returns:
         The gathered activations, (hooks, devices * N, width).

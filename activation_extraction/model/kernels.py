@@ -33,7 +33,8 @@ from activation_extraction.model.grouped_kernel import grouped_experts
 
 # A TPU's register has 128 lanes. Splash attention needs blocks of a multiple of 128 tokens.
 LANES = 128
-# The largest product of a block's tokens and a value's bytes: 512 tokens of 2 bytes in bfloat16.
+# The largest number of tokens in a block of splash attention, times the bytes of a value. It allows
+# blocks of 512 tokens in bfloat16, and of 256 tokens in float32.
 MOST_IN_BLOCK = 1024
 
 
@@ -66,18 +67,19 @@ def splash_attention(
 ) -> Array:
     """Computes attention on TPUs, with Pallas's splash attention.
 
-    A kernel is compiled for a fixed index of the first query. If this index is traced, it may be
-    any multiple of T below S, and the program contains a branch with a kernel for each of them.
+    Splash attention compiles a kernel for one fixed index of the first query. If the index is a
+    traced array, the program contains a kernel for each multiple of T below S, and the device runs
+    the kernel for the actual index.
 
-    Letters: T queries, S keys, N query heads, K key/value heads, H head size.
+    Letters: B rows, T queries, S keys, N query heads, K key/value heads, H head size.
 
     Args:
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
-        segments: The segment number of every query and key.
-        first_query: The index of the first query in its row. A traced index must be a multiple of
-            T.
+        segments: For each query and each key, the number of its sample in the row; 0 for padding.
+        first_query: The index of the first query in its row. If it is a traced array, it must be a
+            multiple of T.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
         interpret: Whether Pallas interprets the kernel, for tests on CPUs.
 
@@ -159,7 +161,7 @@ def candidates_for(platform: str) -> Candidates:
     """Returns the kernels that a platform may use.
 
     Args:
-        platform: The platform, as JAX names it.
+        platform: JAX's name of the platform, such as "tpu" or "cuda".
 
     Returns:
         Field of `Kernels` -> its candidates as a dict: name -> function, with the preferred ones

@@ -4,7 +4,7 @@ qwen2_jax.py builds layers of these modules and functions. attention.py, experts
 compute attention, experts and delta nets, numerics.py computes matrix products, and parameters.py
 declares weights.
 
-Letters: B rows, T tokens per row, D hidden, N heads, H head size.
+Letters: B rows, T tokens per row, D hidden size, N heads, H head size.
 """
 
 from functools import partial
@@ -69,26 +69,26 @@ class Linear(nn.Module):
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
-        mapping: The letters of the input axes, `->`, and the letters of the output axes. For
+        axis_letters: The letters of the input axes, `->`, and the letters of the output axes. For
             example, `D->NH` maps (B, T, D) to (B, T, N, H).
         use_bias: Whether there is a bias.
         dtype: The dtype of the weight and of the bias.
-        split: Whether the input axes are split over devices, so that the products of the devices
-            are added up.
+        has_split_inputs: Whether the input axes are split over devices, so that the products of
+            the devices are added up.
     """
 
     config: ModelConfig
-    mapping: str
+    axis_letters: str
     use_bias: bool = False
     dtype: Any = jnp.float32
-    split: bool = False
+    has_split_inputs: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        input_letters, output_letters = self.mapping.split("->")
+        input_letters, output_letters = self.axis_letters.split("->")
         weight = parameter(self, "weight", output_letters + input_letters)
         einsum_equation = f"BT{input_letters},{output_letters}{input_letters}->BT{output_letters}"
-        multiply = einsum_of_parts if self.split else einsum
+        multiply = einsum_of_parts if self.has_split_inputs else einsum
         y = multiply(einsum_equation, x, weight)
         if self.use_bias:
             y += parameter(self, "bias", output_letters).astype(jnp.float32)
@@ -122,12 +122,13 @@ def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
-    """Applies the rotary embedding to the first r dimensions of every head, which may be all.
+    """Applies the rotary embedding to queries or keys.
 
-    Dimensions i and i + r/2 are rotated as a pair, as in transformers.
+    Some models rotate only the first dimensions of every head. If r dimensions are rotated,
+    dimensions i and i + r/2 form a pair, as in transformers.
 
     Args:
-        x: The queries or keys, (B, T, N, H).
+        x: The queries or keys, (B, T, N heads, H head size).
         rotary: The cosines and sines from `rotary_table`.
         config: The configuration of the model.
 
@@ -145,11 +146,11 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
 
 
 def swap_pairs(pair_count: int, x: Array) -> Array:
-    """Swaps the two dimensions of every rotated pair.
+    """Swaps the two dimensions of every rotated pair, i and i + `pair_count`.
 
     Args:
         pair_count: The number of pairs of rotated dimensions.
-        x: The queries or keys, (B, T, N, H).
+        x: The queries or keys, (B, T, N heads, H head size).
 
     Returns:
         The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
@@ -163,14 +164,15 @@ def swap_pairs(pair_count: int, x: Array) -> Array:
 
 
 def swap_pairs_on_tpu(pair_count: int, x: Array) -> Array:
-    """Swaps the two dimensions of every rotated pair by a matrix product, which is exact.
+    """Swaps the two dimensions of every rotated pair by a product with a permutation matrix.
 
-    XLA can fuse this product with other operations. Half a head, as in `swap_pairs`, would fill
-    only half of a TPU's register, and half of the memory that is written for it.
+    The result is exact and equals the result of `swap_pairs`. On TPUs the product is faster,
+    because XLA can fuse it with other operations. `swap_pairs` splits each head into halves, and an
+    array of halves would use only half of each register and half of the memory that it occupies.
 
     Args:
         pair_count: The number of pairs of rotated dimensions.
-        x: The queries or keys, (B, T, N, H).
+        x: The queries or keys, (B, T, N heads, H head size).
 
     Returns:
         The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.

@@ -64,26 +64,29 @@ CACHED_FACTORS = 8
 class Change(NamedTuple):
     """A change of a matrix W (out, in), to which scale * B @ A is added.
 
+    r is the rank of the change, and E the number of experts of a layer.
+
     Attributes:
         a: Key of A (r, in) in the adapter.
         b: Key of B (out, r) in the adapter.
         scale: Factor of the product.
-        is_exchanged: Whether the adapter stores A and B in exchanged roles. Then `a` is the key of
-            B transposed, and `b` the key of A transposed.
+        has_exchanged_factors: Whether the adapter stores the transpose of B under the key `a`, and
+            the transpose of A under the key `b`.
         expert_number: Number of the expert that is changed, if A (E * r, in) and B (out, r * E)
             contain all experts of a layer; otherwise 0.
         expert_count: Number of experts in A and B; 1 for matrices without experts.
-        first_row: Row of B that belongs to the first row of the tensor of the base model.
+        first_row_of_b: Index of the row of B that belongs to row 0 of the tensor of the base model.
+            It is not 0 if B contains the rows of several tensors.
         is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
     a: str
     b: str
     scale: float
-    is_exchanged: bool = False
+    has_exchanged_factors: bool = False
     expert_number: int = 0
     expert_count: int = 1
-    first_row: int = 0
+    first_row_of_b: int = 0
     is_transposed: bool = False
 
 
@@ -147,10 +150,10 @@ class LoraAdapter:
         changed_module_names = {
             text_name(module_path.removesuffix(".weight")) for module_path in keys_by_module
         }
-        does_keep_tie = self._settings.get("ensure_weight_tying")
-        does_change_embedding = "model.embed_tokens" in changed_module_names and not does_keep_tie
-        does_change_head = "lm_head" in changed_module_names
-        if tied and (does_change_embedding or does_change_head):
+        keeps_head_tied = self._settings.get("ensure_weight_tying")
+        changes_embedding = "model.embed_tokens" in changed_module_names and not keeps_head_tied
+        changes_head = "lm_head" in changed_module_names
+        if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
         keys_by_text_module = {}
         for module_path, keys_by_suffix in keys_by_module.items():
@@ -162,7 +165,7 @@ class LoraAdapter:
         for module_path, keys_by_suffix in keys_by_text_module.items():
             unknown_keys += self._record_changes(module_path, keys_by_suffix)
         if unknown_keys:
-            if does_change_head and HEAD not in base.tensors:
+            if changes_head and HEAD not in base.tensors:
                 head_key = next(
                     tensor_key for tensor_key in unknown_keys if "lm_head" in tensor_key
                 )
@@ -219,7 +222,7 @@ class LoraAdapter:
 
         Args:
             tensor: The name of the tensor in the base model.
-            index: A (start, stop) slice for each axis.
+            index: A slice with a start and a stop for each axis of the tensor.
             read_base: A function that maps an index of this form to the part of the tensor as
                 stored in the base model.
 
@@ -241,7 +244,7 @@ class LoraAdapter:
             return read_values(index)
         magnitude_key = self._magnitude_key_by_tensor.get(tensor)
         column_range = index[-1]
-        if magnitude_key is not None:  # because norms of rows need whole rows
+        if magnitude_key is not None:  # whole rows are read, because their norms are needed
             index = index[0], slice(0, self._shape(tensor)[1])
         merged_values = read_values(index).astype(np.float32)
         for tensor_change in self._changes_by_tensor[tensor]:
@@ -274,9 +277,9 @@ class LoraAdapter:
         b = self._read_factor(change.b)
         a = a.reshape(change.expert_count, -1, a.shape[1])[change.expert_number]
         b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
-        if change.is_exchanged:
+        if change.has_exchanged_factors:
             a, b = b.T, a.T
-        b = b[change.first_row + row_range.start : change.first_row + row_range.stop]
+        b = b[change.first_row_of_b + row_range.start : change.first_row_of_b + row_range.stop]
         target_values += np.float32(change.scale) * (b @ a[:, column_range])
 
     def _read_whole(self, key: str) -> np.ndarray:
@@ -362,7 +365,7 @@ class LoraAdapter:
             self._check_shape(a, (rank, in_size))
             self._check_shape(b, (out_size, rank))
             matrix_change = Change(
-                a, b, self._scale(path, a, rank), is_exchanged=is_embedding_module
+                a, b, self._scale(path, a, rank), has_exchanged_factors=is_embedding_module
             )
             named_changes = [(weight_name, matrix_change)]
             if BIAS in keys:
@@ -424,40 +427,45 @@ class LoraAdapter:
         rank_sum = self._shape_by_key[a][0]  # the sum of the ranks of all experts, E * r
         in_size = self._shape_by_key[a][-1]
         out_size = self._shape_by_key[b][0]
-        matrix_kind = "gate_up"
+        matrix_name = "gate_up"
         matrix_shape = (2 * expert_width, hidden_size)
         if {out_size, in_size} == {hidden_size, expert_width}:
-            matrix_kind = "down"
+            matrix_name = "down"
             matrix_shape = (hidden_size, expert_width)
-        is_exchanged = (out_size, in_size) == matrix_shape[::-1]
+        has_exchanged_factors = (out_size, in_size) == matrix_shape[::-1]
         # If A and B are square, only the version of PEFT tells whether inputs and outputs are
         # exchanged.
         if out_size == in_size:
             peft_version = str(self._settings.get("peft_version"))
             version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
-            is_exchanged = version_numbers < EXCHANGED_UNTIL
+            has_exchanged_factors = version_numbers < EXCHANGED_UNTIL
             if version_numbers < EXCHANGED_SINCE:
                 error_reason = "does not tell whether its inputs and outputs are exchanged"
                 raise self._error(a, f"is square, and peft_version {peft_version} {error_reason}")
-        out_size, in_size = matrix_shape[::-1] if is_exchanged else matrix_shape
+        out_size, in_size = matrix_shape[::-1] if has_exchanged_factors else matrix_shape
         self._check_shape(a, (rank_sum, in_size))
         self._check_shape(b, (out_size, rank_sum))
-        change_scale = self._scale(f"{path}.{matrix_kind}_proj", a, rank_sum / expert_count)
+        change_scale = self._scale(f"{path}.{matrix_name}_proj", a, rank_sum / expert_count)
         change_of_all_experts = Change(
-            a, b, change_scale, is_exchanged, expert_count=expert_count, is_transposed=is_transposed
+            a,
+            b,
+            change_scale,
+            has_exchanged_factors,
+            expert_count=expert_count,
+            is_transposed=is_transposed,
         )
         named_changes = []
         for expert_number in range(expert_count):
-            tensor_names = [f"{name}.{matrix_kind}_proj"]
+            tensor_names = [f"{name}.{matrix_name}_proj"]
             # Without fused experts, gate and up are two tensors.
             if not fused_down_shape:
                 tensor_names = [
                     separate_name_pattern.format(expert=expert_number, projection=projection)
-                    for projection in matrix_kind.split("_")
+                    for projection in matrix_name.split("_")
                 ]
             for projection_number, tensor_name in enumerate(tensor_names):
                 expert_change = change_of_all_experts._replace(
-                    expert_number=expert_number, first_row=projection_number * expert_width
+                    expert_number=expert_number, first_row_of_b=projection_number * expert_width
                 )
                 named_changes.append((tensor_name, expert_change))
         return named_changes
@@ -541,12 +549,12 @@ class LoraAdapter:
             raise self._error(key, error_reason)
 
     def _check_new(self, key: str, tensor: str, changed_tensors: Collection[str]) -> None:
-        """Checks that no other key of the adapter changes the same tensor.
+        """Checks that a tensor of the base model is not changed by two keys of the adapter.
 
         Args:
-            key: The key of the adapter's tensor.
+            key: A key of the adapter, which changes the tensor.
             tensor: The name of the tensor in the base model.
-            changed_tensors: The names of the tensors that other keys change.
+            changed_tensors: The names of the tensors that other keys of the adapter change.
 
         Raises:
             InputError: If another key changes the tensor.

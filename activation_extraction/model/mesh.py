@@ -29,7 +29,7 @@ from activation_extraction.model.attention import Attention, Segments
 MODEL_AXES = ("model", "query")
 # Logical axis of an array -> the axes of the mesh along which it is split.
 RULES: dict[str, tuple[str, ...]] = {
-    # The following axes are axes of weights.
+    # The logical axes of weights.
     "layers": ("pipeline",),
     "embed": ("fsdp",),
     "heads": ("model",),
@@ -39,7 +39,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "vocab": MODEL_AXES,
     "head_vocab": (*MODEL_AXES, "pipeline"),
-    # The following axes are axes of activations and of the rows that hosts feed.
+    # The logical axes of activations and of the rows that hosts feed.
     "stage": ("pipeline",),
     "batch": ("data", "fsdp", "expert"),
     # The axis of a batch's rows if all devices along fsdp have the same rows.
@@ -60,11 +60,12 @@ class Layout:
     Attributes:
         mesh: Mesh of JAX. An abstract mesh has axes but no devices. None for a single device, or if
             only shapes are computed, so that arrays are not split.
-        reason: Reason for the choice of this mesh, for the log. "" if the flags determine it.
+        reason_for_mesh: Reason for the choice of this mesh, for the log. "" if the flags determine
+            the mesh.
     """
 
     mesh: Mesh | AbstractMesh | None = None
-    reason: str = field(default="", compare=False)
+    reason_for_mesh: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:
         """Returns the product of the sizes of some axes of JAX's mesh.
@@ -322,8 +323,8 @@ def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     try:
         arranged_devices = mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):
-        # Either a mesh axis would divide an axis of the slice, and then the order by host is
-        # better. Or the devices do not form a cuboid, for example if each host uses one device.
+        # JAX has no arrangement, because a mesh axis would divide an axis of the slice, or because
+        # the devices do not form a cuboid, for example if each host uses one device.
         return devices_in_order
     return arranged_devices if _keeps_hosts_together(arranged_devices) else devices_in_order
 
@@ -339,7 +340,7 @@ def _keeps_hosts_together(arranged_devices: np.ndarray) -> bool:
 
 
 def in_words(shape: Mapping[str, int]) -> str:
-    """Returns a description of a mesh's shape, such as `data 4 x fsdp 2`.
+    """Describes the shape of a mesh for messages, such as `data 4 x fsdp 2`.
 
     Args:
         shape: Name of a mesh axis -> its size.

@@ -46,11 +46,11 @@ class MeshChoice(NamedTuple):
     Attributes:
         shape: Name of a mesh axis, as the user knows it -> its size. The first axis varies slowest
             over the devices.
-        reason: Reason for the choice in one line. "" if the flags determine the mesh.
+        reason_for_mesh: Reason for the choice in one line. "" if the flags determine the mesh.
     """
 
     shape: dict[str, int]
-    reason: str = ""
+    reason_for_mesh: str = ""
 
 
 def choose_mesh(
@@ -203,10 +203,10 @@ def cheapest_mesh(
     """Chooses the mesh with the shortest step for `--mesh_type auto`.
 
     The docstring of this module describes the choice. If no mesh fits in memory by the estimates,
-    chooses the mesh that needs the least memory.
+    this function chooses the mesh that needs the least memory.
 
     Args:
-        cost_model: The step, whose cost it estimates on any mesh.
+        cost_model: The model of the step's cost, which estimates the cost on each mesh.
         devices: The devices, ordered by host.
         device_memory: The bytes of memory of each device. None if they are unknown, and then all
             meshes are assumed to fit.
@@ -237,9 +237,12 @@ def cheapest_mesh(
 def _weight_splits(cost: StepCost) -> list[int]:
     """Returns the sizes of the axes `model`, `expert` and `fsdp`, along which weights are split.
 
-    Of several meshes with steps of similar length, the mesh with the smallest list is chosen. Lists
+    If steps take similar time on several meshes, the mesh with the smallest list is chosen. Lists
     are compared element by element, so weights are split along `fsdp` rather than along `expert`,
     and along `expert` rather than along `model`.
+
+    Args:
+        cost: The cost of a step on a mesh, which contains the layout of the mesh.
     """
     return [cost.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
 
@@ -248,11 +251,11 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
     """Returns the cost of a step on each mesh that divides the rows and the widths of the model.
 
     Args:
-        cost_model: The step, whose cost it estimates on any mesh.
+        cost_model: The model of the step's cost, which estimates the cost on each mesh.
         devices: The devices, ordered by host.
 
     Raises:
-        InputError: If there is no such mesh.
+        InputError: If no mesh divides the rows of a step and the widths of the model.
     """
     model_config = cost_model.model.config
     step_costs: list[StepCost] = []
@@ -278,7 +281,7 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
     The last shape has all devices along `model`.
 
     Args:
-        cost_model: The step, whose cost it estimates on any mesh.
+        cost_model: The model of the step's cost, which contains the rows and the model.
         devices: The number of devices.
 
     Yields:

@@ -129,8 +129,8 @@ class ModelConfig:
             attention.
         chunk: Number of tokens in the longest row that does not need dual-chunk attention, which is
             not supported. None if the model has no dual-chunk attention.
-        weights: DEQUANTIZED, a description for messages, if the checkpoint has float8 weights.
-            Otherwise None.
+        weights: Description of float8 weights for messages (`float8.DEQUANTIZED`). None if the
+            checkpoint has no float8 weights.
     """
 
     model_type: str
@@ -208,9 +208,10 @@ class ModelConfig:
         return tuple(layer_types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
-        """Returns `sizes` with the letter S, the number of tokens in a row.
+        """Returns `sizes` with an additional letter S, for the number of tokens in a row.
 
-        It is the size of an axis of hooks that have a value for each token of the row.
+        S is the number of keys of attention. The attention pattern of a token has S values for each
+        head.
 
         Args:
             length: The number of tokens in a row.
@@ -219,7 +220,10 @@ class ModelConfig:
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """The largest number of tokens in a row, and the reason for this limit as a clause."""
+        """The largest number of tokens in a row, and the reason for this limit.
+
+        The reason is a clause for messages, such as "the model has 32768 positions".
+        """
         max_num_positions = max(self.max_position_embeddings, self.rope.extended_length)
         if self.chunk is not None and self.chunk < max_num_positions:
             return self.chunk, (
@@ -258,7 +262,8 @@ class ModelConfig:
             lengths: The number of tokens of each sample.
         """
         if self.delta is not None and layer in self.delta.layers:
-            # Each number in the states of all heads is a factor of three products per token.
+            # The state of the gated delta rule has sizes["O"] * key_size numbers in all heads
+            # together, and each number takes part in three products per token.
             products_per_token = 3 * self.sizes["O"] * self.delta.key_size
             return 2.0 * (weights + products_per_token) * sum(lengths)
         query_size = self.num_attention_heads * self.head_dim
@@ -268,8 +273,9 @@ class ModelConfig:
             num_seen_tokens = (
                 sample_length if window_length is None else min(window_length, sample_length)
             )
-            # About twice the number of pairs of a token and a token that it sees. A pair takes two
-            # products for each number of the queries: one for the score, and one for the output.
+            # Approximately twice the number of pairs of a token and a token that it sees. The pairs
+            # count twice, because each pair takes two products for each number of a token's
+            # queries: one for the score and one for the output.
             twice_num_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
             num_products += weights * sample_length + query_size * twice_num_pairs
         return 2.0 * num_products
@@ -517,9 +523,9 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
 def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     """Returns the settings of the rotary embedding: name of a setting -> its value.
 
-    The original length is the number of positions with which the model was trained. If config.json
-    contains it outside of these settings as well, the outer value is used, as in transformers. If
-    YaRN's factor is null, it is max_position_embeddings divided by the original length.
+    If config.json contains original_max_position_embeddings both in these settings and outside of
+    them, the outer value is used, as in transformers. If YaRN's factor is null, this function
+    returns max_position_embeddings / original_max_position_embeddings as the factor.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields. Its
@@ -531,10 +537,10 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
     """
     hf.standardize_rope_params()
     rope_settings = hf.rope_parameters
-    has_one_flat_set = isinstance(rope_settings, Mapping) and not any(
+    has_same_settings_in_all_layers = isinstance(rope_settings, Mapping) and not any(
         isinstance(rope_setting, Mapping) for rope_setting in rope_settings.values()
     )
-    if not has_one_flat_set:
+    if not has_same_settings_in_all_layers:
         raise InputError(
             f"{source}: rope_parameters {rope_settings!r} is not supported, only one flat set"
         )
@@ -548,9 +554,9 @@ def _chunk(hf: Any, source: str) -> int | None:
     """Returns the length of the longest row that does not need dual-chunk attention.
 
     In rows up to this length, dual-chunk attention (arXiv:2402.17463) computes the same as plain
-    attention. vLLM and SGLang support dual-chunk attention. They have the same default of
-    chunk_size, and they scale the queries of rows that are longer than the original length, which
-    is the number of positions with which the model was trained. transformers ignores
+    attention. The length is chunk_size, for which this function has the same default as vLLM and
+    SGLang. If the settings contain original_max_position_embeddings and it is smaller, it is the
+    length, because vLLM and SGLang scale the queries of longer rows. transformers ignores
     dual_chunk_attention_config, including its settings of sparse attention.
 
     Args:
@@ -661,7 +667,8 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
     """
     size_of_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
-        # Families whose configuration class lacks this field ignore its value, as in transformers.
+        # For families whose configuration class lacks the field SHARED_WIDTH, a value of the field
+        # in config.json is ignored, as in transformers.
         size_of_expert_field |= _positive_ints(hf, source, {"shared_width": SHARED_WIDTH})
     if size_of_expert_field["per_token"] > size_of_expert_field["count"]:
         raise InputError(

@@ -43,13 +43,13 @@ from activation_extraction.model.weights import check_tensors, orient_experts
 from qwen2_jax import Qwen2, tensor_names, weight_table
 from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
 
-# The largest number of bytes that a row may have at a hook whose width is the length of the row.
+# The largest number of bytes of a row at a hook whose width grows with the length of the row.
 MAX_ROW_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The flags that determine a step, with other facts that determine it.
+    """The flags and other facts that determine how a step is computed.
 
     Attributes:
         model: Flags that name the model.
@@ -58,8 +58,8 @@ class StepRequest:
             contains the number of rows.
         shape: Tuple of the number of rows that each host feeds in a step, and the number of tokens
             per row.
-        several_hosts: Whether the run has several hosts. If so, weights from the hub are not kept
-            in the cache of this host, because a host may need only some of the weights.
+        has_several_hosts: Whether the run has several hosts. If so, weights from the hub are not
+            kept in the cache of this host, because a host may need only some of the weights.
         device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
             number. None to use the number on this host.
         devices: Devices of a machine that --plan describes. None for the devices of this machine.
@@ -70,7 +70,7 @@ class StepRequest:
     hooks: HookOptions
     computing: ComputingOptions
     shape: tuple[int, int]
-    several_hosts: bool = False
+    has_several_hosts: bool = False
     device_memory: float | None = None
     devices: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
@@ -95,7 +95,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     model_options = request.model
     if previous is None:
         checkpoint = Checkpoint(
-            model_options.model_path, model_options.model_revision, not request.several_hosts
+            model_options.model_path, model_options.model_revision, not request.has_several_hosts
         )
     else:
         checkpoint = previous.checkpoint
@@ -248,7 +248,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         choose_automatically,
     )
     layout = build_layout(
-        devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason
+        devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason_for_mesh
     )
     check_divisibility(layout, num_rows_of_step, row_length, config.sizes)
     kernel_of_field = {}
@@ -290,7 +290,7 @@ def _check_bytes_of_a_row(
     """Checks the size of a row's values at a hook whose width grows with the length of the row.
 
     Args:
-        hook: The hook, whose width may also be fixed.
+        hook: Any hook. Only hooks whose width grows with the length of the row are checked.
         config: The configuration of the model.
         length: The number of tokens of the row.
         activation_dtype: The dtype of stored activations, or FLOAT8.

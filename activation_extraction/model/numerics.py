@@ -33,11 +33,11 @@ def einsum(equation: str, x: Array, y: Array) -> Array:
 
 
 def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
-    """Computes `einsum` where each device has a part of the summed axis.
+    """Computes `einsum` if the summed axis is split over devices.
 
-    Each device computes the product of its parts, and the devices add these products up.
-    Accelerators round the products to the dtype of x before they are added, so that bfloat16 halves
-    the bytes that are moved and sent. The caller rounds the sum anyway.
+    Each device computes the product of its parts of the operands, and the devices add these
+    products up. On accelerators, the products are rounded to the dtype of x before they are added.
+    In bfloat16, this halves the bytes that devices send. The caller rounds the sum anyway.
 
     Args:
         equation: The equation, such as "BTM,MD->BTD".

@@ -77,7 +77,8 @@ def predictions(
         for prediction, prediction_bits in bits_of_prediction.items()
     }
     if "loss" in requested:
-        # The loss of a token was computed at the previous position, so it moves to the next one.
+        # `_from_logits` stores the loss of a token at the position before it, so that all losses
+        # are moved by one position.
         loss_at_token = jnp.roll(array_of_prediction["loss"], 1, axis=1)
         array_of_prediction["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss_at_token)
     return array_of_prediction

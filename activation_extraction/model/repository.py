@@ -2,9 +2,10 @@
 
 A `Repository` is a folder on this machine, a URL that fsspec supports, or a repository on the
 Hugging Face hub. repository_files.py and hub_files.py read these three locations. Small files are
-copied to this machine. Of weights at a URL, only the needed ranges of bytes are read into memory.
-Weights on the hub are read by ranges as well, unless the user keeps them on this machine and the
-disk has room for them.
+copied to this machine. Weights at a URL are not copied: only the needed ranges of bytes are read
+into memory. Weights on the hub are read by ranges as well, unless they are kept on this machine and
+the disk has room for them.
+
 checkpoint.py finds the tensors of a model in the files, and not_read.py has the errors about
 repositories that cannot be read.
 """
@@ -58,8 +59,8 @@ class Repository:
         Args:
             path: A folder, a URL or the name of a repository on the hub.
             revision: A branch, tag or commit of a repository on the hub; None for its main branch.
-            keep: Whether to store weights from the hub in the hub's cache on this machine, for the
-                next start.
+            keep: Whether to store weights from the hub in the hub's cache on this machine, so that
+                later processes need not download them again.
             kind: The kind of repository: MODEL, ADAPTER or AUTOENCODER.
 
         Raises:
@@ -92,9 +93,12 @@ class Repository:
     def commit(self) -> str | None:
         """The commit of the files on the hub; None for a folder or a URL.
 
+        This property also finds the configuration file, because the commit of a repository on the
+        hub is only known after a file was read.
+
         Raises:
             InputError: If the configuration file of this kind of repository is missing, for example
-                because the repository of a model contains an adapter.
+                because the repository was given as a model but contains an adapter.
         """
         self.file(self.kind.config_file)
         return self._files.commit

@@ -103,12 +103,12 @@ class Rope:
 
     @property
     def extended_length(self) -> int:
-        """The length of the context that YaRN extends, in tokens; 0 for other types.
+        """The length of the context after scaling with YaRN, in tokens; 0 for other types.
 
         With YaRN, max_position_embeddings in config.json may be the length before scaling, because
         model cards recommend to add YaRN to a config.json without changing this field. With
-        "llama3", max_position_embeddings is the length of the extended context. It may be less than
-        the factor times the trained length, as in Llama 3.2.
+        "llama3", max_position_embeddings is the length after scaling, so this property is not
+        needed. There, the factor times the trained length may be too large, as in Llama 3.2.
         """
         return int(self.factor * self.trained_length) if self.rope_type == "yarn" else 0
 
@@ -162,7 +162,7 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     rope_entry = section.get("rope_scaling") or section.get("rope_parameters")
     rope_settings = rope_entry if isinstance(rope_entry, dict) else {}
     if _rope_type(rope_settings, source) not in ("llama3", "yarn"):
-        return  # because other types do not use the length of the trained context
+        return  # other types do not use the length of the trained context
     for settings in (section, rope_settings):
         if settings.get(TRAINED) is not None:
             positive_field(settings, TRAINED, source)

@@ -118,10 +118,10 @@ class CostModel:
 
     @cached_property
     def _operations(self) -> list[tuple[float, Any]]:
-        """The floating-point operations of a step on all devices.
+        """The floating-point operations of a step, on all devices together.
 
-        There is a tuple for the model and for each autoencoder. It contains the number of
-        operations and the dtype of the products.
+        The list contains a tuple for the model, and then a tuple for each autoencoder: the number
+        of operations, and the dtype of the products.
         """
         num_tokens = self.rows * self.row_length
         operations_and_dtypes = [
@@ -210,9 +210,9 @@ class CostModel:
         return moved_bytes
 
     def _weight_traffic(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
-        """Returns the bytes that a device moves in its memory for the products with a parameter.
+        """Returns the bytes that a device moves for the products with one parameter in a step.
 
-        They are the bytes that it reads from and writes to its memory in a step.
+        The bytes that the device reads from its memory and writes to its memory are added up.
 
         Args:
             layout: The layout of the mesh.
@@ -260,9 +260,10 @@ class CostModel:
         )
 
     def _largest_layer(self, layout: Layout) -> float:
-        """Returns the number of values of the largest layer's weights on a device.
+        """Returns how many weights a device holds of the layer with the most weights.
 
-        They are the weights after they were gathered along the mesh axis `fsdp`.
+        The weights of the layer are counted after the device gathered them along the mesh axis
+        `fsdp`.
         """
         num_values_of_layer_type = Counter[str]()
         # If layers are of different types, the second part of a parameter's path is the type.
@@ -329,9 +330,9 @@ def linked_devices(devices: Sequence[Any]) -> int:
         devices: The devices, ordered by host.
     """
     is_tpu = devices[0].platform == "tpu"
-    group_attribute = "slice_index" if is_tpu else "process_index"
-    group_of_device = [getattr(device, group_attribute, 0) for device in devices]
-    return group_of_device.count(group_of_device[0])
+    slice_or_host_attribute = "slice_index" if is_tpu else "process_index"
+    slice_or_host_of_device = [getattr(device, slice_or_host_attribute, 0) for device in devices]
+    return slice_or_host_of_device.count(slice_or_host_of_device[0])
 
 
 def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
@@ -344,13 +345,14 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
         layout: The layout of the mesh.
         axis: The name of the mesh axis, as in --mesh_axes: `model` includes the axis `query` of
             JAX's mesh.
-        chip: The figures of the devices.
+        chip: The speeds of a device and its links.
         linked: The number of consecutive devices that fast links connect (see `linked_devices`).
     """
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # The number of consecutive devices among which all devices along the axis are.
+    # All devices that a device exchanges data with along the axis are among this number of
+    # consecutive devices.
     num_consecutive_devices = 1
     if axis in axis_names:
         num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])

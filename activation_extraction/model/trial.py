@@ -1,9 +1,10 @@
 """Chooses the kernels of a run, after a trial of the candidates on the device.
 
 A run uses one kernel of each kind, such as attention. kernels.py lists the candidates of each
-platform in the order of preference. Before a run loads its weights, a candidate computes its result
-for small random arrays, with the sizes of one device in the run. The result is compared with the
-result of a slow function that defines it. The first candidate that is accurate is chosen.
+platform in the order of preference. Before a run loads its weights, the candidates are tried in
+this order on small random arrays, in which heads and experts have the same sizes as on a device in
+the run. The result of a candidate is compared with the exact result of a slow function. The first
+candidate that is accurate is chosen.
 
 Letters: T tokens per row.
 """
@@ -47,21 +48,21 @@ DELTA_TOKENS = 300
 
 
 class Trial(NamedTuple):
-    """The arguments of one comparison between a candidate and its definition.
+    """One comparison between a candidate and the slow function that defines its result.
 
     A vector of the result is the output of a head for a token, or the output of a token's experts.
 
     Attributes:
-        definition: Function that defines the result.
-        arguments: Arguments of the candidate and of the definition. The definition gets
-            floating-point arrays in float32. Integers are constants in the compiled candidate.
-        is_compared: Mask of the vectors to compare, bool, in the shape of the result without its
+        exact_function: Slow function that defines the result.
+        arguments: Arguments of both functions. For `exact_function`, floating-point arrays are
+            converted to float32. For the candidate, integers are constants at compilation.
+        compared_mask: Mask of the vectors to compare, bool, in the shape of the result without its
             last axis. Vectors of padding are not compared.
     """
 
-    definition: Callable[..., Any]
+    exact_function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    is_compared: Array
+    compared_mask: Array
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Choice:
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of the choice that metadata.json contains."""
+        """Returns the fields that are stored in metadata.json: all fields except `function`."""
         return {"name": self.name, "passed_over": self.passed_over}
 
 
@@ -165,10 +166,10 @@ def choose_kernel(
 def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> float:
     """Returns the largest relative error of a candidate's vectors in several trials.
 
-    The definition computes the exact vectors in float32. The relative error of a vector is the norm
-    of its difference from the exact vector, divided by the norm of the exact vector. The definition
-    runs on the CPU if JAX can use the CPU, because the compiler of a GPU would try many programs
-    for each product of the definition.
+    `Trial.exact_function` computes the exact vectors in float32. The relative error of a vector is
+    the norm of its difference from the exact vector, divided by the norm of the exact vector. The
+    exact function runs on the CPU if JAX can use the CPU, because the compiler of a GPU would try
+    many programs for each product of this function.
 
     Args:
         candidate: The function of the kernel.
@@ -191,10 +192,10 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
             partial(_as_float32, device_of_exact_result), trial.arguments
         )
         with jax.default_device(device_of_exact_result):
-            exact_result = trial.definition(*exact_arguments)
-        is_compared = np.asarray(trial.is_compared)
-        computed_vectors = np.asarray(computed_result)[is_compared].astype(float)
-        exact_vectors = np.asarray(exact_result)[is_compared].astype(float)
+            exact_result = trial.exact_function(*exact_arguments)
+        compared_mask = np.asarray(trial.compared_mask)
+        computed_vectors = np.asarray(computed_result)[compared_mask].astype(float)
+        exact_vectors = np.asarray(exact_result)[compared_mask].astype(float)
         exact_norms = np.linalg.norm(exact_vectors, axis=-1)
         # The output of a token without experts is a vector of zeros.
         exact_norms[exact_norms == 0] = 1
@@ -254,11 +255,12 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial of the experts of a layer, which is the second of two layers.
+    """Yields one trial of a layer's experts.
 
-    Each token chooses two experts. Of four experts, one has no tokens, and some have more tokens
-    than a tile of a kernel. Some choices of tokens are experts of other devices or no expert. See
-    `try_kernels` for the arguments.
+    The trial has the weights of two layers and computes the second layer, because kernels read a
+    layer from a stack. Each token chooses two experts. If there are more than two experts, one has
+    no tokens. Some experts have more tokens than a tile of a kernel. Some tokens choose experts of
+    other devices. See `try_kernels` for the arguments.
     """
     weight_shape = config.experts.count, config.hidden_size, config.experts.width
     num_experts, hidden_size, expert_width = layout.shard_shape(
@@ -271,9 +273,10 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     ]
     if num_experts > 2:
         token_counts_of_experts[2] = 0
-    # The number after the last expert stands for an expert of another device, and so does -1.
+    # Experts of other devices have numbers outside of this device's range, such as the last two.
     expert_numbers = [*range(num_experts), num_experts, -1]
-    # The last count makes the number of all choices even, because each token makes two choices.
+    # About 70 choices are made for each of the last two numbers. The number of all choices must be
+    # even, because each token makes two choices.
     choice_counts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
     sorted_choices = np.repeat(expert_numbers, choice_counts)
     chosen_experts = rng.permutation(sorted_choices).reshape(-1, 2).astype(np.int32)

@@ -2,8 +2,8 @@
 
 `WeightSpec` declares how to make one parameter from tensors. `check_tensors` compares all
 parameters with the checkpoint before any values are read. `load_params` reads only the parts of the
-files that the devices of this host need. qwen2_jax.py lists the parameters of a model, and
-checkpoint.py reads tensors.
+files that the devices of this host need. A shard is the part of a parameter that is on one device,
+as in JAX. qwen2_jax.py lists the parameters of a model, and checkpoint.py reads tensors.
 
 A parameter may be a stack of the tensors of all layers. On a mesh with a `pipeline` axis, the
 layers are divided into stages of consecutive layers, one stage for each index of this axis.
@@ -48,15 +48,15 @@ class TensorSlice(NamedTuple):
         axis: Axis of the tensor along which the parameters are concatenated.
         start: Index on this axis at which the slice begins.
         axis_size: Size of the tensor along this axis.
-        per_head: Whether the axis contains one head after the other, and the parameter consists of
-            one slice per head. If so, `start` and `axis_size` refer to a single head, and the
+        is_per_head: Whether the axis contains one head after the other, and the parameter consists
+            of one slice per head. If so, `start` and `axis_size` refer to a single head, and the
             parameter has an axis of heads directly after its stacked axes.
     """
 
     axis: int
     start: int
     axis_size: int
-    per_head: bool = False
+    is_per_head: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ class WeightSpec:
         stacked_axes: Number of leading axes ("layers", "experts") along which the parameter is a
             stack of tensors.
         tensor_slice: Slice of each tensor that belongs to the parameter; None for whole tensors.
-        input_first: Whether the tensors of experts have the input axis before the output axis, like
-            the parameter. If not, their last two axes are swapped when they are read.
+        has_input_axis_first: Whether the tensors of experts have the input axis before the output
+            axis, like the parameter. If not, their last two axes are swapped when they are read.
     """
 
     shape: tuple[int, ...]
@@ -83,12 +83,12 @@ class WeightSpec:
     hf_names: tuple[str, ...]
     stacked_axes: int = 0
     tensor_slice: TensorSlice | None = None
-    input_first: bool = False
+    has_input_axis_first: bool = False
 
     @property
     def reverses_axes(self) -> bool:
         """Returns whether the tensors have the last two axes of the parameter in reverse order."""
-        return "experts" in self.axes and not self.input_first
+        return "experts" in self.axes and not self.has_input_axis_first
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class WeightSpec:
         bounds_by_axis = self._bounds([*map(range, self.shape[self.stacked_axes :])])
         tensor_sizes = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
         if self.tensor_slice is not None:
-            head_count = self.shape[self.stacked_axes] if self.tensor_slice.per_head else 1
+            head_count = self.shape[self.stacked_axes] if self.tensor_slice.is_per_head else 1
             tensor_sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
         return tuple(tensor_sizes)
 
@@ -106,7 +106,7 @@ class WeightSpec:
         Args:
             ranges: The range of the part on each axis of the parameter that is not stacked. On
                 head_dim, which the mesh never splits, the range is the whole axis. If
-                `tensor_slice.per_head` is set, the range on the axis of heads contains a single
+                `tensor_slice.is_per_head` is set, the range on the axis of heads contains a single
                 head.
 
         Returns:
@@ -182,16 +182,16 @@ class WeightSpec:
         if "experts" in self.axes[:first_tensor_axis]:
             rows_at_once = len(ranges[first_tensor_axis])
         for first_row in range(0, len(ranges[first_tensor_axis]), rows_at_once):
-            piece_slice = slice(first_row, first_row + rows_at_once)
-            ranges_of_piece = (
+            row_slice = slice(first_row, first_row + rows_at_once)
+            ranges_of_rows = (
                 *ranges[:first_tensor_axis],
-                ranges[first_tensor_axis][piece_slice],
+                ranges[first_tensor_axis][row_slice],
                 *ranges[first_tensor_axis + 1 :],
             )
             self._fill(
-                parameter_part[(slice(None),) * first_tensor_axis + (piece_slice,)],
+                parameter_part[(slice(None),) * first_tensor_axis + (row_slice,)],
                 read,
-                ranges_of_piece,
+                ranges_of_rows,
             )
         return parameter_part
 
@@ -206,9 +206,9 @@ class WeightSpec:
         stack_ranges = ranges[: self.stacked_axes]
         tensor_ranges = [*ranges[self.stacked_axes :]]
         head_range = tensor_ranges[0]  # the range of heads, used if `is_filled_per_head`
-        is_filled_per_head = self.tensor_slice is not None and self.tensor_slice.per_head
-        # `target[stack_index]` is filled from a whole tensor, or if `is_filled_per_head` from the
-        # values of one head in a tensor.
+        is_filled_per_head = self.tensor_slice is not None and self.tensor_slice.is_per_head
+        # `target[stack_index]` is filled from one tensor. If `is_filled_per_head`, the last number
+        # in `stack_index` is a head, and only the values of this head are read.
         for stack_index in np.ndindex(target.shape[: self.stacked_axes + is_filled_per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
             for axis_length, axis_range, part_index in zip(
@@ -252,7 +252,7 @@ def _aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
 def orient_experts(
     table: Mapping[ParamPath, WeightSpec], shape_of: Callable[[str], tuple[int, ...]]
 ) -> WeightTable:
-    """Sets `WeightSpec.input_first` of fused experts according to the checkpoint.
+    """Sets `WeightSpec.has_input_axis_first` of fused experts according to the checkpoint.
 
     The experts of a layer are fused if one tensor contains all of them. In the files that
     transformers saves, the input axis of this tensor is last, as in any linear layer. In the
@@ -278,7 +278,7 @@ def orient_experts(
     for parameter_path, weight_spec in fused_spec_by_path.items():
         tensor_slice = weight_spec.tensor_slice and weight_spec.tensor_slice._replace(axis=2)
         input_first_spec_by_path[parameter_path] = dataclasses.replace(
-            weight_spec, input_first=True, tensor_slice=tensor_slice
+            weight_spec, has_input_axis_first=True, tensor_slice=tensor_slice
         )
 
     def shapes_agree(specs: Mapping[ParamPath, WeightSpec]) -> bool:
@@ -350,7 +350,7 @@ def load_params(
         table: Path of a parameter -> its spec.
         checkpoint: The checkpoint.
         dtype: The dtype of the parameters.
-        layout: The mesh.
+        layout: The layout of the mesh, which determines the shard of each device.
         as_bits: Whether to return parameters of a two-byte dtype as uint16 arrays of the same bits.
         progress: A function that is called after each job with the number of bytes that it loaded.
 
@@ -450,12 +450,12 @@ def load_params(
     load_jobs.sort(key=position_in_files)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as reader_pool:
         loaded_arrays = _loaded_ahead(reader_pool, load, load_jobs)
-        for parameter_path, layer in load_jobs:
+        for parameter_path, layer_in_stage in load_jobs:
             loaded_array = next(loaded_arrays)
             progress(loaded_array.nbytes)
-            if layer is not None:
+            if layer_in_stage is not None:
                 loaded_array = _put_layer(
-                    array_by_path[parameter_path], loaded_array, np.int32(layer)
+                    array_by_path[parameter_path], loaded_array, np.int32(layer_in_stage)
                 )
             # Without waiting here, arrays of many jobs would accumulate in the devices' memory.
             array_by_path[parameter_path] = jax.block_until_ready(loaded_array)

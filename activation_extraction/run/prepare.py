@@ -420,7 +420,7 @@ def step_request(
         config.hooks,
         computing_options,
         (batch_size, row_tokens),
-        several_hosts=config.hosts.multihost,
+        has_several_hosts=config.hosts.multihost,
         device_memory=device_memory,
         devices=planned,
         autoencoders=autoencoders_of_hooks,
