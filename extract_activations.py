@@ -412,7 +412,7 @@ def show_hooks(config: Config) -> int:
         )
     )
     if special_tokens:
-        say(f"special tokens: {special_tokens.template}")
+        say(f"special tokens: {special_tokens.description}")
     return 0
 
 

@@ -89,7 +89,7 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(template, models, text
     """Cut at any length, too; what is cut are tokens of the text."""
     tokenizer = tokenizer_of(models[template], VOCABULARY)
     reference = AutoTokenizer.from_pretrained(models[template])
-    assert special_tokens_of(tokenizer).template == TEMPLATES[template]
+    assert special_tokens_of(tokenizer).description == TEMPLATES[template]
     path = texts([{"text": text} for text in TEXTS])
     whole = [reference(text).input_ids for text in TEXTS]
     for length in range(9, 70):

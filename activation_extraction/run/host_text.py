@@ -278,7 +278,7 @@ def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> Special
     if len(tokenizer_special_tokens) >= max_sample_tokens and options.long_documents == "cut":
         raise InputError(
             f"--max_seq_length {max_sample_tokens}: has no room for a text and the special tokens "
-            f"around it, {tokenizer_special_tokens.template}; give at least "
+            f"around it, {tokenizer_special_tokens.description}; give at least "
             f"{len(tokenizer_special_tokens) + 1}, or --special_tokens none"
         )
     return tokenizer_special_tokens

@@ -239,7 +239,7 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     return Identity(
         **model_input_by_field,
         **text_input_by_field,
-        special_tokens=text.sample_settings.special_tokens.template,
+        special_tokens=text.sample_settings.special_tokens.description,
         text=replace(config.text, drop_token_ids=text.drop_token_ids),
         storage=config.storage,
         hooks=(*dtype_by_hook_name, *code_hook_names),

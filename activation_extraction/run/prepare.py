@@ -559,6 +559,6 @@ def log_start(run: Run) -> None:
             counted(stored_totals.shards, "shard"),
         )
     if special_tokens := sample_settings.special_tokens:
-        log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.template)
+        log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.description)
     if not sample_settings.choice.keeps_everything:
         log.info("kept tokens: %s", sample_settings.choice)

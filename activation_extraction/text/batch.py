@@ -34,7 +34,9 @@ class Worker:
     hosts: int = 1
 
     def sample_idx(self, number: int) -> int:
-        """Returns the `sample_idx` of a sample of this worker, which is unique in the run.
+        """Returns the `sample_idx` of a sample, its number among the samples of the whole run.
+
+        The numbers of the workers' samples alternate, so no two samples have the same number.
 
         Args:
             number: Number of the sample among this worker's samples, counted from 0.
@@ -79,8 +81,8 @@ class Sample:
         labels: Labels of the tokens by name, int32 (tokens,) each. The names are "role", an index
             into ROLES, and "turn", the number of the turn from 0. Empty if the sample is no
             conversation.
-        kept_subset: Positions of the tokens whose activations are stored, int32, ascending. None if
-            the activations of all tokens are stored.
+        kept_subset: Positions in the sample, counted from 0, of the tokens whose activations are
+            stored, int32, ascending. None if the activations of all tokens are stored.
     """
 
     facts: SampleFacts
@@ -96,12 +98,12 @@ class Sample:
 
     @property
     def mark_after(self) -> Mark:
-        """The mark after the sample."""
+        """The mark from which the stream continues with the next sample."""
         return self.mark.after(self.num_kept)
 
     @property
     def kept_positions(self) -> np.ndarray:
-        """The positions of the tokens whose activations are stored, int32, ascending."""
+        """Positions in the sample of the tokens whose activations are stored, int32, ascending."""
         if self.kept_subset is None:
             return np.arange(len(self.token_ids), dtype=np.int32)
         return self.kept_subset
@@ -131,7 +133,7 @@ class PlacedSample(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index in the row of the first token after the sample."""
+        """The index in the row of the position after the sample's last token."""
         return self.start + len(self.sample.token_ids)
 
 
@@ -158,21 +160,21 @@ class Batch:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each sample."""
+        """The number of tokens of each sample, in the order of `samples`."""
         return [len(placement.sample.token_ids) for placement in self.samples]
 
     def kept_tokens(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """Yields, for each sample, an index and the positions of its kept tokens.
+        """Yields, for each sample, where to find its kept tokens in an array of activations.
 
-        Kept tokens are the tokens whose activations are stored.
+        Kept tokens are the tokens whose activations are stored. The array has the shape (B, T, ...)
+        if all tokens of the batch are kept. Otherwise, it contains only the kept tokens of the
+        batch, row by row, and has the shape (kept tokens, ...).
 
         Yields:
             A tuple of:
-                The index that selects the sample's kept tokens in an array of activations. The
-                array has the shape (B, T, ...) if all tokens of the batch are kept. Otherwise, it
-                contains only the kept tokens of the batch, row by row, and has the shape
-                (kept tokens, ...).
-                The positions of the kept tokens in the sample, int32 (tokens,).
+                The index with which the array returns the activations of the sample's kept tokens:
+                a row and a slice, or only a slice of the kept tokens.
+                The positions of the kept tokens in the sample, counted from 0, int32 (tokens,).
         """
         if self.kept_mask is None:
             for placement in self.samples:
@@ -180,7 +182,7 @@ class Batch:
                 yield (placement.row, slice(placement.start, placement.stop)), all_positions
             return
         row_length = self.kept_mask.shape[1]
-        # For each token of the batch, row by row, the number of kept tokens before it.
+        # For each token of the batch, row by row, the number of kept tokens before this token.
         num_kept_tokens_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
         for placement in self.samples:
             kept_mask_of_sample = self.kept_mask[placement.row, placement.start : placement.stop]

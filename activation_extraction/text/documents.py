@@ -1,11 +1,12 @@
 """Reads the documents of a worker, which are the rows with content in its share of the data.
 
-The rows come from one or several data sets, in a fixed order. A state is a place in this order.
-Reading starts from a state, and yields each row together with the state after the row. A row
-without content has no document. A row that cannot be used, for example because it is not JSON or
-lacks a column, is skipped or ends the run with a message that names its position. Rows without a
-document are yielded as well, because samples.py counts them. sources.py opens the data sets, and
-rows.py reads their rows.
+The rows come from one or several data sets, in a fixed order. A state is a place in this order, as
+a JSON object that marks store (`Mark.stream`), so that a run can continue there. Reading starts
+from a state, and yields each row together with the state after the row. A row without content has
+no document. A row that cannot be used, for example because it is not JSON or lacks a column, is
+skipped or ends the run with a message that names its position. Rows without a document are yielded
+as well, because samples.py counts them. sources.py opens the data sets, and rows.py reads their
+rows.
 """
 
 import logging
@@ -34,8 +35,10 @@ from activation_extraction.text.sources import Rows, ShuffledRows, hub_row
 # groups, which makes the shares more even. The partitions of local Parquet files are row groups
 # already.
 MIN_PARTITIONS_PER_SHARE = 16
-CHECKED_ROWS = 1000  # the number of first rows, of which at least one must be usable
-LOGGED_ROWS = 10  # the number of skipped rows to warn about, since there may be millions
+# The number of rows at the beginning of a data set of which at least one must be usable.
+CHECKED_ROWS = 1000
+# The number of skipped rows to warn about. Later ones are not, since there may be millions.
+LOGGED_ROWS = 10
 SKIP_ADVICE = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
 
@@ -65,8 +68,8 @@ class ReadRow(NamedTuple):
         document: Document of the row; None if the row has no content or is skipped.
         problem: Position of a skipped row and the reason why it is skipped; "" if the row is not
             skipped.
-        state: State of the documents after the row, a JSON object. The counts of skipped and empty
-            rows are missing; `with_counts` adds them.
+        state: State after the row, a JSON object from which reading can continue with the next row.
+            The counts of skipped and empty rows are missing; `with_counts` adds them.
     """
 
     document: Document | None
@@ -87,14 +90,17 @@ class RowCounts(NamedTuple):
 
 
 def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:
-    """Returns a state with the counts of skipped and empty rows, as `Mark.stream` stores it.
+    """Adds the counts of skipped and empty rows to a state, as `Mark.stream` stores it.
 
-    In the state of a mixture, the state of each data set gets the same counts, which are the counts
-    for all data sets together.
+    The state of a `Mixture` contains a state for each data set. All of these get the same counts,
+    which are the counts for all data sets together.
 
     Args:
-        state: A state of the documents. Counts that it contains are replaced.
-        counts: The counts of the rows before this state.
+        state: State from which reading can continue. Counts that it contains are replaced.
+        counts: Counts of the rows before this state.
+
+    Returns:
+        A new state with the counts.
     """
     if "streams" in state:
         return {
@@ -108,7 +114,7 @@ def counts_in(stream: Mapping[str, Any]) -> RowCounts:
     """Returns the counts of skipped and empty rows that `with_counts` has added to a state.
 
     Args:
-        stream: A state of the documents with counts, such as `Mark.stream`.
+        stream: State from which reading can continue, with counts, such as `Mark.stream`.
     """
     if "streams" in stream:
         return counts_in(stream["streams"][0])
@@ -116,7 +122,7 @@ def counts_in(stream: Mapping[str, Any]) -> RowCounts:
 
 
 def unusable_row(problem: str) -> RunError:
-    """Returns the error that ends a run without --skip_bad_rows at a row that cannot be used.
+    """Returns an error for a row that cannot be used, which ends a run without --skip_bad_rows.
 
     Args:
         problem: The position of the row, and the reason why it cannot be used.
@@ -143,7 +149,7 @@ class Documents(Protocol):
     Attributes:
         worker: Worker that reads the documents.
         skip_bad_rows: Whether rows that cannot be used are skipped. Otherwise they end the run.
-        beginning: State of the documents before the first row.
+        beginning: State before the first row, a JSON object from which `read` can start.
     """
 
     worker: Worker
@@ -153,11 +159,11 @@ class Documents(Protocol):
     def beginning(self) -> dict[str, Any]: ...
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker that come after a state.
+        """Reads the rows of the worker from a place in the data to the end.
 
         Args:
-            state: State of the documents after which reading begins. It is `beginning`,
-                `ReadRow.state` of an earlier row, or `Mark.stream` of a stored mark.
+            state: State, a JSON object that tells at which row reading starts. It is `beginning`,
+                `ReadRow.state` of the row before it, or `Mark.stream` of a stored mark.
 
         Yields:
             The rows of the worker, including rows without a document.
@@ -176,9 +182,9 @@ class DocumentStream:
     reads whole partitions, and so does each host of a machine. Otherwise several workers read the
     same partitions, and the rows belong to them in turn.
 
-    A state, from which reading can continue, has two keys. `rows` is the number of rows that were
-    read from the worker's partitions, including rows of other workers. `dataset` is the position in
-    the data set; None before the first row.
+    A state is a JSON object from which reading can continue. It has two keys. `rows` is the number
+    of rows that were read from the worker's partitions, including rows of other workers. `dataset`
+    is the position in the data set, as `Rows.state_dict` returns it; None before the first row.
     """
 
     def __init__(
@@ -210,7 +216,8 @@ class DocumentStream:
         # belongs to this worker if n % self._num_worker_turns == self._worker_turn.
         self._worker_turn = 0
         self._num_worker_turns = 1
-        # The number of the subset of partitions that the worker reads, such as "0 of 2".
+        # The subset of partitions that the worker reads, such as "0 of 2": its number, counted from
+        # 0, and the number of subsets. "" if the worker reads all partitions.
         self._subset_name = ""
         self._take_share(self.worker.machine, self.worker.machines)
         self._take_share(self.worker.host, self.worker.hosts)
@@ -222,10 +229,10 @@ class DocumentStream:
         self._source_in_position = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
-        """Narrows the stream to one of several shares of its rows.
+        """Divides the rows of the stream into shares, and leaves only one share in the stream.
 
-        If there are fewer partitions than shares, several shares take turns at the rows of the same
-        partition.
+        A share consists of whole partitions (files or Parquet row groups). If there are fewer
+        partitions than shares, the rows of a partition belong to several shares in turn.
 
         Args:
             index: The number of the share, counted from 0.
@@ -245,23 +252,23 @@ class DocumentStream:
 
     @property
     def beginning(self) -> dict[str, Any]:
-        """The state of the documents before the first row."""
+        """The state before the first row, from which `read` can start."""
         return {"rows": 0, "dataset": None}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker that come after a state, as `Documents.read` does."""
+        """Reads the rows of the worker from a state to the end of the data (see `Documents`)."""
         row_number: int = state["rows"]
         if state["dataset"] is not None:
-            # The data set changes the state that it loads, so it gets a copy.
+            # The data set modifies the object from which it loads its state, so it gets a copy.
             self._rows_in_order.load_state_dict(deepcopy(state["dataset"]))
         row_iterator = iter(self._rows_in_order)
-        last_position: Mapping[str, Any] = {}  # the position of this worker's last row
+        position_of_last_row: Mapping[str, Any] = {}  # empty before this worker's first row
         while True:
             try:
                 stream_row = next(row_iterator)
                 position_in_stream = self._rows_in_order.state_dict()
             except StopIteration:
-                self._leave_file(last_position, {})
+                self._leave_file(position_of_last_row, {})
                 return
             except RunError as error:
                 error_message = f"reading the data set failed: {error}"
@@ -277,8 +284,8 @@ class DocumentStream:
                     source_row = stream_row
                 else:
                     source_row = self._with_row_number(stream_row, row_number)
-                self._leave_file(last_position, source_row.position)
-                last_position = source_row.position
+                self._leave_file(position_of_last_row, source_row.position)
+                position_of_last_row = source_row.position
             row_number += 1
             if is_row_of_worker:
                 document, skip_problem = self._document_in(source_row)
@@ -328,13 +335,15 @@ class DocumentStream:
                 return None, ""
             doc_id = row_schema.id_of(value_by_column)
             kept_value_by_column = row_schema.kept_of(value_by_column)
-        except (UnusableRowError, RecursionError) as error:  # lists may be nested too deeply
+        # A RecursionError means that the lists in a column are nested too deeply.
+        except (UnusableRowError, RecursionError) as error:
             skip_problem = f"{row.location}: {error}"
             if not self.skip_bad_rows:
                 raise unusable_row(skip_problem) from error
             return None, skip_problem
         stored_position = {**self._source_in_position}
-        # Rows of the hub are counted within the partitions that the worker reads.
+        # A row of a hub data set is counted within the partitions that the worker reads, so its
+        # position must also name these partitions.
         if self._subset_name and "file" not in row.position:
             stored_position["share"] = self._subset_name
         stored_position |= row.position
@@ -351,8 +360,9 @@ class Mixture:
     at any time, up to about one document. If a data set has no more rows, the others continue in
     the proportions of their weights.
 
-    A state, from which reading can continue, has two keys. `given` lists the number of documents
-    that each data set has yielded. `streams` lists the state of each data set.
+    A state is a JSON object from which reading can continue. It has two keys. `given` lists the
+    number of documents that each data set has yielded. `streams` lists the state of each data set
+    (see `DocumentStream`).
     """
 
     def __init__(
@@ -374,15 +384,15 @@ class Mixture:
 
     @property
     def beginning(self) -> dict[str, Any]:
-        """The state of the documents before the first row."""
+        """The state before the first row, from which `read` can start."""
         stream_states = [document_stream.beginning for document_stream in self._document_streams]
         return {"given": [0] * len(stream_states), "streams": stream_states}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker that come after a state, as `Documents.read` does."""
+        """Reads the rows of the worker from a state to the end of the data (see `Documents`)."""
         num_documents_by_dataset_index = list(state["given"])
         stream_states = list(state["streams"])
-        # Index of each data set that may have more rows -> its rows.
+        # Index of each data set that may have more rows -> iterator over the rows of the data set.
         rows_by_dataset_index = {
             dataset_index: document_stream.read(stream_states[dataset_index])
             for dataset_index, document_stream in enumerate(self._document_streams)
@@ -391,8 +401,8 @@ class Mixture:
         def relative_count(dataset_index: int) -> float:
             """Returns the number of documents that a data set has yielded, divided by its weight.
 
-            Half a document is added to the number. So the data set with the largest weight comes
-            first.
+            Half a document is added to the number before the division, so that the data set with
+            the largest weight comes first when no data set has yielded a document.
 
             Args:
                 dataset_index: Index of the data set.
@@ -444,7 +454,8 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
                 log_skipped_row(read_row.problem, num_skipped)
                 num_skipped += 1
     except RunError as error:
-        # --skip_bad_rows, which is the remedy of the error, would skip all rows in this case.
+        # If a column is missing, all rows are unusable. So the message must not recommend
+        # --skip_bad_rows, which would skip all of them.
         if isinstance(error.__cause__, ColumnError):
             raise InputError(str(error)) from error
         raise with_remedy(error) from error

@@ -1,7 +1,8 @@
 """Declares the mark: a place in a worker's stream of samples from which the run can continue.
 
-samples.py makes the mark before each sample. packing.py determines from which mark a run may
-continue once a sample is stored. The JSON file of each shard contains a mark, under the key `mark`.
+A run that was stopped continues from the mark in the JSON file of its last shard, under the key
+`mark`. samples.py makes the mark before each sample. packing.py determines from which mark a run
+may continue once a sample is stored.
 """
 
 from collections.abc import Mapping
@@ -13,18 +14,20 @@ from typing import Any
 class Mark:
     """A place in a worker's stream of samples from which the run can continue.
 
-    The worker reads documents in chunks of several rows. A mark contains the state of the documents
-    at the start of a chunk, and the number of samples between this start and the mark. The names of
-    the fields are also the keys in the JSON file of a shard.
+    A worker reads its rows in chunks of several rows. A mark contains the place in the data where a
+    chunk starts, and the number of the chunk's samples before the mark. A run that continues reads
+    the chunk again, and skips these samples. The names of the fields are also the keys in the JSON
+    file of a shard.
 
     Attributes:
         samples: Number of the worker's samples before the mark.
-        skip: Number of these samples that come from the chunk. A run that continues skips them.
+        skip: Number of samples to skip, which are the samples before the mark that come from the
+            same chunk.
         skipped_rows: Number of rows before the mark that were skipped because they could not be
             used.
         empty_rows: Number of rows before the mark without a single token.
-        stream: State of the documents at the start of the chunk, a JSON object. Empty for the
-            beginning of the data, and for samples that come from no data set.
+        stream: Place in the data where the chunk starts, a JSON object that documents.py defines.
+            Empty for the beginning of the data, and for samples that come from no data set.
         tokens: Number of tokens before the mark whose activations are stored.
     """
 
@@ -50,12 +53,12 @@ class Mark:
         return cls(**stored_value_by_field)
 
     def after(self, tokens: int) -> "Mark":
-        """Returns the mark after the sample that follows this mark.
+        """Returns the next mark, which is one sample later.
 
-        The returned mark does not count rows without samples that follow this sample.
+        It counts no skipped or empty rows between the two marks.
 
         Args:
-            tokens: Number of tokens of the sample whose activations are stored.
+            tokens: Number of tokens whose activations are stored of the sample between the marks.
         """
         return replace(
             self, samples=self.samples + 1, skip=self.skip + 1, tokens=self.tokens + tokens

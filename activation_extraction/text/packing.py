@@ -19,10 +19,10 @@ from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
-# Bounds of the size of a group, in rows that the tokens of the group would fill without padding.
+# A group has at most GROUP_TOKENS tokens. But it always has room for the tokens of MIN_GROUP_ROWS
+# full rows, and never for more than the tokens of MAX_GROUP_ROWS full rows.
 MAX_GROUP_ROWS = 256
 MIN_GROUP_ROWS = 16
-# The size of a group in tokens if rows are so long that MAX_GROUP_ROWS rows have more tokens.
 GROUP_TOKENS = 2**20
 GROUP_SAMPLES = 2**16  # the largest number of samples in a group, however short the samples are
 
@@ -40,10 +40,9 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
 
 
 def rows_of_group(length: int) -> int:
-    """Returns the largest size of a group of samples, in rows.
+    """Returns the largest number of tokens of a group of samples, divided by the tokens of a row.
 
-    It is the number of rows that the tokens of a group of this size would fill without padding.
-    Packed samples leave padding, so they may need more rows.
+    A group of this size may need more rows than that, because packing leaves padding.
 
     Args:
         length: The number of tokens of a row.
@@ -52,7 +51,7 @@ def rows_of_group(length: int) -> int:
 
 
 def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, None, Mark | None]:
-    """Yields batches in which samples are packed.
+    """Packs samples into the rows of batches, and yields the batches.
 
     The rows of a group are ordered by the numbers of their first samples. A sample without tokens
     has a place in this order, but takes no row of a batch.
@@ -80,7 +79,8 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
     def samples_before_error() -> Iterator[Sample]:
         nonlocal mark_at_end, read_error
         try:
-            # `yield from` returns the mark of a generator, and None for another iterable.
+            # The value of `yield from` is the mark that a generator returns, and None for another
+            # iterable. mypy is told to ignore that it only knows the second case.
             mark_at_end = yield from samples  # type: ignore[func-returns-value]
         except ChangedDataError:  # the earlier samples of the group may be wrong as well
             raise
@@ -97,7 +97,8 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         for sample_indices in sample_indices_of_rows:
             start_in_row = 0
             for sample_index in sample_indices:
-                # The whole group is stored only when the sample that is placed last is stored.
+                # A run may continue after the group once the sample that is placed last is stored.
+                # Before that, it continues from the beginning of the group.
                 mark_of_placement = (
                     sample_group[-1].mark_after
                     if sample_index == index_of_last_placed_sample
@@ -168,7 +169,7 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
         their first sample.
     """
     sample_indices_of_rows: list[list[int]] = []
-    # The number of free tokens and the index of each row that is not full, in ascending order.
+    # For each row that is not full, a tuple of the number of its free tokens and its index; sorted.
     free_tokens_and_row_indices: list[tuple[int, int]] = []
     for sample_index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         num_sample_tokens = lengths[sample_index]
@@ -197,7 +198,7 @@ def _batch_of_placements(placements: Sequence[PlacedSample], rows: int, length: 
         length: The number of tokens of a row.
     """
     token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
-    # For each row, the number of samples that were laid out in it.
+    # For each row, the number of samples with tokens that are already placed in the row.
     num_segments_of_rows = [0] * rows
     keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
     kept_mask = None if keeps_all_tokens else np.zeros((rows, length), bool)

@@ -1,7 +1,7 @@
 """Reads the content of rows that are not conversations: text, token ids, and ARC-AGI tasks.
 
-Each class implements the protocol `Reader` of rows.py. chat.py contains the reader of
-conversations.
+Each class reads one kind of content, and implements the protocol `Reader` of rows.py. chat.py
+contains the reader of conversations.
 """
 
 from collections.abc import Mapping
@@ -95,7 +95,8 @@ class IdsColumn:
 
         Raises:
             UnusableRowError: If a column is missing or does not contain a list of integers, if the
-                mask does not fit the token ids, or if a token id is outside the vocabulary.
+                mask does not contain a 0 or 1 for each token id, if it marks all tokens as padding,
+                or if a token id is outside the vocabulary.
         """
         ids_value = column_of(row, self.name, "--ids_column")
         if ids_value is None or ids_value == []:
@@ -108,7 +109,8 @@ class IdsColumn:
                     f"--mask_column {self.mask_column}: each of its {len(token_mask)} values is 0, "
                     "which says that all is padding; expected a 1 for each token"
                 )
-            # Padding is removed before the ids are checked, because it may have any id.
+            # The tokens of padding are removed before the token ids are checked, because they may
+            # have token ids that the model lacks.
             token_ids = token_ids[token_mask]
             token_mask = None
         if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
@@ -143,7 +145,7 @@ class IdsColumn:
 
 
 def _integer_array(column: Any, name: str, flag: str) -> np.ndarray:
-    """Returns the list of integers in a column as an array, int64 (integers,).
+    """Converts a list of integers, which is the value of a column, into an int64 array (integers,).
 
     Args:
         column: The value of the column.
@@ -167,10 +169,10 @@ def _integer_array(column: Any, name: str, flag: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ArcTask:
-    """Reads an ARC-AGI task as a prompt with the training pairs, which asks for the test outputs.
+    """Reads an ARC-AGI task, and writes it as a prompt that asks for the outputs of the tests.
 
-    `RowSchema` lists this reader after the reader of a text or messages column. So it reads only
-    rows without that column.
+    `RowSchema` lists this reader after the reader of a text or messages column, so this reader gets
+    only rows without that column.
 
     Attributes:
         activity: Verb that describes the reading in messages (see `Reader`).

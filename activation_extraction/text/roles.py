@@ -27,17 +27,17 @@ START, END = "<|im_start|>", "<|im_end|>"
 BLOCK = re.compile(r"<\|im_start\|>([^\n]*)\n(.*?)<\|im_end\|>", re.DOTALL)
 THINK, END_THINK = "<think>", "</think>"
 THINKING = re.compile(r"<think>.*?</think>\n{0,2}", re.DOTALL)
-# Role of a message -> headers that a template may write for it. Other roles only have their name as
-# the header.
+# Role of a message -> headers of blocks that a template may write for it. The header of any other
+# role is its name.
 HEADERS = {"tool": ("tool", "user"), "system": ("system", "developer")}
 
 
 class Turn(NamedTuple):
-    """A block of a rendered conversation.
+    """A turn of a conversation, which the template writes as one block.
 
     Attributes:
-        role: The role of the content of the block.
-        messages: The messages in the block. This is usually one message. There may be several if
+        role: The role of the turn's content.
+        messages: The messages in the turn. This is usually one message. There may be several if
             their role is "tool", and there is none in a system prompt that the template adds.
     """
 
@@ -132,7 +132,7 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
         UnusableRowError: If the blocks do not agree with the messages.
     """
     separate_turns = [Turn(message["role"], [message]) for message in messages]
-    merged_turns: list[Turn] = []  # consecutive tool messages are one turn
+    merged_turns: list[Turn] = []  # with consecutive tool messages as one turn
     for role, consecutive_messages in groupby(messages, itemgetter("role")):
         if role == "tool":
             merged_turns.append(Turn(role, list(consecutive_messages)))
@@ -150,11 +150,11 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
 
 
 def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
-    """Returns whether each turn has a block whose header a template may write for the turn's role.
+    """Returns whether the headers of blocks are headers that a template may write for some turns.
 
     Args:
         headers: The header of each block.
-        turns: The turns, of which each needs one block.
+        turns: The turns that the blocks would contain, one turn in each block.
     """
     if len(headers) != len(turns):
         return False
@@ -173,7 +173,7 @@ def require_texts(
 ) -> None:
     """Checks that a rendered conversation contains the texts of its messages, in order.
 
-    A template may trim a text, write it as JSON, or leave out thinking.
+    The template may have removed spaces around a text, written it as JSON, or left out thinking.
 
     Args:
         messages: The messages whose texts are checked.
@@ -203,18 +203,20 @@ def require_texts(
 def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[str]:
     """Returns the texts of a message that a template must write.
 
-    These are the texts before and after the thinking, because a template may leave out thinking.
-
     Args:
         message: The message.
         marks_thinking: Whether the template writes thinking between <think> and </think>.
+
+    Returns:
+        The text of the message. If it contains thinking, the texts before and after the thinking,
+        because a template may leave out thinking. Spaces around the texts are removed.
     """
     message_text = without_surrogates(message.get("content") or "")
     text_before_end_marker, end_marker, text_after_thinking = message_text.partition(END_THINK)
     if not (end_marker and marks_thinking and message["role"] == "assistant"):
         return [message_text.strip()]
     text_before_thinking, start_marker, _ = text_before_end_marker.partition(THINK)
-    # A text without <think> begins with thinking, which extends up to </think>.
+    # If the text contains </think> without <think>, it begins with the thinking.
     return [text_before_thinking.strip() if start_marker else "", text_after_thinking.strip()]
 
 
@@ -225,7 +227,7 @@ def refuse_markers(content: Any, markers: Iterable[str], message: str) -> None:
         content: A text, or nested lists and objects with texts. The keys of objects are checked as
             well.
         markers: The markers, such as <|im_start|>.
-        message: The message of the error, with {} in the place of the marker.
+        message: The error message, in which {} stands for the marker.
 
     Raises:
         UnusableRowError: If a text contains a marker.

@@ -21,10 +21,11 @@ from activation_extraction.common.errors import near_miss
 from activation_extraction.text.sample_facts import DocId
 
 TEMPLATE = ROLES.index("template")
-MAX_COLUMN_BYTES = 2**19  # the largest size of the columns to keep of a row, as JSON
-MAX_LEVELS = 60  # the largest depth of nested lists and objects in a column to keep
-MAX_ID_BYTES = 2**18  # the largest size of the id of a row, as JSON
-# Values of these types are stored as text in columns to keep, because JSON has no such types.
+# The largest size in bytes of the columns of a row that --keep_columns stores, together, as JSON.
+MAX_COLUMN_BYTES = 2**19
+MAX_LEVELS = 60  # the largest depth of nested lists and objects in a column that is stored
+MAX_ID_BYTES = 2**18  # the largest size in bytes of the id of a row, as JSON
+# --keep_columns stores values of these types as text, because JSON has no such types.
 TYPES_STORED_AS_TEXT = (
     datetime.date,
     datetime.time,
@@ -93,11 +94,11 @@ class Content:
 
 
 class Columns(NamedTuple):
-    """The columns that a reader reads.
+    """The names of the columns that a `Reader` needs.
 
     Attributes:
-        required_columns: Columns that every row must have.
-        optional_columns: Columns that are read as well if a row has them.
+        required_columns: Columns without which the reader cannot read a row.
+        optional_columns: Columns that the reader uses as well if a row has them.
         id_columns: Columns that may contain the id of a row, in order of preference. They are not
             used if --id_column names a column.
     """
@@ -113,7 +114,7 @@ class Reader(Protocol):
     Attributes:
         activity: Verb that describes the reading in messages, such as "reading". The position of
             the row follows the verb.
-        columns: Columns that are read.
+        columns: Names of the columns that the reader needs.
     """
 
     activity: ClassVar[str]
@@ -139,9 +140,11 @@ class RowSchema:
     Attributes:
         readers: Readers of the content. A row is read by the first reader that can read it. If no
             reader can read the row, the first reader raises an error.
-        id_column: The column that contains the id of a row. None to use the first of the readers'
-            columns for ids that a row has, if it has one.
-        keep_columns: Columns whose values are stored with the samples of a row.
+        id_column: Value of --id_column, the column that contains the id of a row. None to use the
+            first column in `Columns.id_columns` that the row has. A row without such a column has
+            no id.
+        keep_columns: Value of --keep_columns, the columns whose values are stored with the samples
+            of a row.
     """
 
     readers: tuple[Reader, ...]
@@ -160,21 +163,23 @@ class RowSchema:
             names: The columns of the file.
 
         Returns:
-            The columns in `names` that contain the content, the id or a value to keep. If the file
-            lacks a required column, all of `names`, so that the error message can list the columns.
+            The columns in `names` that contain the content, the id or a value for --keep_columns.
+            If the file lacks a required column, all of `names` are returned, so that the error
+            message can list the columns.
         """
-        columns_of_flags = list(self.keep_columns)
+        column_names_of_flags = list(self.keep_columns)
         if self.id_column is not None:
-            columns_of_flags.append(self.id_column)
+            column_names_of_flags.append(self.id_column)
         columns_of_readers = [reader.columns for reader in self.readers]
         has_required_columns = False
         for reader_columns in columns_of_readers:
-            has_required_columns |= {*columns_of_flags, *reader_columns.required_columns} <= set(
-                names
-            )
+            has_required_columns |= {
+                *column_names_of_flags,
+                *reader_columns.required_columns,
+            } <= set(names)
         if not has_required_columns:
             return list(names)
-        needed_column_names = dict.fromkeys(columns_of_flags)  # ordered, and each column once
+        needed_column_names = dict.fromkeys(column_names_of_flags)  # an ordered set
         for reader_columns in columns_of_readers:
             needed_column_names |= dict.fromkeys(
                 (
@@ -216,8 +221,8 @@ class RowSchema:
     def _id_value(self, row: Mapping[str, Any]) -> Any:
         if self.id_column is not None:
             return column_of(row, self.id_column, "--id_column")
-        # A row with a text column may be an ARC-AGI task as well. In this case, its id is the id of
-        # the task.
+        # More than one reader may be able to read a row. For example, a row with a text column may
+        # be an ARC-AGI task as well, whose id is in a column that only the second reader names.
         for reader in self.readers:
             if not reader.can_read(row):
                 continue
@@ -227,7 +232,7 @@ class RowSchema:
         return None
 
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values of the columns to keep by name, as JSON values.
+        """Returns the values that --keep_columns stores of a row, as JSON values by column name.
 
         Raises:
             UnusableRowError: If a column is missing, cannot be stored or is nested too deeply, or
@@ -246,7 +251,7 @@ class RowSchema:
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:
-    """Returns the value of a column to keep as a JSON value.
+    """Converts a value that --keep_columns stores into a JSON value.
 
     Args:
         row: The columns of the row by name.
@@ -327,7 +332,7 @@ def kind_of_value(value: Any) -> str:
 
 
 def without_surrogates(text: str) -> str:
-    """Returns a text with its lone surrogates replaced.
+    """Returns a text in which U+FFFD replaces each lone surrogate.
 
     JSON may contain lone surrogates (halves of a surrogate pair), but UTF-8 may not.
     """

@@ -1,9 +1,10 @@
-"""Declares the facts of a sample, which are stored beside its tokens and activations.
+"""Declares the facts of a sample: its number, the row of the data set it comes from, and the like.
 
-samples.py makes the facts from the rows of a data set. Programs that compute activations themselves
-pass the facts to `ActivationStorage.add_activation`. The table of samples in each shard
-(store/sample_table.py) has a column for each fact. When a run is read, the facts are part of
-`StoredSample` and of `SampleActivations`.
+The facts are stored beside the tokens and activations of the sample. samples.py makes the facts
+from the rows of a data set. Programs that compute activations themselves pass the facts to
+`ActivationStorage.add_activation`. The table of samples in each shard (store/sample_table.py) has a
+column for each fact. When a run is read, the facts are part of `StoredSample` and of
+`SampleActivations`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ DocId = str | int | float | None  # the id of a row in the data set; None if it 
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """The facts of a sample, which are stored as values of JSON.
+    """The number of a sample, its row in the data set, and other facts that are stored with it.
+
+    All values can be written as JSON.
 
     Attributes:
         sample_idx: Number of the sample, unique over all machines and hosts of the run.
@@ -25,8 +28,8 @@ class SampleFacts:
             Parquet: "file", "row_group", and "row" in the row group, both counted from 0.
             Other files: "file", and "row", counted from 0.
             Hub data sets: "row", counted from 0. "share" is present if rows are counted within a
-            share of the data set, and "shard" if they are counted within a shard of a shuffled
-            data set.
+            share of the data set, and "shard" if they are counted within what `datasets` calls a
+            shard of a shuffled data set.
             Mixtures of data sets: also "source", the name of the data set.
             Runs with --long_documents split: also "piece", the number of the piece counted from 0,
             and "start", the position of the piece's first token in the document.

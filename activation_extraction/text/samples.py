@@ -1,9 +1,9 @@
 """Makes samples from documents: tokenises, cuts or splits them, and makes the mark of each sample.
 
-Rows are read and tokenised in chunks of CHUNK_ROWS. A mark (mark.py) contains the state of the
-documents before a chunk, and the number of samples to skip within the chunk. A run that continues
-leaves out the samples that are stored already. token_choice.py chooses which tokens of a sample
-are kept, which means that their activations are stored.
+Rows are read and tokenised in chunks of CHUNK_ROWS. A mark (mark.py) contains the place in the data
+where a chunk starts, and the number of samples to skip within the chunk. A run that continues
+leaves out the samples that are stored already. token_choice.py chooses which tokens of a sample are
+kept, which means that their activations are stored.
 """
 
 import json
@@ -34,7 +34,7 @@ from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokens import SpecialTokens, Tokens, safe_cuts, tokenise
 
 CHUNK_ROWS = 64  # the number of rows to tokenise together
-PREVIEW_CHARACTERS = 200  # the length of SampleFacts.text_preview
+PREVIEW_CHARACTERS = 200  # the largest length of SampleFacts.text_preview
 
 
 class ChangedDataError(RunError):
@@ -63,10 +63,13 @@ class SampleSettings:
     special_tokens: SpecialTokens = SpecialTokens()
 
     def pieces(self, tokens: int) -> list[range]:
-        """Returns the range of tokens of each sample that is made from a document.
+        """Divides the tokens of a document among samples.
 
         Args:
             tokens: Number of tokens of the document.
+
+        Returns:
+            For each sample of the document, the indices in the document of the sample's tokens.
         """
         if not self.splits_documents or tokens <= self.length:
             return [range(min(tokens, self.length))]
@@ -196,18 +199,22 @@ def _whole_samples(
 ) -> Generator[Sample, None, Mark]:
     """Yields the samples of one worker without applying the limit of tokens.
 
-    `SampleFacts.cut` counts all tokens that follow the sample in its document, and `Mark.tokens` is
-    not set yet.
+    The caller completes the samples: `SampleFacts.cut` counts all tokens that follow the sample in
+    its document, and `Mark.tokens` is still 0.
 
     Args:
         documents: The documents of the worker.
         tokenizer: The tokenizer; None if documents are token ids.
         settings: The settings by which documents become samples.
-        start: The mark of the first sample.
+        start: The mark before the first sample to yield.
         sample_limit: The number of samples at which reading ahead stops; infinite for no limit.
 
     Returns:
-        The mark at the end of the data, without the number of tokens.
+        The mark after all rows, whose `tokens` is still 0.
+
+    Raises:
+        RunError: If reading fails, or if a row cannot be used and `documents.skip_bad_rows` is
+            false.
     """
     sample_number = start.samples - start.skip
     state_of_documents = start.stream or documents.beginning
@@ -227,7 +234,7 @@ def _whole_samples(
         try:
             for read_row in islice(unread_rows, max_chunk_rows):
                 chunk_rows.append(read_row)
-        except RunError as error:  # raised below, after the samples of the rows before the error
+        except RunError as error:  # raised after the samples of the rows before it are yielded
             read_error = error
         is_last_chunk = read_error is not None or len(chunk_rows) < max_chunk_rows
         document_contents = [
@@ -296,8 +303,8 @@ def _tokens_of_rows(
             document.
 
     Yields:
-        The tokens of the row. None if the row has no tokens. If the row cannot be used, a text with
-        its position and the reason.
+        For each row, its tokens, or None if it has no tokens. If the row cannot be used, a text
+        with the position of the row and the reason.
     """
     remaining_tokens_of_contents = iter(tokens_of_contents)
     for read_row in rows:
@@ -324,13 +331,14 @@ def _sample_of_tokens(
     """Returns the sample that consists of a document or of a piece of it.
 
     Args:
-        sample_idx: The index of the sample.
+        sample_idx: The number of the sample in the whole run.
         document: The document.
         tokens: The tokens of the document, including special tokens.
         eligible_mask: The mask that `SampleSettings.eligible` returns for the document.
         settings: The settings by which documents become samples.
-        piece_number: The number of the piece, counted from 0; 0 for a whole document.
-        token_range: The range of the document's tokens in the sample.
+        piece_number: The number of the piece in the document, counted from 0; 0 for a whole
+            document.
+        token_range: The indices in the document, counted from 0, of the sample's tokens.
         mark: The mark before the sample.
     """
     token_slice = slice(token_range.start, token_range.stop)
@@ -363,15 +371,15 @@ def _sample_of_tokens(
 
 
 def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
-    """Returns a sample with at most `max_kept` kept tokens, which are the first kept tokens.
+    """Returns a sample that keeps only the first `max_kept` of its kept tokens.
 
-    If the sample keeps fewer tokens than before, it ends with the last token that it keeps, because
-    later tokens do not change the activations of earlier tokens.
+    If this leaves out kept tokens, the returned sample ends with the last token that it keeps,
+    because later tokens do not change the activations of earlier tokens.
 
     Args:
         sample: The sample.
-        mark: The mark before the sample, with `tokens` set.
-        max_kept: The largest number of tokens that the sample keeps.
+        mark: The mark of the returned sample, with `tokens` set.
+        max_kept: The largest number of tokens that the returned sample keeps.
         continues: Whether the next sample continues with the remaining tokens of the document. If
             so, these tokens do not count as cut.
     """

@@ -16,11 +16,12 @@ from activation_extraction.common.positions import Positions
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """The choice of the tokens to keep.
+    """Chooses the tokens whose activations are stored.
 
-    `eligible` is called first. It determines the tokens of a document to which the rule of
-    --positions applies. Then `kept` applies the rule to these tokens in each sample. Finally, it
-    drops the token ids that are never kept, which the rule has counted like other tokens.
+    The choice has two steps. For a document, `eligible` determines the tokens to which the rule of
+    --positions applies. For each sample of the document, `kept` applies the rule to these tokens,
+    and then leaves out the token ids that are never kept. So the rule counts these token ids like
+    other tokens.
 
     Attributes:
         positions: The rule of --positions.
@@ -50,8 +51,9 @@ class TokenChoice:
     ) -> np.ndarray:
         """Returns the mask of a document's tokens to which the rule of --positions applies.
 
-        If the rule is `last_of_turn`, these are the last tokens of the turns in the whole document,
-        even if a sample ends earlier.
+        If the rule is `last_of_turn`, the mask selects one token of each turn in the whole
+        document: the last one with one of `roles`. If a sample ends before this token, it has no
+        token of the turn to which the rule applies.
 
         Args:
             tokens: The number of tokens of the document.

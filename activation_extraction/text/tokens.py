@@ -17,7 +17,8 @@ from tokenizers import Encoding, Tokenizer, models
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.text.rows import TEMPLATE, Content
 
-SECTION_CHARACTERS = 2**16  # the smallest number of characters in a section, except the last one
+# The smallest number of characters in a section of a text. The last section may be smaller.
+SECTION_CHARACTERS = 2**16
 # The number of sections that are tokenised together. It is limited because the tokenizer's results
 # take 100 bytes per token.
 SECTIONS_AT_ONCE = 64
@@ -39,11 +40,11 @@ CUT_TRIALS = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a document, or the first tokens of it.
+    """The tokens of a document, or only the tokens at its beginning.
 
     Attributes:
         ids: Token ids, int32 (tokens,).
-        total_tokens: The number of tokens of the whole document.
+        total_tokens: The number of tokens of the whole document, even if `ids` contains fewer.
         starts: For each token, the offset in characters at which it begins in the text, int32
             (tokens,); None if the offsets were not computed.
         labels: Labels of all tokens of the document by name, int32 (total_tokens,) each. The names
@@ -64,19 +65,19 @@ class SpecialTokens:
     Attributes:
         front_ids: Ids of the tokens that are added in front of the text.
         end_ids: Ids of the tokens that are added after the text.
-        template: Description for messages and metadata.json, such as "text + <|endoftext|>"; "" if
-            no tokens are added.
+        description: Description for messages and metadata.json, such as "text + <|endoftext|>"; ""
+            if no tokens are added.
     """
 
     front_ids: tuple[int, ...] = ()
     end_ids: tuple[int, ...] = ()
-    template: str = ""
+    description: str = ""
 
     def __len__(self) -> int:
         return len(self.front_ids) + len(self.end_ids)
 
     def around(self, tokens: Tokens, characters: int) -> Tokens:
-        """Adds the special tokens around the tokens of a text.
+        """Returns the tokens of a text with the special tokens around them.
 
         Args:
             tokens: The tokens of a text, without labels.
@@ -132,18 +133,18 @@ def tokenise(
     max_tokens: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens | str]:
-    """Returns the tokens of the contents of documents, without special tokens.
+    """Turns the contents of documents into tokens, without adding special tokens.
 
     Args:
         tokenizer: The tokenizer; None if all contents are token ids.
-        contents: The contents.
+        contents: The content of each document.
         max_tokens: The number of tokens to return of each document, from its beginning. None to
             return all tokens, with the offsets at which they begin in the text.
         cuts: The result of `safe_cuts` for the tokenizer; None if texts must not be cut.
 
     Returns:
-        For each content, its tokens. If the tokenizer fails on a content, a text with the reason
-        instead.
+        A list with the tokens of each document. If the tokenizer fails on a document, the list
+        contains a text with the reason in place of the document's tokens.
     """
     if tokenizer is None:
         token_ids_of_contents = [content.token_ids for content in contents]
@@ -209,7 +210,7 @@ def _tokens_of_sections(
         encodings: The tokenizer's results for the sections of this content and of the contents
             after it. One result is taken from the iterator for each section of this content.
         max_tokens: The number of tokens to return, from the beginning; None to return all tokens.
-        with_offsets: Whether the tokenizer has computed offsets.
+        with_offsets: Whether the results contain the offsets of the tokens in the section.
     """
     ids_of_sections, offsets_of_sections = [], []
     for section_slice, section_encoding in zip(
@@ -221,7 +222,7 @@ def _tokens_of_sections(
             offsets_of_sections.append(section_slice.start + offsets_in_section)
     all_token_ids = np.concatenate(ids_of_sections)
     total_tokens = len(all_token_ids)
-    # A copy, so that the memory of the other ids is freed.
+    # Without the copy, the slice would keep the ids of all tokens in memory.
     returned_token_ids = all_token_ids[:max_tokens].copy()
     if not with_offsets:
         return Tokens(returned_token_ids, total_tokens)
@@ -261,7 +262,7 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not allowed_cut_patterns:
         return None
     allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
-    # Assertions that fail at positions where an added token must not be cut.
+    # Lookaheads and lookbehinds that exclude positions in and beside added tokens.
     exclusions_pattern = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
