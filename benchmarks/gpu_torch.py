@@ -1,10 +1,11 @@
 """Measures the speed of transformers with PyTorch, for gpu.py.
 
-gpu.py runs this script in a separate process, with its own inputs. The script computes batches of
-documents that are padded to the longest one. It measures three orders: the order of the file,
-sorted by length, and full rows, in which all documents have the same length. The residual stream of
-some layers is copied to pinned memory. Token ids are random, and attention is PyTorch's scaled
-dot-product attention. The script does not import JAX. The last line printed is one JSON object.
+gpu.py runs this script in a separate process, with the model and the lengths of the documents that
+it also gives to this tool. The script computes batches of documents, padded to the longest one, and
+copies the residual stream of some layers to pinned memory. It measures three speeds: with documents
+in the order of the file, with documents sorted by length, and with full rows, in which all
+documents have the same length. Token ids are random, and attention is PyTorch's scaled dot-product
+attention. The script does not import JAX. The last line printed is one JSON object.
 """
 
 import argparse
@@ -58,14 +59,17 @@ def tokens_per_second(
 ) -> float:
     """Measures how fast batches are computed and the outputs of layers are copied to the host.
 
-    The host submits at most four batches before it waits for the GPU.
+    The first three batches are computed before, without being measured. Then the batches are
+    computed one after the other, and the first one follows the last one. The host submits at most
+    four batches before it waits for the GPU.
 
     Args:
         model: The model, with hooks (see `add_hooks`).
         batches: For each batch, the lengths of its documents in tokens.
         outputs: The dict in which the hooks store the outputs of layers.
         host_memory: Memory on the host for the copies of the outputs, (hooks, tokens, width).
-        seconds: The time in seconds after which no further batch begins.
+        seconds: The time in seconds after which no further batch begins, except that at least two
+            batches are computed.
 
     Returns:
         The number of tokens per second, without padding.
@@ -77,10 +81,10 @@ def tokens_per_second(
             model.config.vocab_size, (len(batch_lengths), longest_length), device=DEVICE
         )
         length_column = torch.tensor(batch_lengths, device=DEVICE)[:, None]
-        is_token = (torch.arange(longest_length, device=DEVICE) < length_column).long()
+        attention_mask = (torch.arange(longest_length, device=DEVICE) < length_column).long()
         model(
             padded_ids,
-            attention_mask=None if min(batch_lengths) == longest_length else is_token,
+            attention_mask=None if min(batch_lengths) == longest_length else attention_mask,
             use_cache=False,
         )
         for hook_number, layer_output in enumerate(outputs.values()):

@@ -53,7 +53,7 @@ def evenly_spaced(count: int, depth: int) -> list[int]:
         depth: The number of layers of the model.
     """
     count = min(count, depth)
-    return [depth * (number + 1) // count - 1 for number in range(count)]
+    return [depth * num_chosen // count - 1 for num_chosen in range(1, count + 1)]
 
 
 SHAPES: dict[str, Any] = {
@@ -126,7 +126,8 @@ def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
 
     Args:
         path: The path of the file to write.
-        specs: The specifications of the weights, with their shapes and names of tensors.
+        specs: The specifications of the weights to write, which contain the name and the shape of
+            each tensor.
     """
     normal_values = np.random.default_rng(0).standard_normal(DRAWN_COUNT, np.float32)
     spec_of_tensor = {tensor_name: spec for spec in specs for tensor_name in spec.hf_names}
@@ -147,7 +148,7 @@ def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
 
 
 def make_documents(path: Path, count: int) -> None:
-    """Writes documents of random letters as JSON Lines.
+    """Writes documents of random letters as JSON Lines with the field "text".
 
     With the tokenizer of `make_model`, every letter is one token, so the lengths in tokens are
     distributed like the lengths of documents in FineWeb-Edu.

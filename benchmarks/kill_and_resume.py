@@ -1,15 +1,16 @@
 """Kills extractions at random moments and starts them again, and checks what they have stored.
 
-`python -m benchmarks.kill_and_resume --kills 200 --rounds 30` does two things. First, it kills runs
-over ten kinds of input, in both shard formats. They store in a folder, or in a bucket in which a
-fifth of the requests fail. The batch size, the mesh and the number of devices change with every
-start. Second, in each of the rounds, two or three processes write to one bucket at the same time,
-and are stopped for seconds (SIGSTOP) or killed.
+`python -m benchmarks.kill_and_resume --kills 200 --rounds 30` does two things:
 
-Every run is started again with the same command until it is complete. Then every sample must be
-stored exactly once, and --verify must find no problem. The values must differ from the values of an
-undisturbed run by at most 1e-5 of the root mean square (RMS) of their hook. The last line printed
-is one JSON object.
+1. It kills 200 processes of runs. The runs have ten different inputs and both shard formats, and
+   are stored in a local folder, or in a bucket in which a fifth of the requests fail.
+2. In each of 30 rounds, two or three processes write to one bucket at the same time, and are
+   stopped for some seconds (SIGSTOP) or killed.
+
+The batch size, the mesh and the number of devices change with every start. Every run is started
+again until it is complete. Then every sample must be stored exactly once, and --verify must find no
+problem. The values must differ from the values of an undisturbed run by at most 1e-5 of the root
+mean square (RMS) of their hook. The last line printed is one JSON object.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,26 +33,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet
 
-ROOT = Path(__file__).parents[1]
 # The modules of the tests serve a bucket whose requests can fail, and start processes quickly.
-sys.path[:0] = [str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from chat_templates import QWEN2_5  # noqa: E402
-from forks import DEVICES, Forked  # noqa: E402
-from gcs_server import Bucket  # noqa: E402
+from chat_templates import QWEN2_5
+from forks import DEVICES, Forked
+from gcs_server import Bucket
 
-from activation_extraction import __main__ as command  # noqa: E402
-from activation_extraction.model.family import parse_model_config  # noqa: E402
-from activation_extraction.run import demo  # noqa: E402
-from activation_extraction.store.chosen_samples import read_samples  # noqa: E402
-from activation_extraction.store.folder import Folder  # noqa: E402
-from activation_extraction.store.run_log import RunLog  # noqa: E402
-from activation_extraction.store.sample_table import read_table, stored_samples  # noqa: E402
-from activation_extraction.text.sample_facts import SampleFacts  # noqa: E402
-from benchmarks.inputs import SHAPES  # noqa: E402
-from benchmarks.processes import print_result  # noqa: E402
-from qwen2_jax import Qwen2, weight_table  # noqa: E402
+from activation_extraction import __main__ as command
+from activation_extraction.model.family import parse_model_config
+from activation_extraction.run import demo
+from activation_extraction.store.chosen_samples import read_samples
+from activation_extraction.store.folder import Folder
+from activation_extraction.store.run_log import RunLog
+from activation_extraction.store.sample_table import read_table, stored_samples
+from activation_extraction.text.sample_facts import SampleFacts
+from benchmarks.inputs import SHAPES
+from benchmarks.processes import print_result
+from qwen2_jax import Qwen2, weight_table
 
+ROOT = Path(__file__).parents[1]
 # A script that runs the tool, but pauses before every batch is stored, so that a run lasts long
 # enough to be killed.
 SLOW_SCRIPT = """
@@ -73,7 +75,7 @@ MAX_SECONDS_TO_KILL = 0.8
 TOLERANCE = 1e-5
 # Words in the message of a process whose folder another process has taken over.
 TAKEN_OVER = "has taken over"
-# Tuples of a number of devices and the flags of a mesh with this number of devices.
+# Tuples (number of devices, flags of a mesh with this number of devices).
 MESHES: tuple[tuple[int, list[str]], ...] = (
     (1, []),
     (2, ["--mesh_type", "1d"]),
@@ -86,15 +88,15 @@ DOCUMENTS = 900
 
 
 class StartedProcess(NamedTuple):
-    """A process that was started.
+    """A process of an extraction, which may be running or may have ended.
 
     Attributes:
         process: Handle of the process.
-        log: Path of the file with the stdout and stderr of the process.
+        log_path: Path of the file with the stdout and stderr of the process.
     """
 
     process: Forked
-    log: Path
+    log_path: Path
 
     def end(self) -> str:
         """Waits until the process has ended.
@@ -107,7 +109,7 @@ class StartedProcess(NamedTuple):
             RuntimeError: If the process has ended in another way.
         """
         process_status = self.process.wait()
-        log_text = self.log.read_text(errors="replace")
+        log_text = self.log_path.read_text(errors="replace")
         if process_status == 2 and TAKEN_OVER in log_text.splitlines()[-1]:
             return "lost"
         if process_status not in (0, -signal.SIGKILL):
@@ -120,7 +122,7 @@ class Extraction:
     """An extraction that is started repeatedly.
 
     Attributes:
-        folder: Folder of the script and the logs.
+        folder: Folder in which the script that is run and the logs of its processes are written.
         flags: Flags of extract_activations.py.
         environment: Environment variables that are added to the variables of this process.
         varies_settings: Whether the batch size, the mesh and the number of devices are chosen at
@@ -328,22 +330,22 @@ def make_texts() -> list[str]:
     """Returns random texts of 0 to 60 words. Their number is DOCUMENTS."""
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
-    first_words = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
+    first_word_indices = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
     texts = []
-    for first_word in first_words:
+    for first_word_index in first_word_indices:
         word_count = rng.choice(range(61))
-        texts.append(" ".join(words[first_word : first_word + word_count]))
+        texts.append(" ".join(words[first_word_index : first_word_index + word_count]))
     return texts
 
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
-    """Writes two models and data sets of several kinds.
+    """Writes two models and several data sets, and combines them to ten inputs of runs.
 
     Args:
-        folder: The folder to which they are written.
+        folder: The folder to which the models and data sets are written.
 
     Returns:
-        Kind of input -> the flags of a run over it.
+        Name of an input -> flags that select its model, its data set and the way to read it.
     """
     model_folder = demo.make_demo(folder)[0]
     expert_model_folder = folder / "experts"
@@ -375,8 +377,8 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
 
         Args:
             name: The name of the file in `folder`.
-            rows: The rows.
-            bad_lines: The number of lines that are no JSON and are inserted between the rows.
+            rows: The rows. Each row is written as one line of JSON.
+            bad_lines: The number of lines without valid JSON that are inserted between the rows.
         """
         json_lines = [json.dumps(row) for row in rows]
         for bad_line_number in range(bad_lines):
@@ -392,9 +394,9 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     bad_rows_path = write("b.jsonl", documents, bad_lines=9)
     for file_number in range(3):
         write(f"files/{file_number}.jsonl", documents[file_number::3])
-    half_count = len(documents) // 2
-    first_half_path = write("half.jsonl", documents[:half_count])
-    second_half_table = pyarrow.Table.from_pylist(documents[half_count:])
+    middle = len(documents) // 2
+    first_half_path = write("half.jsonl", documents[:middle])
+    second_half_table = pyarrow.Table.from_pylist(documents[middle:])
     pyarrow.parquet.write_table(second_half_table, folder / "half.parquet", row_group_size=100)
 
     model_flags = ["--model_path", str(model_folder)]
@@ -426,7 +428,7 @@ BUCKET_URL = f"gs://{Bucket.name}/run/machine_000"
 
 
 def run_tool(*flags: object) -> None:
-    """Runs the tool in this process.
+    """Runs extract_activations.py in this process, without starting another one.
 
     Args:
         flags: The flags of extract_activations.py.
@@ -470,6 +472,7 @@ def disturb(
         run_url = BUCKET_URL
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
+        # A fifth of the requests fail.
         bucket.rate = 0.2
         rng = random.Random(seed)
         extraction = Extraction(folder, extraction_flags, varies_settings=True, rng=rng)
@@ -478,6 +481,7 @@ def disturb(
             return len(bucket.objects()) if in_bucket else len([*output_folder.glob("*.json")])
 
         action_result = action(extraction, signs_of_life)
+        # No request fails any more.
         bucket.rate = 0
         run_tool("--verify", "--output_dir", run_url)
         return action_result, samples_in(run_url)
@@ -494,20 +498,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_time = time.perf_counter()
     # Event -> how often it occurred in the runs with several writers (see `Extraction.compete`).
     count_of_event: Counter[str] = Counter()
-    # Kind of input -> largest deviation.
+    # Name of an input -> largest deviation of its disturbed runs.
     deviation_of_input: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         work_folder = Path(temporary_folder)
         flags_of_input = make_inputs(work_folder / "inputs")
-        # Kind of input -> number of a sample -> sample of an undisturbed run.
+        # Name of an input -> number of a sample -> sample of an undisturbed run.
         undisturbed_samples_of_input: dict[str, dict[int, Sample]] = {}
 
         def compare(input_name: str, disturbed: Mapping[int, Sample]) -> None:
-            """Compares the samples of a disturbed run with the samples of an undisturbed run.
+            """Checks that a disturbed run has stored the same samples as an undisturbed run.
+
+            Also updates `deviation_of_input`. The undisturbed run is made when it is first needed.
 
             Args:
-                input_name: The kind of input.
+                input_name: The name of the input of both runs.
                 disturbed: Number of a sample -> sample of the disturbed run.
+
+            Raises:
+                RuntimeError: If the samples differ by more than rounding explains.
             """
             if input_name not in undisturbed_samples_of_input:
                 output_folder = work_folder / "whole" / input_name
@@ -534,6 +543,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flush=True,
             )
 
+        def compete(
+            num_writers: int, extraction: Extraction, _signs_of_life: Callable[[], object]
+        ) -> Counter[str]:
+            return extraction.compete(num_writers, events=8)
+
         combinations = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
         combinations = random.Random(parsed_flags.seed).sample(combinations, len(combinations))
         max_kills_of_run = max(1, parsed_flags.kills // len(combinations))
@@ -547,7 +561,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 [*flags_of_input[input_name], "--shard_format", shard_format],
                 in_bucket,
                 parsed_flags.seed + run_number,
-                lambda extraction, signs, num_kills=num_kills: extraction.kill(signs, num_kills),  # type: ignore[misc]
+                partial(Extraction.kill, kills=num_kills),
             )
             total_num_kills += num_killed
             compare(input_name, disturbed_samples)
@@ -559,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flags_of_input[input_name],
                 True,
                 parsed_flags.seed + round_number,
-                lambda extraction, _, num_writers=num_writers: extraction.compete(num_writers, 8),  # type: ignore[misc]
+                partial(compete, num_writers),
             )
             count_of_event.update(event_counts_of_round)
             compare(input_name, disturbed_samples)

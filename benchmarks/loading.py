@@ -45,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": SHAPES["8B"] | {"num_hidden_layers": 1},
     "experts": SHAPES["30B-A3B"] | {"num_hidden_layers": 1},
 }
-# The vocabulary is small, because embeddings are not float8.
+# The vocabulary is small, so that few of the weights are embeddings, which are bfloat16 in both
+# checkpoints.
 SMALL_VOCABULARY = {"vocab_size": 1024}
 
 
@@ -155,6 +156,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9, help="how many (default: 9)")
     parsed_flags = parser.parse_args()
+    # Name of a model -> "warm" or "cold" -> result of `compare`.
     speeds_of_models: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         for model_name, config_fields in MODELS.items():
@@ -164,7 +166,7 @@ def main() -> None:
             make_model(folder_of_dtype["bfloat16"], config_fields | SMALL_VOCABULARY)
             quantise(folder_of_dtype["bfloat16"], folder_of_dtype["float8"])
             for folder in folder_of_dtype.values():
-                # The first loading includes compiling, so it is not measured.
+                # The first loading of a checkpoint includes compiling, so it is not measured.
                 seconds_to_load(folder, parsed_flags.dtype)
             speeds_of_models[model_name] = {
                 cache_state: compare(

@@ -1,17 +1,17 @@
-"""Measures reading a run of many shards from a bucket: `python -m benchmarks.many_shards`.
+"""Measures how fast a run of many shards is read from a bucket: `python -m benchmarks.many_shards`.
 
 A run of a thousand shards of 1 GB contains more data than any cache of a reader. The files of all
 shards are hard links to the files of one shard, and only the JSON files differ. So the run takes
 1 GB on the disk and in the page cache. bucket_server.py serves the run, and counts requests and
-bytes. Shuffled tokens are read as one of many workers, so that a pass reads `--mb` MB of
-activations that are spread over the whole run. Tokens in order are read from a run with fewer
-shards, which contains `--mb` MB of activations.
+bytes. A pass reads `--mb` MB of activations. In shuffled order, it reads the share of one of many
+workers, whose tokens are spread over the whole run. Without shuffling, it reads all tokens of a run
+with fewer shards.
 
-one_pass.py describes the figures. It makes a new dataset for every pass, so every shard is opened
-again. With `--against CHECKOUT`, the reader of another checkout is measured as well, and the order
-of the two readers changes in each round. Figures are medians over the rounds. `passed` is the
-fraction of the tokens that pass the filters. The bytes of other tokens between these tokens are
-often read, too. The last line printed is one JSON object.
+one_pass.py makes a pass and describes the figures. It makes a new dataset for every pass, so every
+shard is opened again. With `--against CHECKOUT`, the reader of another checkout is measured as
+well, and the order of the two readers changes in each round. Figures are medians over the rounds.
+`passed` is the fraction of the tokens that pass the filters. The bytes of other tokens between
+these tokens are often read, too. The last line printed is one JSON object.
 """
 
 import argparse
@@ -55,9 +55,9 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
     """Returns the scenarios by name.
 
     Args:
-        shard_bytes: The number of bytes of a shard.
+        shard_bytes: The number of bytes of activations in a shard, at all hooks together.
     """
-    # As a shard may be twice as large as all activations, the run has a single shard.
+    # The largest size of a shard is twice the size of all activations, so the run has one shard.
     max_shard_bytes = 2 * shard_bytes
 
     def run(hooks: int, width: int, **fields: Any) -> Run:
@@ -93,7 +93,7 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     commit_of_source = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
     facts_of_file = commit_of_source["files"]
     for shard_number in range(1, shards + 1):
-        # From the name of a file of the source's only shard to the name of the link to this file.
+        # Name of a file of the source's only shard -> name of the link to this file.
         link_name_of_file = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
             for file_name in facts_of_file
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
                             num_workers_of_scenario[scenario_name],
                         )
                         figures_of_reader[reader_name].append(reader_figures)
-                fraction_of_passing = round(
+                passed_fraction = round(
                     passing_fraction(root_folder / scenario.run.folder, scenario), 3
                 )
                 for reader_name, figures_of_rounds in figures_of_reader.items():
@@ -243,11 +243,11 @@ def main(argv: list[str] | None = None) -> None:
                         for figure_name, figure in medians(figures_of_rounds).items()
                     }
                     figures_of_scenario.setdefault(scenario_name, {})[reader_name] = reader_figures
-                    figures_of_scenario[scenario_name]["passed"] = fraction_of_passing
+                    figures_of_scenario[scenario_name]["passed"] = passed_fraction
                     table_row = {
                         "scenario": scenario_name,
                         "reader": reader_name,
-                        "passed": fraction_of_passing,
+                        "passed": passed_fraction,
                         **reader_figures,
                     }
                     table_rows.append(table_row)

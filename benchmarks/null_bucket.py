@@ -1,9 +1,9 @@
 """Serves Google Cloud Storage's API, but discards the content of large objects.
 
 `null_bucket` runs this server in another process, for benchmarks of writing. The server answers the
-requests of obstore with correct sizes, generations and ETags. The content of an object above 1 MiB
-is discarded, and reads as zeros. `python -m benchmarks.null_bucket` prints the port of the server,
-and serves until it is killed.
+requests of obstore with correct sizes, generations and ETags. It discards the content of an object
+above 1 MiB, and answers requests for ranges of this object with zeros.
+`python -m benchmarks.null_bucket` prints the port of the server, and serves until it is killed.
 """
 
 import os
@@ -21,7 +21,7 @@ from xml.sax.saxutils import escape
 
 # The size in bytes up to which the content of an object is kept.
 MAX_KEPT_BYTES = 2**20
-# The bytes of a request's body that are read at a time.
+# The number of bytes of a request's body that are read at a time.
 READ_BYTES = 2**20
 
 
@@ -78,7 +78,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         first_byte, last_byte = int(range_match[1]), min(int(range_match[2]), object_size - 1)
         range_content = stored_object.content[first_byte : last_byte + 1]
         if not stored_object.content:
-            # The content was discarded, so it reads as zeros.
+            # The content was discarded, so zeros take its place.
             range_content = bytes(max(0, last_byte + 1 - first_byte))
         self._send(
             206, range_content, stored_object, f"bytes {first_byte}-{last_byte}/{object_size}"
@@ -168,7 +168,10 @@ class NullBucketHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def null_bucket() -> Iterator[int]:
-    """Runs the server, which this process and its children reach as gs://bucket.
+    """Runs the server in a new process, with an empty bucket gs://bucket.
+
+    This process and the children that it starts later reach the bucket under this name, because an
+    environment variable contains the address of the server.
 
     Yields:
         The port of the server.

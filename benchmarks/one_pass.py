@@ -1,4 +1,4 @@
-"""Measures reading a share of a run from a bucket: `python -m benchmarks.one_pass`.
+"""Measures how fast a share of a run is read from a bucket: `python -m benchmarks.one_pass`.
 
 many_shards.py runs this script in a new process for each measurement, so that the peak of the
 process's memory is the memory of one reader. The script imports no module of this folder, so that
@@ -33,14 +33,14 @@ def server_counts() -> dict[str, int]:
 
 
 def mask_of(samples: int, keep: float) -> list[bool]:
-    """Returns a mask of samples, in which the samples that are left out are evenly spaced.
+    """Returns a mask of samples: True to keep a sample. Samples to leave out are evenly spaced.
 
     Args:
         samples: The number of samples.
         keep: The fraction of the samples to keep, less than 1.
     """
-    left_out_distance = round(1 / (1 - keep))
-    return [sample_number % left_out_distance != 0 for sample_number in range(samples)]
+    left_out_interval = round(1 / (1 - keep))
+    return [sample_number % left_out_interval != 0 for sample_number in range(samples)]
 
 
 def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[str, float]:
@@ -84,7 +84,7 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     counts_after = server_counts()
     pass_figures["first_requests"] = counts_after["requests"] - counts_before["requests"]
     pass_figures["first_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
-    # The first pass is completed without being measured.
+    # The rest of the first pass is read without being measured.
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])

@@ -4,10 +4,11 @@ It stores a run of 5,000 shards of 64 hosts, and serves the run as a bucket whos
 after 30 ms (bucket_server.py). Each shard has one sample with two tokens at 14 hooks, so that
 opening reads little else than the JSON files. Each of these actions runs in a new process:
 
-- `dataset`: opens an ActivationDataset, and takes its length, hooks and statistics;
-- `status`: does what --status does. --verify and --repair begin with the same reading;
-- `continue`: does what the first host of a run that continues does before it loads the model: the
-  checks of the output, the plan, and the samples after the mark.
+- `dataset`: opens an ActivationDataset, and reads its length, hooks and statistics;
+- `status`: does what --status does. --verify and --repair begin by reading the same files;
+- `continue`: does what the first host does before it loads the model, if its run is started again.
+  It looks for the folders of other hosts and for the metadata of the stored run, and reads its own
+  commits to determine where to continue.
 
 The last line printed is one JSON object with the seconds, the CPU seconds, the requests and the MB
 of answers of each action.
@@ -16,6 +17,7 @@ of answers of each action.
 import argparse
 import contextlib
 import io
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +42,7 @@ from benchmarks.processes import print_result
 
 LAYERS = 14
 HOOKS: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)}
-# The number of values of an activation.
+# The number of values of one token at a hook.
 WIDTH = 4
 # The number of tokens of a sample.
 TOKENS = 2
@@ -87,7 +89,7 @@ def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
 
 
 def open_dataset(url: str, hosts: int) -> None:
-    """Opens a run as a dataset, and takes the properties that need no shard.
+    """Opens a run as a dataset, and reads its length, hooks and statistics, which need no shard.
 
     Args:
         url: URL of the run.
@@ -98,7 +100,7 @@ def open_dataset(url: str, hosts: int) -> None:
 
 
 def show_status_of(url: str, hosts: int) -> None:
-    """Prints the state of a run into a buffer, as --status does.
+    """Writes to a buffer what --status prints about a run.
 
     Args:
         url: URL of the run.
@@ -109,9 +111,10 @@ def show_status_of(url: str, hosts: int) -> None:
 
 
 def plan_continued_run(url: str, hosts: int) -> None:
-    """Plans the continuation of a stored run on its first host, as a restarted process does.
+    """Determines where the first host of a stored run would continue, as a restarted process does.
 
-    The process reads the commits in the stored run before it begins to extract.
+    The process looks for the folders of other hosts and for the metadata of the stored run, and
+    reads its own commits. As the stored run is complete, nothing is left to do.
 
     Args:
         url: URL of the run.
@@ -143,6 +146,7 @@ def measure(
         latency: Milliseconds before each answer.
 
     Returns:
+        A dict with these figures.
         seconds, core_seconds: The seconds, and the CPU seconds of this process.
         requests, mb: The number of requests, and the MB of their answers.
     """
@@ -185,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary_folder:
         root_folder = parsed_flags.folder or Path(temporary_folder)
         with make_process_pool(2) as process_pool:
-            num_shards_of_host = -(-parsed_flags.shards // num_hosts)  # rounded up
+            num_shards_of_host = math.ceil(parsed_flags.shards / num_hosts)
             list(
                 process_pool.map(
                     partial(store_host, root_folder, num_shards_of_host, num_hosts),

@@ -33,7 +33,7 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
     """Returns a function that computes a product of random matrices with JAX.
 
     Args:
-        product: The sizes of the product.
+        product: The sizes of the matrices (see `Product`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -110,7 +110,7 @@ def measure(
 
     Args:
         library: The library, "jax" or "torch".
-        products: The sizes of the products.
+        products: The products to measure (see `Product`).
         dtypes: The dtypes of the matrices.
         seconds: The number of seconds for which each product is measured.
 
@@ -145,10 +145,12 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--seconds", type=float, default=0.5, help="per product (default: 0.5)")
     parsed_flags = parser.parse_args()
-    product_sizes = GPU_PRODUCTS if parsed_flags.gpu else CPU_PRODUCTS
+    measured_products = GPU_PRODUCTS if parsed_flags.gpu else CPU_PRODUCTS
     print(
         json.dumps(
-            measure(parsed_flags.library, product_sizes, parsed_flags.dtypes, parsed_flags.seconds)
+            measure(
+                parsed_flags.library, measured_products, parsed_flags.dtypes, parsed_flags.seconds
+            )
         )
     )
 

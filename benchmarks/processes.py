@@ -47,17 +47,17 @@ class PeakMemory:
     """Watches the peak resident memory of a process until it ends.
 
     Attributes:
-        bytes: Peak resident memory so far in bytes. 0 before the first measurement.
+        peak_bytes: Peak resident memory so far in bytes. 0 before the first measurement.
     """
 
     def __init__(self, pid: int) -> None:
-        self.bytes = 0
+        self.peak_bytes = 0
         self._pid = pid
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while (peak_bytes := resident_bytes("VmHWM", self._pid)) is not None:
-            self.bytes = peak_bytes
+            self.peak_bytes = peak_bytes
             time.sleep(0.02)
 
 
@@ -70,7 +70,7 @@ class FinishedProcess:
         stderr_lines: Tuple for each line that the process has written to its stderr. It contains
             the seconds from the start of the process to the line, and the line.
         seconds: Seconds from the start of the process to its end.
-        peak_bytes: Peak resident memory of the process.
+        peak_bytes: Peak resident memory of the process in bytes.
         disturbed_fraction: Fraction of the machine's processor time that other processes used while
             this process ran. If it is more than a few percent, measured speeds mean little.
     """
@@ -90,7 +90,7 @@ class FinishedProcess:
         """Returns the seconds from the start of the process to the first line with some words.
 
         Args:
-            words: Text that the line contains.
+            words: Text that the line of stderr contains.
 
         Raises:
             StopIteration: If no line of stderr contains the words.
@@ -109,7 +109,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         The ended process.
 
     Raises:
-        SystemExit: If the command fails. The stderr of the command is printed before.
+        SystemExit: If the command fails. This function first prints the command's stderr.
     """
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process_environment = os.environ | {"PYTHONPATH": python_path, "HF_HUB_OFFLINE": "1"}
@@ -141,14 +141,15 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     seconds_of_others = max(0.0, _seconds_of_other_processes() - seconds_of_others_before)
     disturbed_fraction = seconds_of_others / seconds / (os.cpu_count() or 1)
     return FinishedProcess(
-        stdout_text, stderr_lines, seconds, peak_memory.bytes, disturbed_fraction
+        stdout_text, stderr_lines, seconds, peak_memory.peak_bytes, disturbed_fraction
     )
 
 
 def _seconds_of_other_processes() -> float:
-    """Returns the processor time of all processes since the machine was started, in seconds.
+    """Returns the processor time of all processes except this process's ended children.
 
-    The time of this process's ended children is left out.
+    Returns:
+        The processor time in seconds since the machine was started.
     """
     all_cores_line = Path("/proc/stat").read_text().split("\n")[0]
     # Clock ticks of all cores in eight states: user, nice, system, idle, iowait, irq, softirq,
@@ -171,13 +172,13 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
     Returns:
         A dict with these figures.
         samples, tokens, bytes, shards: The totals in metadata.json.
-        extraction_seconds: The seconds from the beginning of the first shard (`began` in its JSON)
-            to the last update of metadata.json (`written`).
+        extraction_seconds: The seconds from the beginning of the first shard (`began` in its
+            commit) to the last update of metadata.json (`written` in this file).
         first_batch_seconds: The seconds from the start of the process to its log message about
             step 1.
         compile_seconds: The seconds of compiling the step, as the log reports them.
         process_seconds: The seconds from the start of the process to its end.
-        peak_bytes: See `FinishedProcess`.
+        peak_bytes: See `FinishedProcess.peak_bytes`.
         disturbed: See `FinishedProcess.disturbed_fraction`.
 
     Raises:
@@ -185,7 +186,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
     """
     extraction_command = [sys.executable, TOOL, *flags, "--output_dir", str(output), "--verbose"]
     extraction_process = run(extraction_command, platform)
-    shard = json.loads((output / "shard_0001.json").read_text())
+    first_commit = json.loads((output / "shard_0001.json").read_text())
     run_metadata = json.loads((output / "metadata.json").read_text())
     compile_message = next(
         line for _, line in extraction_process.stderr_lines if "compiled in" in line
@@ -195,7 +196,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
         "tokens": run_metadata["tokens"],
         "bytes": run_metadata["bytes"],
         "shards": run_metadata["shards"],
-        "extraction_seconds": run_metadata["written"] - shard["began"],
+        "extraction_seconds": run_metadata["written"] - first_commit["began"],
         "process_seconds": extraction_process.seconds,
         "peak_bytes": extraction_process.peak_bytes,
         "disturbed": extraction_process.disturbed_fraction,
@@ -208,7 +209,8 @@ def machine() -> dict[str, Any]:
     """Returns a description of this machine: processor, memory, system and Python."""
     cpu_info_path = Path("/proc/cpuinfo")
     cpu_info_lines = cpu_info_path.read_text().splitlines() if cpu_info_path.exists() else []
-    # Field of /proc/cpuinfo -> value. All cores have the same values, so the last core is used.
+    # Field of /proc/cpuinfo -> value. The values of later cores replace the values of earlier ones,
+    # which is no loss, because all cores are equal.
     cpu_info: dict[str, str] = {}
     for cpu_info_line in cpu_info_lines:
         field_name, colon, field_value = cpu_info_line.partition(":")

@@ -95,7 +95,7 @@ def test_what_is_complete_is_in_the_bucket_after_sigterm(
     assert started.process.wait(600) == 128 + signal.SIGTERM
     stored, found = RunLog.read(Folder(URL)), samples_in(URL)
     assert stored.metadata["status"] == "interrupted"
-    assert f"interrupted: {len(found):,} samples" in started.log.read_text()
+    assert f"interrupted: {len(found):,} samples" in started.log_path.read_text()
     assert 0 < len(found) < 120 and found.keys() <= undisturbed.keys()
     *full, last = (commit.tokens for commit in stored.in_order)
     assert last < min(full) and not list(tmp_path.glob("shard_*"))

@@ -100,7 +100,7 @@ class Run:
     def wait_for_commits(self, count: int, started: StartedProcess) -> int:
         """Waits until so many shards are committed, and returns how many there are."""
         while (found := self.commits()) < count:
-            assert started.process.poll() is None, started.log.read_text()
+            assert started.process.poll() is None, started.log_path.read_text()
             time.sleep(0.05)
         return found
 
@@ -230,8 +230,8 @@ def test_damage_is_found_and_repaired(new_run, many_shards, undisturbed):
     for number in (2, 3, 5):
         assert f"shard_{number:04d}" in printed, printed
     repair = run.start("--repair", "--batch_size", 6)
-    assert repair.process.wait() == 0, repair.log.read_text()
-    assert ": 2-3, 5" in repair.log.read_text()
+    assert repair.process.wait() == 0, repair.log_path.read_text()
+    assert ": 2-3, 5" in repair.log_path.read_text()
     assert_whole(run, undisturbed)
 
 
