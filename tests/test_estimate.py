@@ -15,7 +15,12 @@ from activation_extraction.cli.config import parse_args
 from activation_extraction.common.errors import InputError
 from activation_extraction.model.devices import CHIPS
 from activation_extraction.run import estimate
-from activation_extraction.run.estimate import GUESSED_FRACTIONS, Amount, amount_of, hours_in_words
+from activation_extraction.run.estimate import (
+    GUESSED_FRACTIONS,
+    TokenCounts,
+    hours_in_words,
+    token_counts_of,
+)
 from activation_extraction.run.topologies import topology_of
 from benchmarks.inputs import SHAPES
 
@@ -196,8 +201,8 @@ def test_how_much_data_there_is_and_how_much_of_it_is_kept():
         ("--max_tokens 1000 --positions last", 1_000_000, 1000),
         ("--long_documents split --max_seq_length 100", every, every),
     ):
-        assert amount_of(parse_args(flags.split())) == Amount(computed, stored), flags
-    assert amount_of(parse_args(["--dataset_path", "texts.jsonl"])) is None
+        assert token_counts_of(parse_args(flags.split())) == TokenCounts(computed, stored), flags
+    assert token_counts_of(parse_args(["--dataset_path", "texts.jsonl"])) is None
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ class OpenShards:
         Args:
             hooks: Canonical names of the hooks.
         """
-        return sum(self.hooks[name].row.itemsize for name in hooks)
+        return sum(self.hooks[name].row_dtype.itemsize for name in hooks)
 
     def block_tokens(self, shard: int, chunk_tokens: int) -> int:
         """Returns the number of tokens of which the length of a chunk should be a multiple.

@@ -5,7 +5,7 @@
     host_text.py         makes batches from one host's share of the data
     prefetch.py          prepares batches in a background thread
     open_data.py         opens the data that a run reads
-    data_files.py        checks that the files of the data are those that the run began with
+    data_files.py        checks that the files of the data have not changed since the run began
     tokenizer_choice.py  chooses the tokenizer and the chat template
     inputs.py            lists the inputs of a run, which must not differ between starts or hosts
     digests.py           computes digests and fingerprints of files

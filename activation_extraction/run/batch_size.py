@@ -54,7 +54,7 @@ def default_rows(
         num_rows = min(max(TOKENS_AT_ONCE // length, 1), DEFAULT_ROWS)
     if not (computes_on_cpu or auto):
         return num_rows
-    rows_per_device = -(-num_rows // len(devices_of_host))  # rounded up
+    rows_per_device = -(-num_rows // len(devices_of_host))  # this division rounds up
     return rows_per_device * len(devices_of_host)
 
 

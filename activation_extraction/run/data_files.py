@@ -49,12 +49,14 @@ class DataFiles:
     """The files of a data set, in the order in which they are read.
 
     Args:
-        files: The files. `DataFile.size` determines how many bytes of each file are read.
-        records: The records of these files in metadata.json. None to compute the fingerprints now.
+        files: The files, in the order in which they are read. `DataFile.size` determines how many
+            bytes of each file are read.
+        records: The record of each file in metadata.json, in the same order. None to make the
+            records, which computes the fingerprints.
 
     Attributes:
-        files: The files.
-        records: The record of each file.
+        files: The files, as a tuple.
+        records: The record of each file, as a tuple.
 
     Raises:
         InputError: If a file cannot be read.
@@ -106,7 +108,7 @@ class DataFiles:
             raise InputError("--dataset_path: the hosts of this run have read different files")
         recorded_files = recorded_file_lists.pop()
         files_in_recorded_order = _in_recorded_order(files, recorded_files)
-        num_added_bytes_by_url = {}  # number of bytes by which a file has grown, by its URL
+        num_added_bytes_by_url = {}  # number of bytes by which each file has grown, by its URL
         with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
             are_files_unchanged = thread_pool.map(
                 _is_recorded, files_in_recorded_order, recorded_files

@@ -1,8 +1,9 @@
 """Computes digests and fingerprints, which show whether two runs read the same files.
 
-A digest covers the whole content of small files. A fingerprint is a digest of the size of a file
-and of some of its blocks. It takes milliseconds, so it suits weights and data, which may be
-terabytes. A fingerprint does not change if an edit keeps the size and lies between the blocks.
+Small files, such as tokenizer.json, are read whole. Weights and data may be terabytes, so their
+fingerprints are used: the fingerprint of a large file is a digest of its size and of some of its
+blocks, which takes milliseconds. A fingerprint does not change if an edit keeps the size of the
+file and lies between the blocks.
 """
 
 import hashlib

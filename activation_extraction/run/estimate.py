@@ -57,8 +57,8 @@ TOKENS_OF_A_DOCUMENT = 1_000  # approximate mean number of tokens of a document 
 
 
 @dataclass(frozen=True)
-class Amount:
-    """The amount of work of one machine in a whole run.
+class TokenCounts:
+    """The numbers of tokens that one machine computes and stores in a whole run.
 
     Attributes:
         computed_tokens: The number of tokens that the model computes.
@@ -77,13 +77,14 @@ class PlannedRun:
         model_config: The content of the model's config.json.
         topology: The machine.
         request: The request for a step: model, hooks, mesh and shape.
-        amount: The amount of work of the machine. None if the amount of data is unknown.
+        token_counts: The numbers of tokens that the machine computes and stores. None if the amount
+            of data is unknown.
     """
 
     model_config: Mapping[str, Any]
     topology: Topology
     request: StepRequest
-    amount: Amount | None
+    token_counts: TokenCounts | None
 
 
 def print_estimate(config: Config) -> int:
@@ -160,14 +161,17 @@ def planned_run(config: Config) -> PlannedRun:
         InputError: If the machine is unknown, or if config.json or an autoencoder cannot be read.
     """
     planned_topology = topology_of(config.planning.plan or "", config.planning.chips_per_host)
-    # JAX would otherwise reserve the memory of this machine's accelerators, which are not needed.
+    # Without this setting, JAX would reserve the memory of this machine's accelerators, which the
+    # estimate does not need.
     jax.config.update("jax_platforms", "cpu")
     planned_request = step_request(config, planned=planned_topology.described())
     if config.computing.batch_size == "auto":
         log.info(
             "--batch_size auto: a run may take more than these %d rows", planned_request.shape[0]
         )
-    return PlannedRun(read_config(config), planned_topology, planned_request, amount_of(config))
+    return PlannedRun(
+        read_config(config), planned_topology, planned_request, token_counts_of(config)
+    )
 
 
 def read_config(config: Config) -> Mapping[str, Any]:
@@ -295,8 +299,8 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
     return bytes_of_step(program_to_compile)
 
 
-def amount_of(config: Config) -> Amount | None:
-    """Returns the amount of work of one machine in a whole run.
+def token_counts_of(config: Config) -> TokenCounts | None:
+    """Returns the numbers of tokens that one machine computes and stores in a whole run.
 
     All documents are assumed to have TOKENS_OF_A_DOCUMENT tokens.
 
@@ -304,8 +308,8 @@ def amount_of(config: Config) -> Amount | None:
         config: The configuration.
 
     Returns:
-        The amount of work. None if the number of documents is unknown and neither --max_samples nor
-        --max_tokens limits the run.
+        The numbers of tokens. None if the number of documents is unknown and neither --max_samples
+        nor --max_tokens limits the run.
     """
     text_options, storage_options = config.text, config.storage
     tokens_per_sample = tokens_of_a_sample(text_options.max_seq_length)
@@ -326,7 +330,7 @@ def amount_of(config: Config) -> Amount | None:
         num_computed_tokens = min(num_computed_tokens, storage_options.max_tokens / kept_fraction)
     if math.isinf(num_computed_tokens):
         return None
-    return Amount(num_computed_tokens, num_computed_tokens * kept_fraction)
+    return TokenCounts(num_computed_tokens, num_computed_tokens * kept_fraction)
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:
@@ -360,14 +364,14 @@ def estimate_totals(
     hours_range = None
     price_range = None
     stored_terabytes = None
-    if run.amount is not None:
-        stored_terabytes = run.amount.stored_tokens * token_bytes / 1e12
+    if run.token_counts is not None:
+        stored_terabytes = run.token_counts.stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
             if config.planning.tokens_per_second is None:
-                num_tokens_of_run = run.amount.computed_tokens
+                num_tokens_of_run = run.token_counts.computed_tokens
                 tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
-                num_tokens_of_run = run.amount.stored_tokens
+                num_tokens_of_run = run.token_counts.stored_tokens
                 tokens_per_second = [config.planning.tokens_per_second * run.topology.num_hosts]
             hours_range = [
                 num_tokens_of_run / max(tokens_per_second) / 3600,
@@ -422,7 +426,7 @@ def lines_of(
         )
     if totals["hours"] is None:
         reason_for_unknown_time = (
-            "nothing says how much data there is" if run.amount is None else "no mesh fits"
+            "nothing says how much data there is" if run.token_counts is None else "no mesh fits"
         )
         yield f"time: unknown ({reason_for_unknown_time})"
     elif tokens_per_second is not None:
@@ -462,7 +466,7 @@ def samples_in_words(run: PlannedRun) -> str:
 
 
 def hours_in_words(hours: float) -> str:
-    """Returns a duration in words with two significant digits, such as "3.5 hours".
+    """Returns a duration in words, rounded to two significant digits, such as "3.5 hours".
 
     Args:
         hours: The duration in hours.
@@ -499,5 +503,5 @@ def range_in_words(limits: Iterable[str]) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Returns a number in words with three significant digits, such as "12,300"."""
+    """Returns a number as text, rounded to three significant digits, such as "12,300"."""
     return f"{float(f'{number:.3g}'):,.10g}"

@@ -47,7 +47,9 @@ from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokenizer import read_tokenizer
 from activation_extraction.text.tokens import SpecialTokens, special_tokens_of
 
-BATCHES_AHEAD = 4  # number of batches that are prepared in advance, besides the next group's
+# Number of batches that are prepared in advance, in addition to the batches of the next group of
+# samples.
+BATCHES_AHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Text:
         vocabulary_size: The number of token ids that the model has.
         earlier_metadata: The contents of metadata.json that the run has stored already (see
             `open_dataset`). Empty for a new run.
-        source_names: The names of the sources of a mixture. Empty for the names in the flags.
+        source_names: The names of the sources of a mixture. Empty to take them from the flags.
         adapter: The files of the LoRA adapter. None without an adapter.
     """
 
@@ -213,8 +215,8 @@ class Text:
 
         Returns:
             An iterable of batches, which a background thread prepares. After the last batch, its
-            attribute `result` is the mark at the end of the data or at the limits of the run. It is
-            None if everything is stored already.
+            attribute `result` is the mark at the end of the data or at the limits of the run. This
+            attribute is None if everything is stored already.
 
         Raises:
             InputError: If the first batch cannot be read, or if the data set contains no text.

@@ -57,8 +57,8 @@ SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at
 # Largest number of attention sinks of a shard whose encoding errors are measured, and largest
 # number of other tokens of a shard whose encoding errors are measured.
 MAX_MEASURED_TOKENS = 1024
-# Number of integers or features of a sample that may always differ. Two differ if two nearly equal
-# scores are sorted in another order.
+# Number of integers or features of a sample that may always differ. If two nearly equal scores are
+# sorted in the other order, two integers or features differ.
 TIE = 2
 
 
@@ -99,8 +99,8 @@ class Tolerance:
     max_different_share: float
 
     @property
-    def activations(self) -> float:
-        """The largest allowed relative error of activations, from both computing and rounding."""
+    def activation_error(self) -> float:
+        """The largest relative error of activations: `computing_error` plus `rounding_error`."""
         return self.computing_error + self.rounding_error
 
     def different_numbers(self, compared_count: int) -> int:
@@ -171,7 +171,7 @@ class HookValues(ABC):
         """The names of the hook's tensors in a safetensors shard."""
 
     @property
-    def in_pickles(self) -> bool:
+    def fits_pickles(self) -> bool:
         """Whether pickles can contain the values. Safetensors can contain every kind of values."""
         return True
 
@@ -195,8 +195,8 @@ class HookValues(ABC):
             rows: Rows of the sample's tokens.
 
         Returns:
-            The values as a shard stores them (in the stored form). If `is_encoded`, the rows, which
-            `encode` will convert.
+            The values in the stored form. If `is_encoded` is True, the rows are returned unchanged,
+            and `encode` converts them later.
         """
         return rows
 
@@ -291,7 +291,7 @@ class HookValues(ABC):
 
     @property
     @abstractmethod
-    def row(self) -> np.dtype:
+    def row_dtype(self) -> np.dtype:
         """The NumPy dtype of a token's row, a subarray dtype with the shape of the row."""
 
     @property
@@ -408,8 +408,8 @@ class DenseValues(HookValues):
     def _has_loss(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns a mask of the tokens that have a loss, bool (tokens,).
 
-        The first token of a sample has a loss only if its value is not NaN. Every other token has
-        one, because NaN there is an error, which statistics and --verify must show.
+        The first token of a sample has a loss only if its value is not NaN. Every other token is in
+        the mask even if its value is NaN, so that statistics and --verify show this error.
 
         Args:
             values: Value of each token, float32 (tokens, 1).
@@ -428,7 +428,7 @@ class DenseValues(HookValues):
         return sample_values
 
     @property
-    def row(self) -> np.dtype:
+    def row_dtype(self) -> np.dtype:
         return np.dtype((self.dtype, (self.width,)))
 
     @property
@@ -442,7 +442,7 @@ class DenseValues(HookValues):
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
     ) -> Callable[[], np.ndarray]:
         if start == stop:
-            return lambda: np.empty(0, self.row)
+            return lambda: np.empty(0, self.row_dtype)
         return file.begin_rows(self.name, start, stop)
 
     def differences(
@@ -454,10 +454,11 @@ class DenseValues(HookValues):
     ) -> Iterator[str]:
         if self.meaning == "integers":
             difference_count = int((recomputed != stored).sum())
-            max_count = tolerance.different_numbers(stored.size)
-            if difference_count > max_count:
+            max_difference_count = tolerance.different_numbers(stored.size)
+            if difference_count > max_difference_count:
                 yield (
-                    f"{difference_count} of its {stored.size} numbers differ (allowed: {max_count})"
+                    f"{difference_count} of its {stored.size} numbers differ "
+                    f"(allowed: {max_difference_count})"
                 )
         elif self.meaning == "loss":
             has_loss = self._has_loss(stored, positions) | self._has_loss(recomputed, positions)
@@ -468,7 +469,7 @@ class DenseValues(HookValues):
             # rounding error is added.
             yield from _norm_difference(stored, recomputed, tolerance.computing_error)
         else:
-            yield from _norm_difference(stored, recomputed, tolerance.activations)
+            yield from _norm_difference(stored, recomputed, tolerance.activation_error)
 
 
 @dataclass(frozen=True)
@@ -485,7 +486,7 @@ class Float8Values(HookValues):
     are_activations = True
     is_array = True
     is_encoded = True
-    in_pickles = False
+    fits_pickles = False
 
     @property
     def max_values(self) -> int:
@@ -508,7 +509,7 @@ class Float8Values(HookValues):
         is_sink = np.concatenate(positions) == 0
         is_measured = _evenly_chosen(is_sink) | _evenly_chosen(~is_sink)
 
-        def encode_group(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
+        def encode_slice(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
             slice_offsets = token_offsets[sample_slice.start : sample_slice.stop + 1]
             start_token, stop_token = slice_offsets[[0, -1]]
             slice_activations = np.concatenate(samples[sample_slice])
@@ -520,7 +521,7 @@ class Float8Values(HookValues):
 
         encoded_samples: list[Float8Array] = []
         errors_by_slice: list[np.ndarray] = []
-        for encoded_slice_samples, slice_errors in threads.map(encode_group, slices_of(samples)):
+        for encoded_slice_samples, slice_errors in threads.map(encode_slice, slices_of(samples)):
             encoded_samples += encoded_slice_samples
             errors_by_slice.append(slice_errors)
         measured_errors = np.concatenate(errors_by_slice)
@@ -554,7 +555,7 @@ class Float8Values(HookValues):
         raise ValueError(f"{self.name}: pickles do not hold float8")
 
     @property
-    def row(self) -> np.dtype:
+    def row_dtype(self) -> np.dtype:
         return np.dtype((FLOATS, (self.width,)))
 
     @property
@@ -571,7 +572,7 @@ class Float8Values(HookValues):
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
     ) -> Callable[[], np.ndarray]:
         if start == stop:
-            return lambda: np.empty(0, self.row)
+            return lambda: np.empty(0, self.row_dtype)
         finish_value_rows = file.begin_rows(self.name, start, stop)
         finish_scale_rows = file.begin_rows(self.name + SCALE, start, stop)
         return lambda: Float8Array(finish_value_rows(), finish_scale_rows()).decode(dtype or FLOATS)
@@ -583,7 +584,7 @@ class Float8Values(HookValues):
         positions: np.ndarray,
         tolerance: Tolerance,
     ) -> Iterator[str]:
-        yield from _norm_difference(stored, recomputed, tolerance.activations)
+        yield from _norm_difference(stored, recomputed, tolerance.activation_error)
 
 
 @dataclass(frozen=True)
@@ -653,7 +654,7 @@ class CodeValues(HookValues):
         return sample_codes
 
     @property
-    def row(self) -> np.dtype:
+    def row_dtype(self) -> np.dtype:
         return np.dtype((np.int32, (record_width(self.max_features),)))
 
     @property
@@ -671,7 +672,7 @@ class CodeValues(HookValues):
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
     ) -> Callable[[], np.ndarray]:
         if start == stop:
-            return lambda: np.empty(0, self.row)
+            return lambda: np.empty(0, self.row_dtype)
         feature_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
         first_feature, stop_feature = feature_offsets[[0, -1]].tolist()
         finish_feature_ids = file.begin_rows(f"{self.name}.ids", first_feature, stop_feature)
@@ -725,7 +726,7 @@ class CodeValues(HookValues):
         }
         # Codes may differ twice as much as activations, because two computations add to the error:
         # the product with the encoder, and the difference from the reconstruction.
-        max_relative_error = 2 * tolerance.activations
+        max_relative_error = 2 * tolerance.activation_error
         for quantity_name, (stored_array, recomputed_array) in compared_arrays.items():
             relative_error = _relative_error(stored_array, recomputed_array)
             if not relative_error <= max_relative_error:
@@ -735,9 +736,13 @@ class CodeValues(HookValues):
                 )
 
     def _flat_features(self, codes: Codes) -> np.ndarray:
-        """Returns a number for each active feature of each token, int64 (active features,).
+        """Returns the index of each active feature in the flattened array (tokens, width).
 
-        It is the index of the feature in the flattened array (tokens, width) of all features.
+        Args:
+            codes: Codes of some tokens.
+
+        Returns:
+            The indices, int64 (active features of all tokens,).
         """
         token_of_feature = np.repeat(np.arange(len(codes)), np.diff(codes.indptr))
         return token_of_feature * self.width + codes.indices
@@ -766,10 +771,13 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
 
 
 def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
-    """Returns a mask of at most MAX_MEASURED_TOKENS of the tokens in a mask, at equal intervals.
+    """Chooses at most MAX_MEASURED_TOKENS tokens, at equal intervals.
 
     Args:
-        mask: Mask to choose tokens from, bool (tokens,).
+        mask: Mask of the tokens from which to choose, bool (tokens,).
+
+    Returns:
+        A mask of the chosen tokens, bool (tokens,).
     """
     masked_indices = np.flatnonzero(mask)
     index_interval = max(math.ceil(len(masked_indices) / MAX_MEASURED_TOKENS), 1)

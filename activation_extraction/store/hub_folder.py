@@ -199,7 +199,7 @@ class HubFolder:
             "or az://, from which `hf upload` copies a finished run to the hub"
         )
 
-    remove = write
+    remove = write  # no file can be deleted either, so the same error is raised
 
     @contextmanager
     def _as_folder_errors(self) -> Iterator[None]:

@@ -210,7 +210,7 @@ class Identity:
         )
         try:
             # Reading the property raises TypeError if NumPy does not have the recorded dtype.
-            hook_values.dtype  # noqa: B018
+            hook_values.dtype  # noqa: B018 (the property is read for its exception)
         except TypeError as error:
             raise ValueError(f"{hook_name}: dtype {recorded_dtype!r}: {error}") from error
         return hook_values
@@ -228,7 +228,7 @@ class Identity:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The fields that are the same on all hosts of a run, as JSON."""
+        """The fields that must be the same on all hosts of a run, by name, as JSON."""
         shared_fields = self.to_json()
         for field_name in PER_HOST | MAY_TURN_ON:
             del shared_fields[field_name]
@@ -299,7 +299,8 @@ class Identity:
 
         Args:
             stored: Identity of a stored run.
-            shared_only: Whether to compare only the fields that all hosts of a run share.
+            shared_only: Whether to compare only the fields that must be the same on all hosts of a
+                run.
 
         Returns:
             The field with both values, of which the value in `stored` is the first. None if there
@@ -342,28 +343,28 @@ class Identity:
         """
         if not (self.data and other.data):
             return []
-        own_fields = self.to_json()
-        other_fields = other.to_json()
-        compared_values = [
-            Difference(field_name, own_fields[field_name], other_fields[field_name])
+        fields_of_self = self.to_json()
+        fields_of_other = other.to_json()
+        compared_fields = [
+            Difference(field_name, fields_of_self[field_name], fields_of_other[field_name])
             for field_name in OF_SAMPLES
         ]
         for file_name in files.keys() & other_files.keys():
             file_bytes, file_fingerprint = files[file_name]
             other_file_bytes, other_fingerprint = other_files[file_name]
-            compared_values.append(
+            compared_fields.append(
                 Difference(f"the size of data file {file_name}", file_bytes, other_file_bytes)
             )
             # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
             # another place may have another fingerprint.
             if file_fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
-                compared_quantity = f"the content of data file {file_name}"
-                compared_values.append(
-                    Difference(compared_quantity, file_fingerprint, other_fingerprint)
+                content_description = f"the content of data file {file_name}"
+                compared_fields.append(
+                    Difference(content_description, file_fingerprint, other_fingerprint)
                 )
         return [
             comparison
-            for comparison in compared_values
+            for comparison in compared_fields
             if comparison.first_value != comparison.second_value
         ]
 
@@ -378,7 +379,7 @@ def _flag_to_json(name: str, value: Any) -> Any:
 
 
 def _flag_from_json(name: str, value: Any) -> Any:
-    """Returns the value of a flag from its JSON value, as `_flag_to_json` returns it."""
+    """Returns the value of a flag from the JSON value that `_flag_to_json` has made of it."""
     if value == "":
         return None
     if name == "positions":
@@ -395,7 +396,8 @@ class Sources(Protocol):
         """Checks the files from which some samples come.
 
         Args:
-            rows: Field `row` of the samples (`SampleFacts.row`), which names a file.
+            rows: The `row` field of each sample's `SampleFacts`. Its key "file", if it exists,
+                names the file of the sample.
 
         Raises:
             RunError: If one of these files has changed since the run began.

@@ -114,7 +114,7 @@ class LogWriter:
         keeps_shards: bool = False,
     ) -> None:
         self.folder = folder
-        self.id = _new_id()
+        self.id = _new_process_id()
         self.run = ""
         self.began = round(time.time(), 3)
         self.new_commits: list[Commit] = []
@@ -125,7 +125,7 @@ class LogWriter:
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
-        """Sets the plan of this process, and the totals to those of the plan.
+        """Makes a plan the plan of this process. The totals begin with the totals of the plan.
 
         Args:
             plan: Plan, which lists the shards that earlier processes have stored.
@@ -143,19 +143,20 @@ class LogWriter:
             overwrite: Whether to begin a new run even if another run is stored.
 
         Returns:
-            The plan to follow. If it is up to date, nothing was written.
+            The plan of this process. If its `up_to_date` is True, nothing is left to do, and
+            nothing was written.
 
         Raises:
             InputError: If the stored run cannot be continued.
         """
-        new_run = uuid.uuid4().hex
+        new_run_id = uuid.uuid4().hex
         while True:
             run_log = RunLog.read(self.folder)
-            begins_anew = overwrite and self.run != new_run
+            begins_anew = overwrite and self.run != new_run_id
             self.follow(StoragePlan() if begins_anew else planner(run_log))
             if self._plan.up_to_date:
                 return self._plan
-            if not self.begin(self._plan.run or new_run, run_log.version):
+            if not self.begin(self._plan.run or new_run_id, run_log.version):
                 continue
             run_log = RunLog.read(self.folder)
             # Versions of the entries that are replaced by reservations, by the numbers of the
@@ -386,7 +387,7 @@ class LogWriter:
 
         Returns:
             The commit of this run that the file already contained; None if the entry was written.
-            It is the process's own commit if the answer to the write was lost.
+            If the answer to the write was lost, it may be the commit that this process has written.
         """
         entry_bytes = seal(entry_fields)
 
@@ -410,7 +411,7 @@ class LogWriter:
         file_content: bytes | Sequence[bytes | memoryview],
         is_final: Callable[[bytes], bool] | None = None,
     ) -> tuple[bytes | None, str | None]:
-        """Writes a file in the order of steps that run_log.py requires of every write.
+        """Writes a file by the steps of the protocol in run_log.py.
 
         The steps are repeated until the file is written or has content that must stay.
 
@@ -425,7 +426,7 @@ class LogWriter:
             and None if the file was written. The second is the version of the file; None if the
             store has no versions.
         """
-        # The patience is the time for all attempts together.
+        # All attempts together may take this time.
         write_patience = self.folder.patience_for(file_content)
         write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
         while True:
@@ -459,8 +460,8 @@ class LogWriter:
     def _remove_uncommitted(self) -> None:
         """Deletes the files of shards that belong to no commit of the run.
 
-        A warning names files that the store may not have deleted. Then all committed files are
-        compared with a new listing of the folder.
+        A warning names files that the store may not have deleted. After that, the folder is listed
+        again, and the sizes and versions of all committed files are checked.
 
         Raises:
             FolderError: If a committed file is missing or has changed.
@@ -469,7 +470,7 @@ class LogWriter:
         committed_names = {
             file_name for commit in commits_of_run for file_name in (commit.name, *commit.files)
         }
-        # As long as the reservation exists, no earlier process can commit a shard.
+        # The reservation is kept, because it prevents earlier processes from committing a shard.
         committed_names.add(self._reserved_name)
         undeleted_names = []
         for file_name in own_files(self.folder.files(), temporary=True):
@@ -503,6 +504,6 @@ class LogWriter:
                 )
 
 
-def _new_id() -> str:
+def _new_process_id() -> str:
     """Returns an id of this process, which contains the name of its machine."""
     return f"{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}"

@@ -4,16 +4,24 @@ A key is a layer number or the name of a hook. `pickle.loads(gzip.open(path).rea
 compressed file. The list contains one record for each sample, in order. A record is a dict of plain
 values and NumPy arrays:
 
-  sample_idx, hook        number of the sample; full name of the hook
-  activation, shape       values at the hook, (tokens, width); this shape as a tuple
-  ids, values, offsets,   instead of `activation` at a hook with codes: the active features of all
-  error, norm             tokens, one token after the other, int32; their values, float32 or
-                          bfloat16; index of the first feature of each token, int64 (tokens + 1,);
-                          error and norm of each token, float32 (tokens,) each (common/codes.py)
-  text_preview, doc_id    fields of SampleFacts; only the table of samples contains its other fields
-  token_ids               ids of the stored tokens, int32 (tokens,), or None
-  positions               positions of these tokens in the sample, int32 (tokens,)
-  role, turn              labels of these tokens, int32 (tokens,), if the run stores conversations
+  sample_idx    number of the sample
+  hook          full name of the hook
+  activation    values at the hook, (tokens, width); missing at a hook with codes
+  shape         the tuple (tokens, width)
+  text_preview  first 200 characters of the sample's text; "" if there is no text
+  doc_id        id of the row in the data set, or None
+  token_ids     ids of the stored tokens, int32 (tokens,), or None
+  positions     positions of these tokens in the sample, from 0, int32 (tokens,)
+  role, turn    labels of these tokens, int32 (tokens,) each, if the run stores conversations
+
+At a hook with codes, the following arrays replace `activation` (see common/codes.py):
+
+  ids           active features of all tokens, one token after the other, int32
+  values        values of these features, float32 or bfloat16
+  offsets       index in `ids` of the first feature of each token, int64 (tokens + 1,)
+  error         squared norm of the part of the activation that the features do not reconstruct,
+                float32 (tokens,)
+  norm          norm of the activation, float32 (tokens,)
 
 The bytes depend only on the content and, in an uncompressed file, on the id of the process that
 wrote the file. The id is a string before the dict, which unpickling pushes on its stack and drops.
@@ -39,7 +47,7 @@ from activation_extraction.store.shard import LABELS, Shard, ShardSample
 from activation_extraction.text.sample_facts import SampleFacts
 
 Records = dict[Key, list[dict[str, Any]]]
-PROTOCOL = 2  # number of bytes at the beginning of a pickle that name its protocol
+PROTOCOL_BYTES = 2  # number of bytes at the beginning of a pickle, which name its protocol
 
 
 class _Pickler(pickle.Pickler):
@@ -90,9 +98,9 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         )
         first_buffer = pickled_buffers[0]
         pickled_buffers[:1] = [
-            first_buffer[:PROTOCOL],
+            first_buffer[:PROTOCOL_BYTES],
             memoryview(writer_instructions),
-            first_buffer[PROTOCOL:],
+            first_buffer[PROTOCOL_BYTES:],
         ]
     return pickled_buffers
 
@@ -105,7 +113,8 @@ def records_of(shard: Shard) -> Records:
     """
 
     def record_of(key: Key, hook: HookValues, sample_index: int) -> dict[str, Any]:
-        shard_sample, sample_values = shard.samples[sample_index], shard.values[key][sample_index]
+        shard_sample = shard.samples[sample_index]
+        sample_values = shard.values[key][sample_index]
         return {
             "sample_idx": shard_sample.facts.sample_idx,
             "hook": hook.name,

@@ -138,8 +138,8 @@ class Repair:
         """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
 
         A run on a data set is complete again if it was complete before and has as many samples as
-        before. Otherwise it can be continued. The run of a program with a loop of its own is
-        complete, because the program has added all its samples.
+        before. Otherwise, it is interrupted and can be continued. The run of a program with a loop
+        of its own is complete, because the program has added all its samples.
 
         Args:
             stored_samples: Number of samples that are stored now.
@@ -158,8 +158,9 @@ class Repair:
     def revised(self, new_metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of metadata.json during this repair.
 
-        If the repair fills no gaps, this is `new_metadata`. Otherwise, it is the content before the
-        repair, in which only the totals, the hooks and the status change, when all gaps are filled.
+        If there are no gaps, this is `new_metadata`. Otherwise, it is the content before the repair
+        with a new status and with the fields "written" and "remote" of `new_metadata`. As soon as
+        all gaps are filled, it also has the totals and the hooks of `new_metadata`.
 
         Args:
             new_metadata: Content that a run with the flags of this process would write. The status
@@ -185,13 +186,13 @@ class RepairPlanner:
     commits.
 
     Attributes:
-        target: Folder that contains the shards.
+        folder: Folder that contains the shards.
         identity: Identity that follows from the flags or arguments of this process.
         limits: Largest numbers of samples and of tokens to store, by the names "max_samples" and
             "max_tokens"; None for no limit.
     """
 
-    target: Folder
+    folder: Folder
     identity: Identity
     limits: Mapping[str, int | None]
     # Results of checking shards, by the numbers of the shards.
@@ -222,15 +223,16 @@ class RepairPlanner:
             run_log: Log of the folder.
 
         Raises:
-            InputError: If the folder contains no commit, or the newest shard has other hooks.
+            InputError: If the folder contains no commit, or the newest shard has other hooks than
+                this process would store.
         """
         if not run_log.commits:
-            raise InputError(f"{self.target.url}: holds no run that could be repaired")
+            raise InputError(f"{self.folder.url}: holds no run that could be repaired")
         newest_commit = max(run_log.commits.values(), key=lambda commit: commit.committed)
         hook_names = tuple(newest_commit.names.values())
         if hook_names and hook_names != self.identity.hooks:
             raise InputError(
-                f"{self.target.url}: its shards have the hooks {' '.join(hook_names)}, expected "
+                f"{self.folder.url}: its shards have the hooks {' '.join(hook_names)}, expected "
                 f"{' '.join(self.identity.hooks)}, as asked now; ask for the same as before"
             )
         return newest_commit.run
@@ -243,8 +245,8 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: If the folder contains another run, or files of another version of this
-                program, which are not damaged.
+            InputError: If the folder contains another run, if the shards are in another folder, or
+                if files come from another version of this program, so that they are not damaged.
         """
         for damage_message in run_log.damaged_files.values():
             if OTHER_VERSION in damage_message:
@@ -268,7 +270,7 @@ class RepairPlanner:
         Raises:
             InputError: If a shard was stored with other settings.
         """
-        metadata_url = f"{self.target.url}/{METADATA}"
+        metadata_url = f"{self.folder.url}/{METADATA}"
         stored_digests = {commit.identity for commit in _commits_of(run_log, run).values()}
         if stored_digests - {self.identity.digest, ""}:
             raise InputError(
@@ -302,7 +304,7 @@ class RepairPlanner:
         if new_commits:
             log.info("looking for damaged shards")
         commits_and_arguments = [
-            (commit, (self.target, "", run_log, commit)) for commit in new_commits
+            (commit, (self.folder, "", run_log, commit)) for commit in new_commits
         ]
         for checked_shard in for_each_shard(check_shard, commits_and_arguments):
             if (check_failure := checked_shard.failure) is not None:
@@ -312,7 +314,7 @@ class RepairPlanner:
                     check_failure.final,
                 ) from check_failure
             if checked_shard.problem:
-                log.warning("%s/%s", self.target.url, checked_shard.problem)
+                log.warning("%s/%s", self.folder.url, checked_shard.problem)
             self._checked_shards[checked_shard.commit.number] = checked_shard
         checked_shards = [self._checked_shards[commit.number] for commit in run_log.in_order]
         return self._without_duplicates(
@@ -341,7 +343,7 @@ class RepairPlanner:
             )
             repeated_numbers = duplicates_in_shard & seen_numbers
             if repeated_numbers:
-                shard_url = f"{self.target.url}/{checked_shard.commit.name}"
+                shard_url = f"{self.folder.url}/{checked_shard.commit.name}"
                 log.warning(
                     "%s: sample %d is also in a shard before it", shard_url, min(repeated_numbers)
                 )
