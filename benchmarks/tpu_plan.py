@@ -94,7 +94,7 @@ def chips(topology: str, chips_per_host: int = 4) -> list[Any]:
         topology: The topology, as --plan takes it, such as "v5e:8x8".
         chips_per_host: The number of chips of each host.
     """
-    return topology_of(topology, chips_per_host).compilable()
+    return topology_of(topology, chips_per_host).compiler_devices()
 
 
 @cache

@@ -235,5 +235,5 @@ def test_machines(name, known_as, hosts, chips, devices):
     name, _, per_host = name.partition("/")
     found = topology_of(name, int(per_host) if per_host else None)
     assert (found.name, found.num_hosts, found.num_chips) == (known_as, hosts, chips)
-    of_host = Counter(device.process_index for device in found.described())
+    of_host = Counter(device.process_index for device in found.describe_devices())
     assert [*of_host.values()] == [devices // hosts] * hosts

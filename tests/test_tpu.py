@@ -149,7 +149,7 @@ def test_the_compiler_knows_every_machine_alike():
         for shape in kind.shapes.split():
             topology = topology_of(f"{key}:{shape}")
             if topology.num_chips <= 64:
-                real, described = topology.compilable(), topology.described()
+                real, described = topology.compiler_devices(), topology.describe_devices()
                 hosts = [device.process_index for device in real]
                 assert hosts == [device.process_index for device in described]
                 assert {device.platform for device in real} == {"tpu"}
@@ -159,7 +159,7 @@ def test_the_compiler_knows_every_machine_alike():
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5e:4x4", "v4:2x2x4", "v4:2x4x4", "tpu7x:2x2x2"])
 def test_every_mesh_keeps_the_devices_of_a_host_together(topology):
     """JAX knows where the chips of each kind are, and refuses no mesh with an unexpected error."""
-    devices = topology_of(topology).compilable()
+    devices = topology_of(topology).compiler_devices()
     count = len(devices)
     for inner in (size for size in range(1, count + 1) if count % size == 0):
         layout = build_layout(devices, {"data": count // inner, "model": inner}, kv_heads=2)

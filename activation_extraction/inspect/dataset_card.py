@@ -39,7 +39,7 @@ and add the license of the data to the lines above. -->
 
 
 def write_card(dataset: ActivationDataset, path: Path) -> bool:
-    """Writes the card of a run, unless there is a file that was edited or that is no card.
+    """Writes the card of a run, unless its path has a file that is no card or that was edited.
 
     Args:
         dataset: The run.

@@ -33,8 +33,9 @@ class DelphiFormat(ExportFormat):
     do not fill a row are left out. A file START_END.safetensors covers the features START to END,
     inclusive, and contains these tensors:
 
-    - `locations`: The places of the values, uint32 (values, 3), sorted by feature. A place consists
-      of the row, the position in the row, and the number of the feature minus START.
+    - `locations`: The location of each value, uint32 (values, 3), sorted by feature. A location
+      consists of the index of the row, the position in the row, and the number of the feature minus
+      START.
     - `activations`: The values, float32 (values,).
     - `tokens`: The token ids of all rows, (rows, ROW_TOKENS).
     """
@@ -90,7 +91,7 @@ class DelphiFormat(ExportFormat):
         read_token_count = 0
         row_token_count = 0  # number of tokens in whole rows so far
         small_count_by_hook = dict.fromkeys(hooks, 0)  # number of omitted values by hook
-        ids_of_chunks: list[np.ndarray] = []
+        token_ids_of_chunks: list[np.ndarray] = []
         # Paths of the files of each hook, by their ranges of features (first, stop). While tokens
         # are read, a file contains entries in the order of the tokens. After the last token,
         # tensors replace the entries.
@@ -112,7 +113,7 @@ class DelphiFormat(ExportFormat):
             )
             # Index of each token in a whole row, among all tokens of the run in whole rows.
             index_among_row_tokens = row_token_count + np.cumsum(is_row_token) - 1
-            ids_of_chunks.append(token_batch.token_ids[is_row_token])
+            token_ids_of_chunks.append(token_batch.token_ids[is_row_token])
             for hook_name, hook_codes in token_batch.items():
                 token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
                 is_small_value = np.abs(hook_codes.data) <= SMALLEST_VALUE
@@ -138,7 +139,7 @@ class DelphiFormat(ExportFormat):
                         value_entries[is_in_file].tofile(entry_file)
             read_token_count += len(token_batch)
             row_token_count += int(is_row_token.sum())
-        token_table = np.concatenate(ids_of_chunks).reshape(-1, self.row_tokens)
+        token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.row_tokens)
         for hook_name in hooks:
             for (first_feature, _), file_path in paths_by_hook[hook_name].items():
                 sorted_entries = np.fromfile(file_path, ENTRY)
@@ -152,7 +153,7 @@ class DelphiFormat(ExportFormat):
                 tensors_of_file = {
                     "locations": np.stack(location_columns, axis=1),
                     "activations": sorted_entries["value"].copy(),
-                    "tokens": token_table,
+                    "tokens": token_ids_of_rows,
                 }
                 file_path.write_bytes(save(tensors_of_file))
             delphi_settings = {
@@ -161,7 +162,7 @@ class DelphiFormat(ExportFormat):
                 "dataset_column": dataset.identity.text.text_column,
                 "cache_ctx_len": self.row_tokens,
                 "ctx_len": self.row_tokens,
-                "n_tokens": token_table.size,
+                "n_tokens": token_ids_of_rows.size,
                 "n_splits": len(paths_by_hook[hook_name]),
             }
             (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
@@ -171,7 +172,7 @@ class DelphiFormat(ExportFormat):
             for hook_name, small_count in small_count_by_hook.items()
             if small_count
         ]
-        return Exported(token_table.size, tuple(omissions_in_words))
+        return Exported(token_ids_of_rows.size, tuple(omissions_in_words))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python expression with which delphi opens the cache of latents.

@@ -45,9 +45,9 @@ def _image(draw: Callable[..., None]) -> Callable[..., str]:
             axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
             axes.yaxis.set_major_formatter("{x:,.6g}")
             draw(axes, *arguments)
-            svg = io.BytesIO()
-            figure.savefig(svg, format="svg", metadata={"Date": None})
-        return f"data:image/svg+xml;base64,{b64encode(svg.getvalue()).decode()}"
+            svg_buffer = io.BytesIO()
+            figure.savefig(svg_buffer, format="svg", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{b64encode(svg_buffer.getvalue()).decode()}"
 
     return image
 
@@ -58,7 +58,7 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
 
     Args:
         axes: The axes to draw on.
-        hooks: The hooks of one kind.
+        hooks: The reports on the hooks of one kind.
     """
     layer_numbers = [hook_report.layer for hook_report in hooks]
     # A row for each level in LEVELS, (6, hooks).
@@ -78,7 +78,7 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Seq
 
     Args:
         axes: The axes to draw on.
-        hooks: The hooks of one kind.
+        hooks: The reports on the hooks of one kind.
         range_starts: The first position of each range of positions for which there is a median.
     """
     line_colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
@@ -115,7 +115,7 @@ def throughput_over_time(axes: Axes, bin_edges: np.ndarray, rates: np.ndarray) -
 
     Args:
         axes: The axes to draw on.
-        bin_edges: The edges of the bins, in seconds of work, (bins + 1,).
+        bin_edges: The edges of the bins in seconds, without pauses between processes, (bins + 1,).
         rates: The tokens per second in each bin, (bins,).
     """
     seconds_per_unit, time_unit = (3600, "hours") if bin_edges[-1] >= 7200 else (1, "seconds")

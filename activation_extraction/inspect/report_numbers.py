@@ -1,8 +1,9 @@
 """Computes the numbers of a report, from some of the stored tokens and the times of the shards.
 
-The read tokens are spread over the whole run. Their number is limited, so that reports of large and
-small runs take about the same time and memory. In the report, a document is a stored sample, and
-the sample is the selection of tokens that were read.
+Tokens are read from shards that are spread over the whole run. Their number is limited, so that
+reports of large and small runs take about the same time and memory. report.jinja shows the numbers.
+Here and in the report, a document is a sample of the run, and the sample (`TokenSample`) is the
+selection of tokens that are read.
 """
 
 import re
@@ -47,31 +48,34 @@ class TokenSample:
     """The tokens that were read, in stored order, and their documents.
 
     Attributes:
-        documents: The documents of the tokens. Each is a stored sample.
-        document: The index in `documents` of each token's document, int64 (tokens,).
+        documents: The documents of the tokens. Each is a sample of the run.
+        document_indices: The index in `documents` of each token's document, int64 (tokens,).
         token_ids: The token ids, int32 (tokens,).
-        position: The position of each token in its document, int32 (tokens,).
-        norms: The Euclidean norms of the tokens' activations at each hook, float64 (tokens,).
-        sums: The sums from which the statistics of these tokens are computed, by hook.
-        shards: The number of shards that were read.
+        positions: The position of each token in its document, from 0, int32 (tokens,).
+        norms_by_hook: The Euclidean norms of the tokens' activations, float64 (tokens,), by the
+            name of the hook.
+        sums_by_hook: The sums from which the statistics of these tokens are computed, by the name
+            of the hook.
+        shard_count: The number of shards that were read.
     """
 
     documents: Sequence[StoredSample]
-    document: np.ndarray
+    document_indices: np.ndarray
     token_ids: np.ndarray
-    position: np.ndarray
-    norms: Mapping[str, np.ndarray]
-    sums: Mapping[str, Sums]
-    shards: int
+    positions: np.ndarray
+    norms_by_hook: Mapping[str, np.ndarray]
+    sums_by_hook: Mapping[str, Sums]
+    shard_count: int
 
     @cached_property
     def position_ranges(self) -> dict[int, np.ndarray]:
         """The indices of the tokens in each range of positions: 0, 1, 2, 3, 4–7, 8–15 and so on.
 
-        The keys are the first positions of the ranges. Ranges without tokens are left out.
+        The keys are the first positions of the ranges. The values are indices of `positions`.
+        Ranges without tokens are left out.
         """
         range_starts = np.array([0, 1, 2, 3, *(2**power for power in range(2, 31))])
-        range_of_token = np.searchsorted(range_starts, self.position, "right") - 1
+        range_of_token = np.searchsorted(range_starts, self.positions, "right") - 1
         return {
             int(range_starts[range_number]): np.flatnonzero(range_of_token == range_number)
             for range_number in np.unique(range_of_token)
@@ -82,18 +86,20 @@ class TokenSample:
 
         Args:
             token: The index of the token.
-            max_neighbours: The largest number of neighbours on each side. There are fewer at the
-                ends of the document, and where a token between them is not stored.
+            max_neighbours: The largest number of neighbours on each side. There are fewer near the
+                ends of the document. Neighbours beyond a token that is not stored are left out.
         """
         start_token = max(token - max_neighbours, 0)
-        stop_token = min(token + max_neighbours + 1, len(self.position))
-        # The offset from index to position is equal for two tokens if no token is missing between
-        # them.
-        index_to_position = self.position[start_token:stop_token] - np.arange(
+        stop_token = min(token + max_neighbours + 1, len(self.positions))
+        # The difference between position and index is equal for two tokens if no token is missing
+        # between them.
+        position_minus_index = self.positions[start_token:stop_token] - np.arange(
             start_token, stop_token
         )
-        is_connected = index_to_position == index_to_position[token - start_token]
-        is_connected &= self.document[start_token:stop_token] == self.document[token]
+        is_connected = position_minus_index == position_minus_index[token - start_token]
+        is_connected &= (
+            self.document_indices[start_token:stop_token] == self.document_indices[token]
+        )
         return slice(
             start_token + int(is_connected.argmax()), stop_token - int(is_connected[::-1].argmax())
         )
@@ -143,8 +149,8 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, tokens_to_read))
     norms_by_hook: dict[str, list[np.ndarray]] = {hook_name: [] for hook_name in hooks}
     sums_by_hook = {hook_name: Sums.zeros(dataset.hooks[hook_name]) for hook_name in hooks}
-    numbers_of_batches: list[np.ndarray] = []
-    ids_of_batches: list[np.ndarray] = []
+    sample_numbers_of_batches: list[np.ndarray] = []
+    token_ids_of_batches: list[np.ndarray] = []
     positions_of_batches: list[np.ndarray] = []
     token_batches = dataset.batches(
         tokens_per_batch, hooks, buffer=4 * tokens_per_batch, where=is_chosen_document
@@ -164,24 +170,25 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
                 hook_values.__getitem__, hook_values.shape[1], token_batch.position
             )
             sums_by_hook[hook_name] = sums_by_hook[hook_name].merge(batch_sums)
-        numbers_of_batches.append(token_batch.sample_idx)
-        ids_of_batches.append(token_batch.token_ids)
+        sample_numbers_of_batches.append(token_batch.sample_idx)
+        token_ids_of_batches.append(token_batch.token_ids)
         positions_of_batches.append(token_batch.position)
-    if not numbers_of_batches:
+    if not sample_numbers_of_batches:
         raise ValueError(f"{dataset.url}: the sampled shards hold no tokens")
     is_document_start = (
-        np.diff(np.concatenate(numbers_of_batches), prepend=numbers_of_batches[0][0]) != 0
+        np.diff(np.concatenate(sample_numbers_of_batches), prepend=sample_numbers_of_batches[0][0])
+        != 0
     )
     return TokenSample(
         documents=chosen_documents,
-        document=np.cumsum(is_document_start),
-        token_ids=np.concatenate(ids_of_batches),
-        position=np.concatenate(positions_of_batches),
-        norms={
+        document_indices=np.cumsum(is_document_start),
+        token_ids=np.concatenate(token_ids_of_batches),
+        positions=np.concatenate(positions_of_batches),
+        norms_by_hook={
             hook_name: np.concatenate(hook_norms) for hook_name, hook_norms in norms_by_hook.items()
         },
-        sums=sums_by_hook,
-        shards=len(shard_indices),
+        sums_by_hook=sums_by_hook,
+        shard_count=len(shard_indices),
     )
 
 
@@ -190,7 +197,7 @@ class HookReport:
 
     Args:
         sample: The sample of tokens.
-        hook_number: The number of the hook in stored order.
+        hook_number: The number of the hook in stored order, from 0.
         hook_name: The name of the hook.
 
     Attributes:
@@ -198,19 +205,21 @@ class HookReport:
         kind: The name without the layer, by which the charts group hooks. OTHER if the name
             contains no layer.
         layer: The layer. If the kind is OTHER, the number of the hook in stored order.
-        norms: The quantiles of the norms, one for each of LEVELS, float64 (6,).
-        by_position: The median norm in each of `sample.position_ranges`, float64 (ranges,).
-        outlier: Whether the norm of each token is an outlier, bool (tokens,).
+        norms: The quantiles of the norms: the 1 %, 25 %, 50 %, 75 % and 99 % quantiles and the
+            largest norm (see LEVELS), float64 (6,).
+        by_position: The median norm in each range of `sample.position_ranges`, float64 (ranges,).
+        is_outlier: Whether the norm of each token is an outlier, bool (tokens,).
         largest_norm_tokens: The tokens with the largest norms, as tuples of the index of a token
             and the number of similar tokens; see `largest_tokens`.
-        dimensions: The dimensions that are outliers, the largest first. A tuple contains the number
-            of the dimension, and its root mean square as a multiple of the median over all
-            dimensions. First tokens of documents are not counted if there are other tokens.
+        outlier_dimensions: The dimensions whose root mean square is an outlier, the largest first.
+            A tuple contains the number of the dimension, from 0, and its root mean square as a
+            multiple of the median over all dimensions. First tokens of documents are not counted if
+            there are other tokens.
     """
 
     def __init__(self, sample: TokenSample, hook_number: int, hook_name: str) -> None:
-        hook_norms = sample.norms[hook_name]
-        sampled_statistics = HookStatistics(load=lambda: sample.sums[hook_name])
+        hook_norms = sample.norms_by_hook[hook_name]
+        sampled_statistics = HookStatistics(load=lambda: sample.sums_by_hook[hook_name])
         layer_match = re.fullmatch(r"blocks\.([0-9]{1,9})\.(.+)", hook_name)
         self.name = hook_name
         if layer_match:
@@ -223,7 +232,7 @@ class HookReport:
             for token_indices in sample.position_ranges.values()
         ]
         self.by_position = np.array(median_norms)
-        self.outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
+        self.is_outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
         self.largest_norm_tokens = largest_tokens(sample, hook_norms)
         dimension_statistics = sampled_statistics.without_first_token
         if not dimension_statistics.tokens:
@@ -233,7 +242,7 @@ class HookReport:
         # are set to zero, so that no dimension is an outlier.
         rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)
         dimensions_by_ratio = np.argsort(-rms_ratios).tolist()
-        self.dimensions = [
+        self.outlier_dimensions = [
             (dimension, rms_ratios[dimension])
             for dimension in dimensions_by_ratio
             if rms_ratios[dimension] > OUTLIER
@@ -241,9 +250,10 @@ class HookReport:
 
 
 def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, int]]:
-    """Groups the LARGEST tokens with the largest norms by token id and position.
+    """Groups the tokens with the largest norms, so that the report shows similar tokens once.
 
-    Tokens at position 0 are in other groups than tokens at later positions.
+    The tokens of a group have the same token id, and all or none of them are at position 0. Only
+    the LARGEST tokens with the largest norms are grouped.
 
     Args:
         sample: The sample of tokens.
@@ -254,7 +264,7 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
         the group's token with the largest norm, and the number of tokens in the group.
     """
     indices_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
-    is_first_token = sample.position[indices_by_norm] == 0
+    is_first_token = sample.positions[indices_by_norm] == 0
     id_and_is_first = np.stack([sample.token_ids[indices_by_norm], is_first_token])
     _, first_indices, token_counts = np.unique(
         id_and_is_first, axis=1, return_index=True, return_counts=True
@@ -289,8 +299,8 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
             sums_of_hosts.append(np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T)
     if not sums_of_hosts:
         return None
-    max_shards = max(host_sums.shape[1] - 1 for host_sums in sums_of_hosts)
-    bin_count = int(np.clip(max_shards // SHARDS_PER_BIN, 1, BINS))
+    max_shard_count = max(host_sums.shape[1] - 1 for host_sums in sums_of_hosts)
+    bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
     longest_seconds = max(seconds_until_end[-1] for seconds_until_end, _ in sums_of_hosts)
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
     tokens_by_edge = np.zeros(bin_count + 1)

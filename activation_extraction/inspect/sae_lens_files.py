@@ -1,4 +1,4 @@
-"""Writes the cached activations of SAELens, which trains autoencoders on them."""
+"""Writes activations as SAELens caches them, so that SAELens trains autoencoders on them."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -186,7 +186,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     if state_name == "running" and recent_pace is not None:
         seconds_to_limits = []
         for count_name, max_count in limit_by_count_name.items():
-            count_per_second = getattr(recent_pace, count_name)
+            count_per_second = getattr(recent_pace, f"{count_name}_per_second")
             if count_per_second:
                 remaining_count = max_count - getattr(host_totals, count_name)
                 seconds_to_limits.append(remaining_count / count_per_second)
@@ -196,7 +196,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         state_without_metadata,
         state=state_name,
         last_sign=last_sign_time,
-        tokens_per_second=None if recent_pace is None else recent_pace.tokens,
+        tokens_per_second=None if recent_pace is None else recent_pace.tokens_per_second,
         expected_end=expected_end,
         share=done_fraction,
     )
@@ -206,13 +206,13 @@ class Pace(NamedTuple):
     """The speed of a host over its last shards.
 
     Attributes:
-        tokens: Tokens per second.
-        samples: Samples per second.
+        tokens_per_second: Tokens per second.
+        samples_per_second: Samples per second.
         seconds_per_shard: Mean seconds per shard.
     """
 
-    tokens: float
-    samples: float
+    tokens_per_second: float
+    samples_per_second: float
     seconds_per_shard: float
 
 
@@ -450,10 +450,10 @@ def _cells_by_title(host: HostState) -> dict[str, str]:
 
 def _duration_in_words(seconds: float) -> str:
     """Returns a duration in words, such as "2 h 5 min". A negative duration counts as 0."""
-    total_minutes, rest_seconds = divmod(int(max(seconds, 0)), 60)
-    total_hours, rest_minutes = divmod(total_minutes, 60)
+    total_minutes, remaining_seconds = divmod(int(max(seconds, 0)), 60)
+    total_hours, remaining_minutes = divmod(total_minutes, 60)
     if total_hours >= 24:
         return f"{total_hours // 24} d {total_hours % 24} h"
     if total_hours:
-        return f"{total_hours} h {rest_minutes} min"
-    return f"{rest_minutes} min {rest_seconds} s"
+        return f"{total_hours} h {remaining_minutes} min"
+    return f"{remaining_minutes} min {remaining_seconds} s"

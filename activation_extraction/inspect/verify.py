@@ -134,12 +134,16 @@ def check_shards(
 
 
 def check_and_choose(
-    store: Folder, folder_name: str, run_log: RunLog, commit: Commit, sample_indices: Sequence[int]
+    host_folder: Folder,
+    folder_name: str,
+    run_log: RunLog,
+    commit: Commit,
+    sample_indices: Sequence[int],
 ) -> tuple[CheckedShard, list[ChosenSample]]:
-    """Checks a shard and, if it is good, reads the samples that are to be recomputed.
+    """Checks a shard and, if it has no problem, reads the samples that are to be recomputed.
 
     Args:
-        store: The host's folder.
+        host_folder: The host's folder.
         folder_name: The name of the host's folder, for messages.
         run_log: The run log of the folder.
         commit: The commit of the shard.
@@ -149,14 +153,15 @@ def check_and_choose(
         A tuple of the result of the check, and the samples. If there is a problem, or the samples
         cannot be read, the list of samples is empty.
     """
-    checked_shard = check_shard(store, folder_name, run_log, commit)
+    checked_shard = check_shard(host_folder, folder_name, run_log, commit)
     if checked_shard.problem or not sample_indices or run_log.identity is None:
         return checked_shard, []
     shard_file = file_path(folder_name, commit.file)
     try:
-        return checked_shard, read_samples(store, run_log, commit, sample_indices, shard_file)
+        return checked_shard, read_samples(host_folder, run_log, commit, sample_indices, shard_file)
     except (RunError, OSError, ValueError) as error:
-        # The error's message may begin with the name of the file, which must not follow its path.
+        # If the error's message begins with the name of the file, the name is removed, because the
+        # path that precedes the message ends with it.
         error_message = f"{shard_file}: {error}"
         problem_message = error_message.replace(f"{shard_file}: {commit.file}: ", f"{shard_file}: ")
         return CheckedShard(folder_name, commit, problem_message), []
@@ -277,7 +282,10 @@ def _compare(
 def check_numbers(
     folders: dict[str, RunLog], checked_shards: Sequence[CheckedShard]
 ) -> Iterator[str]:
-    """Yields a message on repeated sample numbers, and on the first missing number of each folder.
+    """Yields messages about sample numbers that are stored twice, missing, or in a wrong folder.
+
+    There is one message about all repeated numbers, and one about the first wrong number of each
+    folder.
 
     If a run over a data set is not complete, only numbers before its furthest mark count as
     missing. A folder is not searched for missing numbers if the numbers of one of its shards are
@@ -288,14 +296,16 @@ def check_numbers(
         checked_shards: The results for all shards. The sample numbers of a shard with a problem are
             unknown.
     """
-    numbers_by_folder: dict[str, list[np.ndarray]] = {folder_name: [] for folder_name in folders}
-    numbers_of_shards = [NO_NUMBERS]
+    sample_numbers_by_folder: dict[str, list[np.ndarray]] = {
+        folder_name: [] for folder_name in folders
+    }
+    sample_numbers_of_shards = [NO_NUMBERS]
     for checked_shard in checked_shards:
         if checked_shard.sample_idx is not None:
-            numbers_by_folder[checked_shard.folder].append(checked_shard.sample_idx)
-            numbers_of_shards.append(checked_shard.sample_idx)
+            sample_numbers_by_folder[checked_shard.folder].append(checked_shard.sample_idx)
+            sample_numbers_of_shards.append(checked_shard.sample_idx)
     sample_numbers, occurrence_counts = np.unique(
-        np.concatenate(numbers_of_shards), return_counts=True
+        np.concatenate(sample_numbers_of_shards), return_counts=True
     )
     repeated_numbers = sample_numbers[occurrence_counts > 1]
     if repeated_numbers.size:
@@ -307,10 +317,10 @@ def check_numbers(
         if (
             folder_identity is None
             or last_shard_number == 0
-            or last_shard_number != len(numbers_by_folder[folder_name])
+            or last_shard_number != len(sample_numbers_by_folder[folder_name])
         ):
             continue
-        sample_numbers = np.unique(np.concatenate(numbers_by_folder[folder_name]))
+        sample_numbers = np.unique(np.concatenate(sample_numbers_by_folder[folder_name]))
         if folder_identity.from_dataset and (run_log.metadata or {})["status"] != "complete":
             mark = furthest_mark(run_log.commits.values())
             sample_numbers = sample_numbers[: 0 if mark is None else mark.samples]
@@ -361,8 +371,8 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
         if folder_metadata and folder_metadata["status"] != "complete":
             yield f"{metadata_path}: the run is not complete: {folder_metadata['status']}"
         elif folder_metadata:
-            for total_problem in total_problems(run_log.in_order, folder_metadata):
-                yield f"{metadata_path}: {total_problem}"
+            for problem_of_totals in total_problems(run_log.in_order, folder_metadata):
+                yield f"{metadata_path}: {problem_of_totals}"
             committed_files = {commit.file for commit in run_log.in_order}
             for file_name in sorted(run_log.files.keys() - committed_files):
                 if SHARD_FILE.fullmatch(file_name):

@@ -164,7 +164,7 @@ def planned_run(config: Config) -> PlannedRun:
     # Without this setting, JAX would reserve the memory of this machine's accelerators, which the
     # estimate does not need.
     jax.config.update("jax_platforms", "cpu")
-    planned_request = step_request(config, planned=planned_topology.described())
+    planned_request = step_request(config, planned=planned_topology.describe_devices())
     if config.computing.batch_size == "auto":
         log.info(
             "--batch_size auto: a run may take more than these %d rows", planned_request.shape[0]
@@ -294,7 +294,7 @@ def compiled_bytes(run: PlannedRun, request: StepRequest) -> float | None:
         return None
     for variable_name, variable_value in LIBTPU_VARIABLES.items():
         os.environ.setdefault(variable_name, variable_value)
-    program_to_compile = program_of(run, replace(request, devices=run.topology.compilable()))
+    program_to_compile = program_of(run, replace(request, devices=run.topology.compiler_devices()))
     log.info("compiling the program for the mesh %s", in_words(program_to_compile.layout.shape))
     return bytes_of_step(program_to_compile)
 

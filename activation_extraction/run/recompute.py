@@ -38,8 +38,8 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:
-        An object with a function that recomputes samples and the name of the platform on which it
-        runs.
+        An object with a function that recomputes samples, and the name of JAX's platform on which
+        the function runs.
 
     Raises:
         InputError: If an input cannot be read, or if it differs from the input of the stored run.
@@ -52,24 +52,28 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         text=replace(config.text, max_seq_length=identity.text.max_seq_length),
     )
     with device_errors():
-        forward = prepare_model(step_request(config))
-        check_model_inputs(forward, config, identity)
+        prepared_model = prepare_model(step_request(config))
+        check_model_inputs(prepared_model, config, identity)
         reread: Reread | None = None
         if not identity.every_token:
             reread = load_for_rereading(
-                metadata, forward.checkpoint, forward.adapter_files, config.text.dataset_path
+                metadata,
+                prepared_model.checkpoint,
+                prepared_model.adapter_files,
+                config.text.dataset_path,
             )
-        compiled_step = compile_step(forward)
+        compiled_step = compile_step(prepared_model)
 
-    def recompute(chosen: list[ChosenSample]) -> list[dict[str, Values] | str]:
-        stored_tokens = [sample.tokens for sample in chosen]
+    def recompute(chosen_samples: list[ChosenSample]) -> list[dict[str, Values] | str]:
+        stored_tokens = [sample.tokens for sample in chosen_samples]
         ids_or_messages: Sequence[np.ndarray | str] = [
             sample_tokens.token_ids for sample_tokens in stored_tokens
         ]
         if reread is not None:
             ids_or_messages = reread(stored_tokens)
         values_or_messages: list[dict[str, Values] | str] = []
-        readable_sample_indices: list[int] = []  # indices in `chosen` of the samples with token ids
+        # Indices in `chosen_samples` of the samples whose token ids are known.
+        readable_sample_indices: list[int] = []
         for sample_index, ids_or_message in enumerate(ids_or_messages):
             if isinstance(ids_or_message, str):
                 values_or_messages.append(ids_or_message)
@@ -79,9 +83,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         readable_token_ids = [
             np.asarray(ids_or_messages[sample_index]) for sample_index in readable_sample_indices
         ]
-        for batch in pack(samples_of(readable_token_ids), *forward.shape):
+        for batch in pack(samples_of(readable_token_ids), *prepared_model.shape):
             with device_errors():
-                activations = forward.receive(compiled_step(batch, [False] * 3)[0])
+                activations = prepared_model.receive(compiled_step(batch, [False] * 3)[0])
             values_by_hook = {
                 str(hook_name): activation_values
                 for hook_name, activation_values in activations.items()
@@ -94,7 +98,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
                     stored_hook.name: stored_hook.for_user(
                         values_by_hook[stored_hook.name][placed_sample.row, columns_of_tokens]
                     )
-                    for stored_hook in chosen[sample_index].hooks
+                    for stored_hook in chosen_samples[sample_index].hooks
                 }
         return values_or_messages
 

@@ -25,7 +25,8 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.store.chosen_samples import RecomputeStates
 from activation_extraction.text.packing import pack, samples_of
 
-# The number of tokens in a row is a multiple of this number, so that any mesh can divide a row.
+# Number of tokens of which the length of a row is a multiple, unless the model has fewer positions.
+# Every mesh can divide such a row among its devices.
 LENGTH_STEP = 128
 
 
@@ -44,7 +45,8 @@ def load_for_hidden_states(
         width: Number of values of a stored hidden state.
 
     Returns:
-        The facts about the model that the comparison needs, and a function that computes states.
+        An object with facts about the model, and a function that computes the hidden states of
+        samples.
 
     Raises:
         InputError: If the model cannot be read or has no such hooks, or its width, its vocabulary
@@ -116,7 +118,7 @@ def load_for_hidden_states(
 
     @functools.cache
     def compiled_step() -> Step:
-        """Reads the weights and compiles the step, when the first states are computed."""
+        """Reads the weights in the first call, and returns the compiled step."""
         with device_errors():
             return compile_step(prepared_model)
 

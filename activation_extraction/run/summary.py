@@ -212,7 +212,7 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
 
 
 def how_to_continue(hosts: int, overwrite: bool) -> str:
-    """Returns the advice in messages about a failure, which says how to continue the run.
+    """Returns the sentence that tells the user how to continue a run that failed.
 
     Args:
         hosts: The number of hosts.
@@ -292,7 +292,8 @@ def list_hooks(
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
     """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
-    number_range_bounds: list[list[int]] = []  # [first, last], or [number]
+    # The first and the last number of each range, or the only one.
+    number_range_bounds: list[list[int]] = []
     for next_number in numbers:
         if number_range_bounds and next_number == number_range_bounds[-1][-1] + 1:
             number_range_bounds[-1][1:] = [next_number]

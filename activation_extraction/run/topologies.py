@@ -18,7 +18,8 @@ FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
 # Shapes in which the chips of one TPU host are arranged, by the number of these chips.
 HOST_SHAPES = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}
-# The usual number of chips of a TPU host. With a shape in CUBES, no other number exists.
+# The usual number of chips of a TPU host. It is the only number if the shape of the machine is in
+# CUBES.
 USUAL_HOST_CHIPS = 4
 
 
@@ -105,7 +106,7 @@ class Topology:
         """Whether the chips are TPUs. Otherwise they are GPUs."""
         return bool(self.chip_kind.shapes)
 
-    def described(self) -> list[Device]:
+    def describe_devices(self) -> list[Device]:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
         platform_name = "tpu" if self.is_tpu else "gpu"
         num_devices = self.num_chips * self.chip_kind.devices_per_chip
@@ -117,8 +118,8 @@ class Topology:
             )
         return described_devices
 
-    def compilable(self) -> list[Any]:
-        """Returns JAX's descriptions of a TPU's devices, for which programs can be compiled.
+    def compiler_devices(self) -> list[Any]:
+        """Returns JAX's descriptions of the machine's TPU devices, to compile programs for them.
 
         Raises:
             InputError: If JAX cannot describe the machine, for example because libtpu is missing.
@@ -146,7 +147,8 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
 
     Args:
         name: The name of a kind of chip, followed by a number or a shape, such as v5e:8x8,
-            v5litepod-64, v4-32 or h100-8. The name of a GPU may have no number, for one GPU.
+            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.number_per_chip` times the number
+            of chips. If it is left out for a GPU, the machine has one GPU.
         chips_per_host: The number of chips of a host. None for the usual number.
 
     Raises:
