@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-# The instructions of a pickle whose argument is an index in the unpickler's memo.
+# The instructions of a pickle that store an object in the unpickler's memo, at the index that is
+# their argument.
 MEMO_INSTRUCTIONS = "PUT", "BINPUT", "LONG_BINPUT"
 
 
@@ -59,9 +60,9 @@ class AllowListUnpickler(pickle.Unpickler):
 
 
 class _CompleteInstructions:
-    """A stream of a pickle for the unpickler, without incomplete instructions.
+    """A file object from which an unpickler reads only complete instructions of a pickle.
 
-    It passes on the bytes of an instruction only after all of them were read and checked.
+    It reads and checks all bytes of an instruction before it passes them on to the unpickler.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -92,7 +93,10 @@ class _CompleteInstructions:
         return b"".join(read_blocks)
 
     def readline(self) -> bytes:
-        """Returns the next line of the pickle, which is an argument of an instruction."""
+        """Returns the next line of the pickle, which is an argument of an instruction.
+
+        Returns b"" at the end of the pickle.
+        """
         return self._recorded_stream.recorded_blocks.popleft() if self._has_bytes() else b""
 
     def _has_bytes(self) -> bool:

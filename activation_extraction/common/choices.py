@@ -3,7 +3,7 @@
 cli/flags.py declares the flags. A choice or default that only one package uses is declared there.
 """
 
-# The name of a column of the data set with masks, in which 0 means padding.
+# The name of a column of a data set. Its values are masks of token ids, in which 0 means padding.
 ATTENTION_MASK = "attention_mask"
 # The layers that are stored by default. A model with fewer layers stores its last layer instead of
 # the missing layers.

@@ -22,7 +22,7 @@ SCALE_DTYPE = np.dtype(np.float32)
 LARGEST_E4M3 = 448
 # The smallest scale is the smallest normal number of float32.
 SMALLEST_SCALE = np.finfo(np.float32).tiny
-# The number of values that are encoded together, which fit in the caches of a core.
+# The number of values that are encoded together. It is chosen so that they fit in the CPU's caches.
 VALUES_AT_ONCE = 2**17
 
 

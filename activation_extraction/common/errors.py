@@ -26,9 +26,10 @@ def one_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the operating system's description of an OSError, if the error has one.
+    """Returns the reason of an error, as one line.
 
-    For other errors, returns the message as one line.
+    This is the operating system's description, such as "No space left on device", if the error is
+    an OSError that contains one. Otherwise it is the message of the error.
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -99,7 +100,7 @@ RunErrorType = TypeVar("RunErrorType", bound=RunError)
 
 
 def reworded(error: BaseException, message: str, error_type: type[RunErrorType]) -> RunErrorType:
-    """Returns an error with another type and message, and with the remedy of the original error.
+    """Returns an error of another type and with another message, but with the same remedy.
 
     Args:
         error: The original error. If it is no RunError, the new error has no remedy and its

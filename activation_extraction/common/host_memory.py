@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 MEMORY_INFO = Path("/proc/meminfo")
-# The file with the path of this process's control group in each tree.
+# The kernel's file with the path of this process's control group in each tree of control groups.
 GROUPS = Path("/proc/self/cgroup")
-# The file with the folders in which trees of control groups and file systems are mounted.
+# The kernel's file with the folders in which file systems are mounted. Trees of control groups are
+# mounted as file systems, too.
 MOUNTS = Path("/proc/self/mountinfo")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -37,7 +38,8 @@ class _FileNames(NamedTuple):
     reclaimable_field: str
 
 
-# Type of the file system in which a tree is mounted -> the names of files in the tree.
+# Type of the file system as which a tree of control groups is mounted -> names of the files in the
+# folder of each group.
 FILE_NAMES = {
     "cgroup2": _FileNames("memory.max", "memory.current", "inactive_file"),
     "cgroup": _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -72,9 +74,10 @@ class _MountedGroup(NamedTuple):
 
 
 def host_memory() -> int:
-    """Returns the bytes of CPU memory that this process and its control groups can use.
+    """Returns the bytes of CPU memory that this process could use if no other process used any.
 
-    It is the memory of the computer, or the smallest limit of a control group if that is less.
+    It is the memory of the computer, or the smallest limit of a control group that contains this
+    process if that is less.
     """
     group_limits = [group.limit_bytes for group in _limited_groups()]
     return min([_computer_memory(), *group_limits])
@@ -83,8 +86,9 @@ def host_memory() -> int:
 def available_memory() -> int:
     """Returns the bytes of CPU memory that this process can still allocate.
 
-    They are the smallest of the bytes that the computer has free, as far as the system reports
-    them, and the unused bytes of each control group with a limit.
+    It is the smallest of several numbers: the computer's available memory (its whole memory, if the
+    system does not report the available memory), and the unused bytes of each control group with a
+    limit that contains this process.
     """
     free_bytes = _computer_memory()
     for group in _limited_groups():
@@ -102,8 +106,7 @@ def _computer_memory() -> int:
 def _limited_groups() -> Iterator[_LimitedGroup]:
     """Yields the control groups with a limit that contain this process.
 
-    They are the process's own groups in the trees of both versions, and the ancestors of these
-    groups.
+    The process has one group in each tree. The ancestors of this group contain the process as well.
     """
     for group_folder, tree_folder, file_names in _mounted_groups():
         folder_of_group = group_folder
@@ -112,8 +115,8 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
             if limit_text.isdecimal():
                 usage_text = _kernel_file(folder_of_group / file_names.usage_file).strip()
                 stat_lines = _kernel_file(folder_of_group / "memory.stat").splitlines()
-                stat_fields = dict(line.split()[:2] for line in stat_lines)
-                reclaimable_bytes = int(stat_fields.get(file_names.reclaimable_field, 0))
+                number_by_stat_field = dict(line.split()[:2] for line in stat_lines)
+                reclaimable_bytes = int(number_by_stat_field.get(file_names.reclaimable_field, 0))
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)
             if folder_of_group == tree_folder:
@@ -125,26 +128,27 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
     """Yields this process's control group in each mounted tree whose groups can limit memory."""
     # Type of the file system of a tree ("cgroup2" or "cgroup") -> path of this process's group from
     # the root of the tree.
-    group_paths = {}
+    group_path_by_tree_type = {}
     for group_line in _kernel_file(GROUPS).splitlines():
         tree_number, controllers, group_path = group_line.split(":", 2)
         if tree_number == "0" and not controllers:
-            group_paths["cgroup2"] = group_path
+            group_path_by_tree_type["cgroup2"] = group_path
         elif "memory" in controllers.split(","):
-            group_paths["cgroup"] = group_path
+            group_path_by_tree_type["cgroup"] = group_path
     for mount_line in _kernel_file(MOUNTS).splitlines():
         mount_fields, _, file_system_fields = mount_line.partition(" - ")
         mounted_path, mount_point = (_unescaped(field) for field in mount_fields.split()[3:5])
         file_system_type, _, mount_options = file_system_fields.split(maxsplit=2)
-        if file_system_type not in group_paths:
+        if file_system_type not in group_path_by_tree_type:
             continue
         if file_system_type == "cgroup" and "memory" not in mount_options.split(","):
             continue
         tree_folder = Path(mount_point)
-        relative_path = os.path.relpath(group_paths[file_system_type], mounted_path)
+        relative_path = os.path.relpath(group_path_by_tree_type[file_system_type], mounted_path)
         group_folder = tree_folder / relative_path
-        # In a container, the mounted part of the tree may begin at the container's group, while the
-        # group's path starts at the computer's root, or contains ".." for a group outside of it.
+        # In a container, often only a part of the tree is mounted, which begins at the container's
+        # group. If the path of this process's group does not lead to a folder in this part, the
+        # folder where the part begins is used instead.
         if relative_path.startswith("..") or not group_folder.is_dir():
             group_folder = tree_folder
         yield _MountedGroup(group_folder, tree_folder, FILE_NAMES[file_system_type])

@@ -34,11 +34,13 @@ def transformers() -> ModuleType:
     """
     if "transformers" in sys.modules or "torch" in sys.modules:
         return importlib.import_module("transformers")
-    # None makes Python raise ImportError for PyTorch, as if it were not installed.
+    # None makes Python raise ImportError for PyTorch, as if it were not installed. The type of
+    # sys.modules does not allow None (type: ignore).
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         transformers_package = importlib.import_module("transformers")
-        # transformers would import these classes later, when they are first used.
+        # These classes are imported now, while PyTorch is hidden. transformers would import them
+        # only when they are first used.
         _ = transformers_package.AutoConfig, transformers_package.AutoTokenizer
         return transformers_package
     finally:

@@ -1,4 +1,4 @@
-"""Sets up the log, which prints one line per event to stderr, and records threads' activities.
+"""Sets up the log, which prints a line per event to stderr, and records what each thread is doing.
 
 The filter of visible.py removes secrets and control characters from all lines. The watchdog of
 run/hosts.py logs the activities of the threads if a run makes no progress.

@@ -11,7 +11,7 @@ from activation_extraction.common.errors import FlagValueError
 
 ALL = "all"
 LAST_OF_TURN = "last_of_turn"
-# Regular expressions for the kinds of rules that contain numbers.
+# Regular expressions for values of --positions that contain numbers. EXPECTED shows their forms.
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
 RANDOM_COUNT = re.compile(r"random:(\d{1,9})(?::(\d{1,9})(?::(\d{1,9}))?)?")
 RANDOM_SHARE = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
@@ -32,7 +32,7 @@ class Positions:
 
     Attributes:
         start: Start of the slice, which may be negative. For a rule with `count`, the first
-            position that can be chosen. None for the first position of the sample.
+            position that can be chosen, counted from 0. None for the first position of the sample.
         stop: End of the slice, exclusive, which may be negative. None for the end of the sample.
         step: Step of the slice, positive.
         count: Number of positions to choose at random. If there are fewer positions from `start`
@@ -78,10 +78,10 @@ class Positions:
 
     @property
     def threshold(self) -> int:
-        """The limit of the hashes of kept positions, for a rule with `share`.
+        """The threshold for the hashes of positions, for a rule with `share`.
 
-        A position is kept if its hash, a number below 2**64, is below the threshold. The threshold
-        is `share` times 2**64, rounded down. It is 0 if the rule has no `share`.
+        A position is kept if its hash, a number from 0 to 2**64 - 1, is below the threshold. The
+        threshold is `share` times 2**64, rounded down. It is 0 if the rule has no `share`.
         """
         return int((self.share or 0) * 2.0**64)
 
@@ -130,8 +130,8 @@ def parse_positions(typed: str) -> Positions:
         if named_rule[1] == "last":
             return Positions(start=-number_in_rule)
         return Positions(step=number_in_rule)
-    # In the following rules, a start of 0 becomes None. Both mean the first position of the sample,
-    # and rules with equal meanings are equal objects.
+    # In the following rules, a start of 0 becomes None, which also means the first position of the
+    # sample. So rules with equal meanings are equal objects.
     if count_rule := RANDOM_COUNT.fullmatch(typed):
         token_count, seed, first_position = (
             int(digits_in_rule or 0) for digits_in_rule in count_rule.groups()

@@ -18,9 +18,9 @@ from urllib.request import getproxies
 
 from activation_extraction.common.log import log
 
-# Errors of a connection to a server that cannot be reached.
+# Error numbers of a failed connection that mean that the server cannot be reached.
 UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
-# Errors of writing a file in a folder that is not writable or full.
+# Error numbers of a failed write that mean that the folder is not writable, or the disk is full.
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 # The loggers of the libraries that retry requests.
 LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
@@ -96,7 +96,11 @@ def hub_unreachable(endpoint: str) -> OSError | None:
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, the error that caused it, the cause of that error, and so on."""
+    """Yields an error, the error that caused it, the cause of that error, and so on.
+
+    Args:
+        error: The first error; None to yield nothing.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

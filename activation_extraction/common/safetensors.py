@@ -40,7 +40,7 @@ METADATA_KEY = "__metadata__"
 LENGTH_BYTES = 8
 # The size in bytes of the first read of a file. Most headers are shorter.
 FIRST_BYTES = 2**17
-# The largest header that the safetensors library accepts.
+# The largest size in bytes of a header that the safetensors library accepts.
 MAX_HEADER_BYTES = 100_000_000
 
 

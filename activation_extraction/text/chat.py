@@ -1,11 +1,11 @@
 """Reads the conversation of a row and renders it as a text with a model's chat template.
 
-The module follows the order of the work. MessagesColumn reads messages and tools from their
-columns. Data sets write messages in several formats (OpenAI's keys, ShareGPT's keys, JSON in a text
-column, objects of Arrow with null for missing keys). They are converted to the format of
-transformers. ChatTemplate renders them with transformers, and checks that the rendered conversation
-contains the text of each message. The template comes from the model, the adapter or
---chat_template. roles.py finds the role of each character.
+MessagesColumn reads messages and tools from the columns of a row, and converts them to the format
+of transformers. Data sets write messages in several formats: OpenAI's keys, ShareGPT's keys, JSON
+in a text column, or objects of Arrow with null for missing keys. ChatTemplate then renders the
+messages with transformers, and checks that the rendered conversation contains the text of each
+message. The template comes from the model, the adapter or --chat_template. roles.py finds the role
+of each character.
 """
 
 import hashlib
@@ -46,9 +46,10 @@ ROLE_ALIASES = {
     "function": "tool",
 }
 MESSAGE_ROLES = ("system", "user", "assistant", "tool")
-# Parameters of transformers' apply_chat_template that are also variables of the template.
+# Parameters of transformers' apply_chat_template that --chat_template_args may set, because
+# templates use them as variables.
 TEMPLATE_PARAMETERS = {"add_generation_prompt", "documents"}
-# A conversation and a tool with which templates are tried at the start of a run.
+# A conversation and a tool that each template must render at the start of a run.
 TRIAL_MESSAGES = [
     {"role": "user", "content": "a question"},
     {"role": "assistant", "content": "an answer"},
@@ -61,8 +62,8 @@ TRIAL_TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# Jinja source that replaces transformers' function for today's date, because a run that continues
-# on another day would render other text.
+# Jinja source that makes a template fail if it asks for today's date, by replacing transformers'
+# function strftime_now. With the date, a run that continues on another day would render other text.
 DATE_REJECTION = """\
 {%- macro strftime_now(format) %}
 {{- raise_exception("it asks for today's date; --chat_template_args can give it one") }}
@@ -94,8 +95,8 @@ class MessagesColumn:
         """Returns the rendered conversation of a row; None if it has no messages.
 
         Raises:
-            UnusableRowError: If the messages or tools are no lists of objects, or cannot be
-                rendered.
+            UnusableRowError: If the messages are not a list of objects, if the tools are not a
+                list, or if the conversation cannot be rendered.
         """
         row_messages = _decoded_json(without_nulls(column_of(row, self.name, "--messages_column")))
         if row_messages is None or row_messages == []:
@@ -230,7 +231,7 @@ def _with_converted_arguments(
 def _as_object(arguments: Any) -> Any:
     """Decodes the arguments of a tool call if they are the JSON text of an object.
 
-    Other arguments are returned unchanged, and the template writes them as they are.
+    Other arguments are returned unchanged.
     """
     if not isinstance(arguments, str):
         return arguments
@@ -242,7 +243,10 @@ def _as_object(arguments: Any) -> Any:
 
 
 def _as_text(arguments: Any) -> Any:
-    """Encodes the arguments of a tool call as JSON text if they are an object."""
+    """Encodes the arguments of a tool call as JSON text if they are an object.
+
+    Other arguments are returned unchanged.
+    """
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
@@ -368,12 +372,15 @@ class ChatTemplate:
 
     @cached_property
     def has_roles(self) -> bool:
-        """Returns whether turns are between <|im_start|> and <|im_end|>, so tokens have roles."""
+        """Whether the templates write turns between <|im_start|> and <|im_end|>.
+
+        The roles of tokens are found by these markers, so tokens have roles only if this is true.
+        """
         return any(START in template_source for template_source in self.sources.values())
 
     @cached_property
     def marks_thinking(self) -> bool:
-        """Returns whether the templates write thinking between <think> and </think>."""
+        """Whether the templates write thinking between <think> and </think>."""
         for template_source in self.sources.values():
             if THINK in template_source or END_THINK in template_source:
                 return True
@@ -382,7 +389,7 @@ class ChatTemplate:
     def content(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
     ) -> Content:
-        """Renders a conversation.
+        """Renders a conversation, and checks the rendered text.
 
         Args:
             messages: Messages in the format of transformers, as MessagesColumn converts them. The
@@ -407,7 +414,7 @@ class ChatTemplate:
         try:
             require_texts(messages, self.marks_thinking, rendered_text)
         except UnusableRowError:
-            # Some templates write the text of the system first, even if its message is not first.
+            # Some templates write the system message first, wherever it is in the conversation.
             messages_with_system_first = sorted(
                 messages, key=lambda message: message["role"] != "system"
             )
@@ -417,11 +424,12 @@ class ChatTemplate:
     def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Checks that messages with a separate key for thinking contain no <think> or </think>.
 
-        Such a marker could end the thinking early, or make other text look like thinking.
+        A <think> or </think> in such a message could end the thinking early, or make other text
+        look like thinking.
 
         Raises:
             UnusableRowError: If a message has a key for thinking, and its thinking or its content
-                contains a marker.
+                contains <think> or </think>.
         """
         error_message_pattern = "a message has its thinking apart, and {} in its text"
         for message in messages:

@@ -48,8 +48,8 @@ STATE_FILE = "state.json"
 SPLITS_FILE = "dataset_dict.json"
 FILES_SAVED_WITH_DATA = ("dataset_info.json", STATE_FILE, SPLITS_FILE)
 DELTA_LOG = "_delta_log"  # the name of the folder in a Delta table that contains its log
-# A word in a file name that names a split. `datasets` looks for the same words. The groups of the
-# pattern are the splits.
+# A word in a file name that names a split. `datasets` looks for the same words. Each group of the
+# pattern matches the words for one split.
 SPLIT_WORD = re.compile(
     r"(?:^|[-._/ ])(?:(train|training)|(test|testing|eval|evaluation)|(validation|valid|val|dev))"
     r"(?=[-._/ 0-9])"
@@ -85,7 +85,7 @@ def list_files(path: str) -> list[DataFile]:
             if not kind_of(root_path):
                 raise _no_data_error(path, "does not end in", [root_path])
             data_paths = [root_path]
-            # The query of a URL may contain a slash, so it is removed first.
+            # The query of a URL may contain a slash, so `plain_url` removes the query first.
             parent_folder = plain_url(root_path).rpartition("/")[0]
         else:
             data_paths, parent_folder = _list_folder(path, file_system, root_path)
@@ -118,7 +118,8 @@ def refuse_repeated(files: Iterable[DataFile]) -> None:
     Raises:
         InputError: If a file is listed twice.
     """
-    # Path of a file with all links resolved, or its URL -> its path in `files`.
+    # Path of a local file with all links resolved, or URL of another file -> path or URL by which
+    # `files` contains this file.
     url_by_resolved_path: dict[str, str] = {}
     for data_file in files:
         resolved_path = os.path.realpath(data_file.url) if data_file.is_local else data_file.url
@@ -204,9 +205,11 @@ def _no_data_error(path: str, problem: str, paths: Iterable[str], left_out: str 
 
     Args:
         path: Value of --dataset_path.
-        problem: The beginning of the message. The list of extensions that are read follows it.
+        problem: The beginning of the message, such as "does not end in". The list of extensions
+            that are read follows it.
         paths: The paths of the files in the source. The message says how they can be converted.
-        left_out: The numbers of files that were left out, with the reasons; "" if no file was.
+        left_out: The numbers of files that were left out, with the reasons; "" if no file was left
+            out.
     """
     readable_extensions: list[str] = []
     for file_kind in KINDS:
@@ -221,7 +224,15 @@ def _no_data_error(path: str, problem: str, paths: Iterable[str], left_out: str 
 
 
 def _conversion_advice(paths: Iterable[str]) -> str:
-    """Returns advice on converting files, in clauses that each begin with a semicolon."""
+    """Returns advice on converting files into formats that are read.
+
+    Args:
+        paths: The paths of the files.
+
+    Returns:
+        Clauses for the end of a message, each of which begins with a semicolon. "" if there is no
+        advice for these files.
+    """
     # A dict keeps the order of the files, and contains each clause once.
     advice_clauses: dict[str, None] = {}
     for file_path in paths:
@@ -248,14 +259,16 @@ def _select_data_files(
     Returns:
         A tuple of:
             The paths of the data files.
-            The numbers of files that are left out, with the reasons. Files that `datasets` writes
-            beside its data files are not counted, nor are hidden files that contain no data.
+            The numbers of files that are left out, with the reasons, as text for messages. Files
+            that `datasets` writes beside its data files are not counted, nor are hidden files that
+            contain no data.
 
     Raises:
         InputError: If there are data files of several kinds, or several splits that `datasets` has
             saved.
     """
-    # Path of each file that is left out -> the reason; "" if the file is not counted.
+    # Path of each file that is left out -> the reason, for the log; "" for files that the log does
+    # not mention.
     reason_by_left_out_path: dict[str, str] = {}
     for file_path in paths:
         if _is_hidden(file_path, root):
@@ -331,18 +344,20 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
     Args:
         path: Value of --dataset_path, for messages.
         fs: The file system, an object of fsspec.
-        folder: The path of the folder of the source in the file system.
-        paths: The paths of all files.
+        folder: The path of the data set's folder in the file system. For a glob, the last folder
+            before the first wildcard.
+        paths: The paths of all files in the folder, or of the files that the glob matches.
 
     Raises:
         InputError: If a folder is a Delta table.
     """
     table_folders = set()
     for file_path in paths:
-        table_folder, log_folder, _ = file_path.partition(f"/{DELTA_LOG}/")
-        if log_folder:
+        table_folder, log_folder_in_path, _ = file_path.partition(f"/{DELTA_LOG}/")
+        if log_folder_in_path:
             table_folders.add(table_folder)
-    # A glob may match only the data files, so the log is looked for as well.
+    # A glob may match only the data files of a Delta table. So the folder with the table's log is
+    # also searched for in the file system.
     if table_folders or fs.isdir(f"{folder}/{DELTA_LOG}"):
         raise InputError(
             f"--dataset_path {path}: {min(table_folders, default=folder)} is a Delta table, whose "
@@ -352,10 +367,11 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
 
 
 def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
-    """Returns the Arrow files that state.json in their folder does not list.
+    """Returns the Arrow files that are not listed in a state.json in their folder.
 
-    `datasets` writes state.json when it saves data. A folder may also contain files of an earlier
-    save, which state.json does not list.
+    `datasets` writes state.json when it saves data, and lists the files of the data in it. A folder
+    may also contain files that were saved earlier, which are not listed. A folder without such a
+    list contains no unlisted files.
 
     Args:
         fs: The file system, an object of fsspec.
@@ -434,7 +450,7 @@ def _refuse_saved_splits(path: str, paths: Sequence[str], arrow_paths: Sequence[
 
 
 def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> None:
-    """Checks that the names of the data files in a folder do not name several splits.
+    """Checks that the names of the data files in a folder name at most one split, such as "train".
 
     Args:
         path: Value of --dataset_path, for messages.
@@ -444,7 +460,8 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     Raises:
         InputError: If the names of the files name several splits.
     """
-    # Number of a group of SPLIT_WORD, which names a split -> a file of this split.
+    # Number of the group of SPLIT_WORD that matches the words for a split -> path of a file of this
+    # split.
     example_path_by_split_group: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
@@ -475,18 +492,19 @@ def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
     if folder:
         relative_path = path_without_secrets.partition(folder)[2]
     relative_path = relative_path.lstrip("/")
-    relative_name = os.fsencode(relative_path).decode(errors="backslashreplace")
+    name_in_utf8 = os.fsencode(relative_path).decode(errors="backslashreplace")
     if isinstance(fs, LocalFileSystem):
         file_status = os.stat(path)
         if not stat.S_ISREG(file_status.st_mode):
             raise InputError(
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
-        return DataFile(path, relative_name, file_status.st_size, str(file_status.st_mtime_ns))
-    file_metadata = fs.info(path)  # sends no request if the listing is cached
+        return DataFile(path, name_in_utf8, file_status.st_size, str(file_status.st_mtime_ns))
+    # If the file system has cached the listing of the folder, `info` sends no request.
+    file_metadata = fs.info(path)
     file_version = ""
     for version_key in VERSION_KEYS:
         if file_metadata.get(version_key):
             file_version = f"{version_key} {file_metadata[version_key]}"
             break
-    return DataFile(fs.unstrip_protocol(path), relative_name, file_metadata["size"], file_version)
+    return DataFile(fs.unstrip_protocol(path), name_in_utf8, file_metadata["size"], file_version)

@@ -84,7 +84,7 @@ class DataFile:
     def kind(self) -> "FileKind":
         """The kind of the file, which its name determines."""
         file_kind = kind_of(self.url)
-        assert file_kind is not None  # list_files lists no file without a kind
+        assert file_kind is not None  # because list_files lists only files with a kind
         return file_kind
 
     @property
@@ -197,7 +197,8 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
         raise RunError(error_message, remedy=error_remedy, recurs=does_error_recur) from error
 
 
-# Functions that open files, and reject files in formats that are not read.
+# The following functions open files for the functions that read rows. They reject files in formats
+# that are not read.
 
 
 class Compression(NamedTuple):
@@ -245,7 +246,7 @@ UTF32 = OtherFormat(
     "is UTF-32, expected UTF-8", "convert it, for example with iconv -f UTF-32 -t UTF-8"
 )
 # First bytes of a file, compared case-insensitively -> the format of the file. UTF-32 precedes
-# UTF-16, because its byte order mark begins with the byte order mark of UTF-16.
+# UTF-16, because the byte order mark of UTF-32 begins with the byte order mark of UTF-16.
 OTHER_FORMATS = {
     b"version https://git-lfs.github.com/": LFS_POINTER,
     **{
@@ -311,7 +312,8 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
             )
         first_bytes = buffered_file.peek()
         refuse_other_formats(first_bytes)
-        # One byte of an ASCII letter is 0 in UTF-16, which may have no byte order mark.
+        # UTF-16 may have no byte order mark. Then it is recognised by an ASCII character at the
+        # start, of whose two bytes exactly one is 0.
         if len(first_bytes) > 1 and (first_bytes[0] == 0) != (first_bytes[1] == 0):
             raise RunError(UTF16.description, remedy=UTF16.remedy)
         yield buffered_file
@@ -321,11 +323,11 @@ class FirstBytes(io.RawIOBase):
     """A file object that contains only the first bytes of another file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        """Initialises the file object.
+        """Opens the first bytes of a file for reading.
 
         Args:
-            file: The file.
-            size: The number of bytes to read from the start of the file.
+            file: The other file, which is at its start.
+            size: The number of its first bytes that this file object contains.
         """
         self._source_file = file
         self._remaining_bytes = size
@@ -362,38 +364,40 @@ def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
 
 
 def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]]) -> SourceRow:
-    """Returns a row of a file whose rows are counted from 0.
+    """Returns a row of a file, whose position is the number of the row.
 
     Args:
         file: The file.
-        number: The number of the row.
+        number: The number of the row in the file, counted from 0.
         read: The function that returns the columns of the row by name.
     """
     location_in_words = f"{file.url} row {number} (from 0)"
     return SourceRow(location_in_words, {"file": file.name, "row": number}, read)
 
 
-# Functions that read text files, which are JSON and CSV.
+# The following functions read the rows of text files, which are JSON or CSV.
 
-MAX_LINE = 2**27  # the largest number of characters of a line, or of a field of CSV
+MAX_LINE = 2**27  # the largest number of characters or bytes of a line, or of a field of CSV
 MAX_ARRAY_BYTES = 2**30  # the largest size in bytes of a file that is a JSON array
-NEWLINES = ("\n", "\r", 10, 13)  # characters that end a line of text, then their bytes as integers
+# Last characters of complete lines. An element of bytes is an integer, so their codes follow.
+NEWLINES = ("\n", "\r", 10, 13)
 # Separators that some CSV files contain instead of commas -> their names for messages.
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 DOUBLE_QUOTES = (
     "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
     "one if it is cut off"
 )
-# A quotation mark after a backslash and before a separator. It ends the field if backslashes escape
-# quotation marks, but it belongs to the field if quotation marks are doubled.
+# A quotation mark in the text of a field, between a backslash and a comma or the end of a line. The
+# file contains it doubled, as \"". If backslashes escape quotation marks in this file, the field
+# already ends with the second quotation mark. If quotation marks are doubled, the field continues.
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
 def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
-    """Yields the rows of a JSON file (see `FileKind.read_rows`).
+    """Yields the rows of a JSON file.
 
     If the file is a .json file that contains one array, the rows are the elements of the array.
-    Otherwise, the rows are the lines of the file.
+    Otherwise, the rows are the lines of the file. `FileKind.read_rows` describes the arguments.
     """
     with text_content(file) as json_file:
         if uncompressed_name(file.url).endswith(".json"):
@@ -418,7 +422,11 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
 
 
 def _elements_of_array(content: IO[bytes]) -> list[Any]:
-    """Returns the elements of a JSON array that is the whole content of a file."""
+    """Returns the elements of a JSON array that is the whole content of a file.
+
+    Raises:
+        RunError: If the array is not valid JSON, or has more than MAX_ARRAY_BYTES.
+    """
     json_bytes = content.read(MAX_ARRAY_BYTES + 1)
     if len(json_bytes) > MAX_ARRAY_BYTES:
         raise RunError(
@@ -528,9 +536,9 @@ def _csv_columns(header: list[str], fields: list[str]) -> dict[str, Any]:
 
 
 def _lines_to_read(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
-    """Yields the lines of a text file that end within the part of the file that is read.
+    """Yields the lines of a text file, except a last line that was incomplete when the run began.
 
-    If the file has grown, only its first `file.read_to` bytes are read. A last line that continues
+    If the file has grown since, only its first `file.read_to` bytes are read. A line that continues
     after these bytes is left out.
 
     Args:
@@ -551,14 +559,14 @@ def _lines_to_read(content: IO[AnyStr], file: DataFile) -> Iterator[AnyStr]:
 
 
 def _byte_after(file: DataFile) -> bytes:
-    """Returns the byte that follows the part of a file that is read.
+    """Returns the byte of a file after its first `file.read_to` bytes, which are the bytes to read.
 
     Args:
-        file: The file, of which only the first `file.read_to` bytes are read.
+        file: The file.
 
     Returns:
-        The byte. b"" if no byte follows, if the file is read as a whole (`file.read_to` is None),
-        or if the file is compressed.
+        The byte. b"" if the file ends after the bytes to read, if all bytes are read
+        (`file.read_to` is None), or if the file is compressed.
     """
     if file.read_to is None or compression_of(file.url):
         return b""
@@ -567,9 +575,9 @@ def _byte_after(file: DataFile) -> bytes:
         return opened_file.read(1)
 
 
-# Functions that read files with columns of Arrow, which are Parquet and Arrow.
+# The following functions read the rows of Parquet and Arrow files with pyarrow.
 
-ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an Arrow file, but not of an Arrow stream
+ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an Arrow file; an Arrow stream lacks them
 PARQUET_BATCH_ROWS = 256  # the number of rows of a row group that are decoded together
 # Arrow's types of text -> the types of the same values as bytes.
 BYTES_TYPES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
@@ -667,7 +675,9 @@ def _arrow_columns(batch: pyarrow.RecordBatch) -> dict[str, Any]:
 
 
 def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
-    """Decodes the JSON in a value of Arrow, and turns its objects into Structs (see structs.py).
+    """Converts a value of Arrow: decodes values of the type JSON, and turns structs into `Struct`s.
+
+    The conversion includes nested values. structs.py explains `Struct`.
 
     Args:
         value: The value as `as_py` returns it.

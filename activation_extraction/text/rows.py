@@ -173,10 +173,8 @@ class RowSchema:
         columns_of_readers = [reader.columns for reader in self.readers]
         has_required_columns = False
         for reader_columns in columns_of_readers:
-            has_required_columns |= {
-                *column_names_of_flags,
-                *reader_columns.required_columns,
-            } <= set(names)
+            required_column_names = {*column_names_of_flags, *reader_columns.required_columns}
+            has_required_columns |= required_column_names <= set(names)
         if not has_required_columns:
             return list(names)
         needed_column_names = dict.fromkeys(column_names_of_flags)  # an ordered set

@@ -94,7 +94,8 @@ class FilePartitions:
         """
         self._partitions = tuple(partitions)
         self._schema = schema
-        # A position is the index of a partition, and the number of its rows that were read.
+        # A position is a tuple of the index of a partition and the number of its rows that were
+        # read.
         self._start_position = self._current_position = (0, 0)
 
     @property
@@ -128,8 +129,9 @@ class FilePartitions:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the row that was read last, a JSON object.
 
-        The keys are the ones that `datasets` uses for the rows of a generator. Marks in stored runs
-        contain them.
+        The position is an object under the key `examples_iterable`. Its keys are `shard_idx`, the
+        index of the partition, and `shard_example_idx`, the number of the partition's rows that
+        were read. Marks in stored runs contain these keys, which `datasets` uses as well.
         """
         partition_index, num_rows_read = self._current_position
         return {
@@ -256,8 +258,8 @@ def hub_row(
 def _scratch_cache() -> Iterator[None]:
     """Makes `datasets` use a temporary cache folder in a `with` block.
 
-    `datasets` needs a writable cache to open a data set, although streams store nothing there. The
-    default cache may not be writable.
+    The default cache folder may not be writable. `datasets` needs a writable folder to open a data
+    set, although it stores nothing there when it streams the data set.
     """
     default_cache_folder = datasets.config.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory() as temporary_cache_folder:
@@ -314,7 +316,8 @@ class ShuffledRows:
                 num_shards=len(self._partition_order), index=partition_index
             )
             if state_at_block_start["begin"] is not None:
-                # The data set changes the state that it loads, so it gets a copy.
+                # The data set modifies the object from which it loads its position, so it gets a
+                # copy.
                 partition_rows.load_state_dict(deepcopy(state_at_block_start["begin"]))
             row_iterator = iter(partition_rows)
             block_number = state_at_block_start["block"]
@@ -329,7 +332,7 @@ class ShuffledRows:
                     index_in_block = permuted_block_indices[num_rows_read]
                     self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
                     partition_row = block_rows[index_in_block]
-                    # A row of the hub comes without its position.
+                    # Hub data sets yield rows as dicts without a position, which is added here.
                     if not isinstance(partition_row, SourceRow):
                         row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
                         location_in_words = (

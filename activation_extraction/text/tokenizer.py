@@ -1,9 +1,9 @@
 """Loads the tokenizer of a model or adapter, and compares tokenizers.
 
-transformers decides which tokens are special and how they are treated. For that, it reads
-tokenizer.json and the other files of the tokenizer, with settings and lists of tokens. The
-vocabulary and the splitting of texts into words come from tokenizer.json alone, because some
-tokenizer classes of transformers replace them, which is wrong for some models that name the class.
+transformers decides which tokens are special and how they are treated, for which it reads all files
+of the tokenizer. The vocabulary and the rules for splitting texts into words come from
+tokenizer.json alone. The reason is that some tokenizer classes of transformers replace these rules
+by their own, although some models that name such a class have other rules in tokenizer.json.
 tokens.py turns texts into token ids.
 """
 
@@ -75,8 +75,8 @@ def read_pretrained(path: Path) -> Any:
     """Reads the tokenizer in a folder, without running code from the folder.
 
     Args:
-        path: The path of the vocabulary file. The other files of the tokenizer must be in the same
-            folder.
+        path: The path of tokenizer.json or vocab.json. The other files of the tokenizer must be in
+            the same folder.
 
     Returns:
         The tokenizer as an object of transformers. Its `backend_tokenizer`, an object of the
@@ -154,6 +154,7 @@ def _byte_levels(tokenizer: Tokenizer) -> list[pre_tokenizers.ByteLevel]:
     pre_tokenizer: Any = tokenizer.pre_tokenizer
     pre_tokenizer_steps: list[Any] = [pre_tokenizer]
     if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
+        # mypy does not know that a sequence of pre-tokenizers can be iterated (type: ignore).
         pre_tokenizer_steps = [*pre_tokenizer]  # type: ignore[misc]
     return [
         pre_tokenizer_step
@@ -189,7 +190,9 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     ]
     splits_special_tokens = tokenizer.encode_special_tokens
     settings_for_ids["special tokens split"] = splits_special_tokens
-    if not splits_special_tokens:  # if not, special tokens are split off like other added tokens
+    # Unless the tokenizer splits special tokens like other text, it recognises them in a text as it
+    # recognises other added tokens. So it does not matter which added tokens are special.
+    if not splits_special_tokens:
         for added_token in settings_for_ids.get("added_tokens", ()):
             added_token.pop("special", None)
     return settings_for_ids
