@@ -226,8 +226,8 @@ def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
         host: This host.
         flags: The flags of this host. All hosts pass the same number of flags in the same order.
     """
-    flags_by_host = gather(host, flags)
-    return [any(flag_of_each_host) for flag_of_each_host in zip(*flags_by_host, strict=True)]
+    flags_of_hosts = gather(host, flags)
+    return [any(flag_on_hosts) for flag_on_hosts in zip(*flags_of_hosts, strict=True)]
 
 
 def leave(host: Host) -> None:
@@ -347,7 +347,7 @@ def together(
         host: This host.
         action: A function that may fail on some hosts.
         compared: A function that takes the result and returns the contents that must be the same on
-            all hosts, by their names in messages.
+            all hosts, by their names in messages. By default, nothing is compared.
 
     Raises:
         Exception: If the action failed on any host, or if the compared contents differ between

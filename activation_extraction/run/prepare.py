@@ -226,7 +226,7 @@ def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str,
 
 
 class CommitChoice(NamedTuple):
-    """The commit of a model on the hub that one host would use.
+    """The git commit of a model on the hub that one host would use.
 
     Attributes:
         is_new: Whether the host has found no commit in the metadata of the run.
@@ -240,10 +240,10 @@ class CommitChoice(NamedTuple):
 def choose_commit(
     config: Config, earlier_outputs: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> CommitChoice | None:
-    """Chooses the commit of the model on the hub, from the data of this host.
+    """Chooses the git commit of the model on the hub, by the metadata that this host can read.
 
-    The first start records the commit in metadata.json. A run that continues uses the recorded
-    commit, so a new commit on the hub does not stop a long run.
+    The first start of a run records the commit in metadata.json. A run that continues uses the
+    recorded commit, so a new commit on the hub does not stop a long run.
 
     Args:
         config: The configuration.
@@ -279,7 +279,7 @@ def choose_commit(
 
 
 def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the commit of a model on the hub that the metadata of a run records.
+    """Returns the git commit of a model on the hub that the metadata of a run records.
 
     Args:
         model_path: The name of the model on the hub, or its path.
@@ -295,10 +295,10 @@ def recorded_commit(model_path: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | None:
-    """Returns the commit of the model that all hosts use. All hosts must call this together.
+    """Returns the git commit of the model that all hosts use. All hosts must call this together.
 
-    It is the commit that the metadata of any host records, otherwise the commit that the first host
-    has chosen.
+    If any host has found a commit in the metadata of the run, all hosts use it. Otherwise, they use
+    the commit that the first host has chosen.
 
     Args:
         host: This host.

@@ -212,10 +212,10 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         identity_difference = first_identity.compare(folder_identity, shared_only=True)
         host_count = host_count_by_machine.get(folder_worker.machine, folder_worker.hosts)
         if identity_difference is not None:
-            field_name, folder_value, first_value = identity_difference
+            field_name, value_here, value_in_first = identity_difference
             yield (
                 f"{folder_in_words}: belongs to another run: its {field_name} is "
-                f"{shown(folder_value, first_value)}, but {shown(first_value, folder_value)} in "
+                f"{shown(value_here, value_in_first)}, but {shown(value_in_first, value_here)} in "
                 f"{shown_name(first_folder_name)}"
             )
             continue
@@ -338,7 +338,7 @@ class RunFolders:
         sibling_workers = [replace(worker, host=host_number) for host_number in range(worker.hosts)]
         # Root 0 is the local output, and root 1 is the output in the bucket.
         for root_index, root in enumerate(self.roots):
-            current_names = {
+            names_of_this_machine = {
                 folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
             }
             stale_candidates = [""]  # "" is the name of the output itself
@@ -348,7 +348,7 @@ class RunFolders:
                     stale_candidates.append(name_of_folder)
             for name_of_folder in stale_candidates:
                 stale_folder = root.child(name_of_folder)
-                if name_of_folder not in current_names and own_files(stale_folder.files()):
+                if name_of_folder not in names_of_this_machine and own_files(stale_folder.files()):
                     stale_remedy = (
                         "delete it" if overwrite else "give the same number, or delete it"
                     )
@@ -398,7 +398,7 @@ class RunFolders:
                 refuse_difference(folder_url, identity_difference)
 
     def remove_totals(self) -> None:
-        """Deletes the file with totals over all folders, which --overwrite makes wrong.
+        """Deletes the file with totals over all folders, because --overwrite makes them wrong.
 
         Every host deletes the file in its local output, and host 0 deletes the one in the bucket.
         """

@@ -506,8 +506,8 @@ class RunLog:
         JSON files are checked by their content, other files by their sizes in the listing.
         """
         json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
-        missing_names = self.missing_files if self.moved_to is None else []
-        file_problems = [f"{self.url}/{name}: is missing or cut short" for name in missing_names]
+        missing_files = self.missing_files if self.moved_to is None else []
+        file_problems = [f"{self.url}/{name}: is missing or cut short" for name in missing_files]
         return [*self.damaged_files.values(), *json_problems, *file_problems]
 
 
@@ -614,10 +614,10 @@ def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
         temporary: Whether to include incomplete temporary files, which a killed process may have
             left.
     """
-    run_files = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    run_file_names = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
     if temporary:
-        return run_files
-    return [name for name in run_files if not name.startswith(".")]
+        return run_file_names
+    return [name for name in run_file_names if not name.startswith(".")]
 
 
 def check_own(folder: Folder) -> None:

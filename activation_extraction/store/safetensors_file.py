@@ -39,8 +39,8 @@ class Blocks:
     """A range of a file that is divided into blocks, with the CRC-32C of each block.
 
     Attributes:
-        start: Offset of the first byte of the first block.
-        stop: Offset of the byte after the last block.
+        start: Offset in the file of the first byte of the first block.
+        stop: Offset in the file of the byte after the last block.
         block_bytes: Size of a block in bytes. The last block may be smaller.
         crc32c: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
     """
@@ -212,7 +212,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     bytes_of_hooks = [
         sum(map(hook.bytes_of, shard.values[key])) for key, hook in shard.hooks.items()
     ]
-    block_tokens = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
+    tokens_per_block = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def buffers_of_range(start: int, stop: int) -> Sequence[memoryview]:
@@ -220,19 +220,21 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
 
         Both offsets must be at the beginning or the end of a tensor.
         """
-        first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        return file_buffers[first_buffer:stop_buffer]
+        first_index, stop_index = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        return file_buffers[first_index:stop_index]
 
     front_bytes = file_header.tensors["token_ids"].offset
     checksums_by_name = dict[str, str]()
     for name, tensor in file_header.tensors.items():
         if tensor.shape[0] == token_count:
             tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
-            checksums_by_name[name] = crc_digits(tensor_buffers, block_tokens * tensor.row_bytes)
+            checksums_by_name[name] = crc_digits(
+                tensor_buffers, tokens_per_block * tensor.row_bytes
+            )
     return RangeChecksums(
         front=front_bytes,
         front_crc32c=crc_digits(buffers_of_range(0, front_bytes), front_bytes),
-        tokens=block_tokens,
+        tokens=tokens_per_block,
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
         ),
@@ -350,7 +352,7 @@ class SafetensorsFile:
 
         Args:
             name: Name of the tensor.
-            start: Number of the first row.
+            start: Number of the first row, from 0.
             stop: Number of the row after the last one.
 
         Returns:
@@ -402,7 +404,7 @@ class SafetensorsFile:
         them and ends after them, only its part in memory is returned.
 
         Args:
-            start: Offset of the first byte.
+            start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
         """
         if start < len(self._front):
@@ -416,7 +418,7 @@ class SafetensorsFile:
         again.
 
         Args:
-            start: Offset of the first byte.
+            start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
             blocks: Blocks whose checksums are compared. None to compare the checksums of whole MiB.
 

@@ -39,7 +39,7 @@ TOKENS = "tokens"  # name of the column with the numbers of stored tokens
 TO_CONTINUE = ["sample_idx", TOKENS, "row"]  # columns that are read when a run is continued
 FIXED = {"sample_idx": pyarrow.int64(), "tokens": pyarrow.int32(), "cut": pyarrow.int64()}
 JSON = {b"encoding": b"JSON"}  # metadata of a column that contains JSON texts
-ABSENT = object()  # stands for the value of a column that a sample lacks, which is stored as null
+ABSENT = object()  # value of a sample that lacks a column; tables contain null for it
 # Exceptions that pyarrow raises for large integers, lone surrogates, and names that are not text.
 DOES_NOT_FIT = (pyarrow.ArrowException, OverflowError, ValueError, TypeError)
 # Option of pyarrow with which concatenated columns get a type that can contain all values.
@@ -53,7 +53,7 @@ def pack_table(samples: Sequence[ShardSample], writer: str = "") -> bytes:
     """Returns the content of the file with the table of a shard's samples.
 
     Args:
-        samples: Samples of the shard, in order.
+        samples: Samples of the shard, by ascending `sample_idx`.
         writer: Id of the process that writes the file; "" to leave it out.
 
     Raises:

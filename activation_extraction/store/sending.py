@@ -76,9 +76,9 @@ class Patience:
 def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
     """Makes one attempt at a write, and returns its result.
 
-    A message is logged if the attempt takes minutes. The attempt runs in a new thread. If it is
-    given up, the thread goes on until the client has an answer or reaches its timeout, and its
-    result is ignored.
+    A message is logged if the attempt takes LOGGED_AFTER seconds or more. The attempt runs in a new
+    thread. If it is given up, the thread goes on until the client has an answer or reaches its
+    timeout, and its result is ignored.
 
     Args:
         write: Function that sends the write and returns its result.
@@ -86,8 +86,8 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
         name: Folder and name of the file that is written, for the log.
 
     Raises:
-        FolderError: If no byte was sent and no answer came for too long, or no time is left. It is
-            unknown whether the file was written.
+        FolderError: If no byte was sent and no answer came for `patience.max_silent_seconds`, or if
+            the time of the write is over. It is unknown whether the file was written.
         Exception: If `write` raises an exception, which is raised again.
     """
     write_future: Future[T] = Future()

@@ -36,7 +36,8 @@ from activation_extraction.store.run_log import Commit, RunLog
 from activation_extraction.store.sample_table import read_table
 from activation_extraction.store.shard_reader import check_shard_file, read_sums
 
-# Number of shards that are checked at the same time. A shard in a bucket is read into memory.
+# Number of shards that are checked at the same time. It is small, because a shard in a bucket is
+# read into memory.
 SHARDS_AT_ONCE = 4
 NO_NUMBERS = np.zeros(0, np.int64)  # numbers of the samples of a shard without samples
 T = TypeVar("T")
@@ -48,7 +49,8 @@ class CheckedShard(NamedTuple):
     Attributes:
         folder: Name of the host's folder; "" for the output folder itself.
         commit: Commit of the shard.
-        problem: The first problem that was found, with the path of the file; "" if there is none.
+        problem: Message on the first problem that was found, with the path of the file; "" if there
+            is none. A failed request is also a problem.
         failure: Error of a request that failed, so that it is unknown whether the shard is good.
             None if no request failed.
         sample_idx: Numbers of the shard's samples, int64 (samples,). None if there is a problem.

@@ -75,7 +75,7 @@ class ShardQueue(Generic[T]):
         self._was_stopped = False  # whether `close` was called, and did not wait for the threads
         self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._batch_bytes: list[int] = []  # bytes of each batch that belongs to no shard yet
+        self._batch_bytes: list[int] = []  # bytes of each batch that no submitted shard has counted
         self._shards: deque[QueuedShard[T]] = deque()
         # Notified when a shard was committed or could not be stored. The lock guards `_shards`.
         self._shards_changed = threading.Condition()
@@ -156,8 +156,12 @@ class ShardQueue(Generic[T]):
     def gauges(self) -> dict[str, Any]:
         """Returns metrics about the shards that are not committed yet, by name.
 
-        The metrics are the number of bytes in memory, the number of shards in each phase, and the
-        seconds for which `take` waited, by the phase in which the oldest shard was at that time.
+        Returns:
+            A dict with these keys, where PHASE is one of PHASES:
+            "bytes_waiting": Number of bytes in memory that wait to be stored.
+            "shards_PHASE": Number of shards that are in this phase.
+            "waited_PHASE_seconds_since_start": Seconds for which `take` waited while the oldest
+            shard was in this phase.
         """
         phases_of_shards = [queued_shard.phase for queued_shard in list(self._shards)]
         gauges: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}

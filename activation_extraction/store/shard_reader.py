@@ -117,7 +117,7 @@ class ShardBytes:
         """Begins to read a range of bytes.
 
         Args:
-            start: Offset of the first byte.
+            start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
             blocks: Blocks that contain the range, which are usually smaller than a MiB. From a
                 bucket, whole blocks are read. None to read whole MiB.
@@ -287,11 +287,9 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def begin(start: int, stop: int, _blocks: Blocks | None) -> Callable[[], np.ndarray]:
-        first_buffer, last_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        first_read_byte = int(buffer_ends[first_buffer - 1]) if first_buffer else 0
-        buffer_bytes = np.frombuffer(
-            b"".join(file_buffers[first_buffer : last_buffer + 1]), np.uint8
-        )
+        first_index, last_index = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        first_read_byte = int(buffer_ends[first_index - 1]) if first_index else 0
+        buffer_bytes = np.frombuffer(b"".join(file_buffers[first_index : last_index + 1]), np.uint8)
         return lambda: buffer_bytes[start - first_read_byte : stop - first_read_byte]
 
     return SafetensorsFile(begin, int(buffer_ends[-1]), where)
@@ -404,12 +402,12 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
     try:
         recorded_version = commit.files[name].version if has_versions else None
         read_function = folder.read_range if "start" in options else folder.read
-        file_bytes: Any = read_function(name, version=recorded_version, **options)
+        file_content: Any = read_function(name, version=recorded_version, **options)
     except ChangedError as error:
         raise RunError(f"{where}: {REPLACED_REASON}") from error
-    if file_bytes is None:
+    if file_content is None:
         raise RunError(f"{where}: is missing; {REPLACED_REASON}")
-    return file_bytes
+    return file_content
 
 
 def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
@@ -451,11 +449,11 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
     file_facts = commit.files[name]
     file_url = f"{folder.url}/{name}"
     try:
-        file_bytes = _read(folder, commit, name, file_url, max_bytes=file_facts.bytes)
-        _check_digest(file_bytes, file_facts.sha256, file_url)
+        file_content = _read(folder, commit, name, file_url, max_bytes=file_facts.bytes)
+        _check_digest(file_content, file_facts.sha256, file_url)
     except RunError:
         # In a bucket, the file was read in its recorded version, so it cannot have been replaced.
         if folder.local:
             _check_json(folder, commit, file_url)
         raise
-    return file_bytes, file_url
+    return file_content, file_url

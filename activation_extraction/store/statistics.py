@@ -22,7 +22,7 @@ import numpy as np
 
 from activation_extraction.common.codes import Codes
 
-SUMMED_BYTES = 4 * 2**20  # size of a block of float64 values, which fits into a core's caches
+SUMMED_BYTES = 4 * 2**20  # bytes of a block of float64 values, which fits into a core's caches
 # Kinds of tokens: attention sinks and other tokens. These are the indices of axes of length 2.
 SINK, OTHER = 0, 1
 
@@ -31,7 +31,7 @@ SINK, OTHER = 0, 1
 class Sums:
     """Sums over some tokens at one hook, which can be merged.
 
-    There are separate sums for attention sinks (index SINK) and other tokens (index OTHER). The
+    There are separate sums for attention sinks (at index 0) and other tokens (at index 1). The
     first token of a sample (position 0) counts as a sink, and no other token does, so that the kind
     of a token does not depend on other tokens. `width` is the number of values of a token.
 
@@ -108,12 +108,12 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
     token_count = len(positions)
     sums_of_tokens = Sums.zeros(width)
     squared_norms = np.empty(token_count)
-    block_tokens = max(1, SUMMED_BYTES // (8 * width))
-    block_buffer = np.empty((min(block_tokens, token_count), width))
+    tokens_per_block = max(1, SUMMED_BYTES // (8 * width))
+    block_buffer = np.empty((min(tokens_per_block, token_count), width))
     # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
     with np.errstate(invalid="ignore"):
-        for start_token in range(0, token_count, block_tokens):
-            block_slice = slice(start_token, start_token + block_tokens)
+        for start_token in range(0, token_count, tokens_per_block):
+            block_slice = slice(start_token, start_token + tokens_per_block)
             block_values = decode(block_slice)
             float64_block = block_buffer[: len(block_values)]
             np.copyto(float64_block, block_values)
@@ -152,8 +152,8 @@ class EncodingError:
 
     Attributes:
         tokens: Number of tokens whose error was measured.
-        mean: Mean error of these tokens.
-        worst: Largest error of these tokens.
+        mean: Mean relative error of these tokens.
+        worst: Largest relative error of these tokens.
     """
 
     tokens: int = 0
@@ -422,7 +422,7 @@ class DimensionStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class HookStatistics(Statistics):
-    """Statistics of a hook over all stored tokens of a run, including those of every dimension.
+    """Statistics of a hook over all stored tokens of a run, as a whole and of every dimension.
 
     `mean`, `variance`, `all_tokens` and `without_first_token` need the files of sums, which are
     read when one of these properties is first used. This raises OSError if a file is damaged.

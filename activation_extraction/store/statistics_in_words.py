@@ -45,8 +45,9 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
 def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the codes at each hook that has codes.
 
-    It contains the mean number of features per token and the share of the squared norms that the
-    features explain. A negative share is left out, because `code_warnings` yields a warning for it.
+    The line contains the mean number of features per token, and the share of the activations'
+    squared norms that the features explain. A negative share is left out, because `code_warnings`
+    yields a warning for it.
 
     Args:
         statistics: Statistics by the full names of the hooks.

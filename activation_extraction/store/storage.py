@@ -1,4 +1,4 @@
-"""ActivationStorage: stores activations that are added in samples or in batches.
+"""ActivationStorage: stores activations, which a program adds sample by sample or in batches.
 
 This module checks what callers add, and opens and ends a run. Other modules do the work: a planner
 (resume.py, repair.py) determines which samples are already stored, shard_writer.py gathers samples
@@ -84,7 +84,7 @@ class ActivationStorage:
             metrics.jsonl are written to both folders; shards are also written to `output_dir`
             unless `options.delete_local_after_upload` is set. None to write all files to
             `output_dir` only.
-        facts: Further facts for metadata.json. None to add none.
+        facts: Further facts about the run, which metadata.json records. None to record none.
         repair: Whether to repair a stored run (repair.py). The constructor then reads every shard,
             to find damaged and missing ones, and `open` withdraws these shards. The program must
             add all samples again, in the same order. Stored samples are skipped, and the lost ones
@@ -313,7 +313,12 @@ class ActivationStorage:
     def gauges(self) -> dict[str, Any]:
         """Returns metrics about the stored and the waiting shards of the run, by name.
 
-        A name that ends in `since_start` denotes a count of this process alone.
+        Returns:
+            The metrics of `ShardQueue.gauges`, and these:
+            "shards_stored": Number of committed shards of the run.
+            "bytes_stored": Size of their files of activations in bytes.
+            "upload_retries_since_start": Number of attempts at requests to the folder that have
+            failed in this process.
         """
         return {
             "shards_stored": self.totals.shards,
