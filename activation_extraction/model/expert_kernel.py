@@ -78,7 +78,7 @@ class Table(NamedTuple):
 
 
 def pallas_experts(
-    x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
+    x: Array, routing_weights: Array, chosen_experts: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
     """Computes the weighted sum of each token's experts with three kernels, except in float32.
 
@@ -88,9 +88,9 @@ def pallas_experts(
 
     Args:
         x: The tokens, (T, D).
-        weights: The routing weights of each token's experts, (T, X) float32.
-        chosen: The numbers of each token's experts, (T, X) int32. Numbers that are no experts of
-            `stacks` add nothing.
+        routing_weights: The routing weights of each token's experts, (T, X) float32.
+        chosen_experts: The numbers of each token's experts, (T, X) int32. Numbers that are no
+            experts of `stacks` add nothing.
         stacks: The weights of the experts.
         parts: The number of equal parts of the tokens whose sums are computed one after the other.
 
@@ -99,10 +99,12 @@ def pallas_experts(
     """
     expert_count, hidden_size, expert_width = stacks.gate.shape[1:]
     if x.dtype == jnp.float32 or hidden_size % LANES or expert_width % LANES:
-        return ragged_experts(x, weights, chosen, stacks, parts=parts)
+        return ragged_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
     padding_widths = [(0, -len(x) % TOKENS), (0, 0)]
-    chosen = jnp.pad(chosen, padding_widths, constant_values=-1)
-    tile_and_group_table = make_table(jnp.pad(weights, padding_widths), chosen, expert_count)
+    chosen_experts = jnp.pad(chosen_experts, padding_widths, constant_values=-1)
+    tile_and_group_table = make_table(
+        jnp.pad(routing_weights, padding_widths), chosen_experts, expert_count
+    )
     weighted_expert_rows = _run_weighted(
         tile_and_group_table, stacks, _run_gated(tile_and_group_table, stacks, x)
     )
@@ -118,7 +120,7 @@ def pallas_experts(
     return jnp.concatenate(sums_by_part)[: len(x)]
 
 
-def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
+def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
     """Makes the table of the rows of tiles and of groups by sorting the rows twice.
 
     The first sort orders the rows by expert, together with the rows of padding that fill the tiles.
@@ -128,17 +130,17 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     Letters: T tokens, E experts, X experts of a token.
 
     Args:
-        weights: The routing weights of each token's experts, (T, X) float32, where TOKENS divides
-            T.
-        chosen: The numbers of each token's experts, (T, X) int32. Rows with numbers outside 0..E-1
-            are not fetched.
+        routing_weights: The routing weights of each token's experts, (T, X) float32. T must be a
+            multiple of TOKENS.
+        chosen_experts: The numbers of each token's experts, (T, X) int32. Rows with numbers outside
+            0..E-1 are not fetched.
         expert_count: E, the number of experts.
     """
-    row_count = chosen.size
-    experts_per_token = chosen.shape[1]
+    row_count = chosen_experts.size
+    experts_per_token = chosen_experts.shape[1]
     rows_per_group = TOKENS * experts_per_token
     # The expert of each row; E for rows that are not computed.
-    expert_by_row = chosen.reshape(-1)
+    expert_by_row = chosen_experts.reshape(-1)
     has_expert = (expert_by_row >= 0) & (expert_by_row < expert_count)
     expert_by_row = jnp.where(has_expert, expert_by_row, expert_count)
     expert_numbers = jnp.arange(expert_count)
@@ -155,9 +157,9 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
     expert_sort_keys = jnp.concatenate([2 * expert_by_row, 2 * expert_by_padding_row + 1])
     row_numbers = jnp.arange(expert_sort_keys.size)
-    weights = jnp.pad(weights.reshape(-1), (0, expert_by_padding_row.size))
-    sort_operands = expert_sort_keys, row_numbers, weights
-    expert_sort_keys, sorted_row_numbers, weights = lax.sort(
+    routing_weights = jnp.pad(routing_weights.reshape(-1), (0, expert_by_padding_row.size))
+    sort_operands = expert_sort_keys, row_numbers, routing_weights
+    expert_sort_keys, sorted_row_numbers, routing_weights = lax.sort(
         sort_operands, num_keys=1, is_stable=False
     )
     is_row_fetched = (sorted_row_numbers < row_count) & (expert_sort_keys < 2 * expert_count)
@@ -169,14 +171,14 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
         2 * sorted_row_numbers - places_in_group + jnp.where(is_row_fetched, 0, rows_per_group)
     )
     group_sort_keys = jnp.where(sorted_row_numbers < row_count, group_sort_keys, 2 * row_count)
-    group_sort_keys, sorted_row_places = lax.sort(
+    group_sort_keys, tile_row_numbers = lax.sort(
         (group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
     # In a group's buffer, the first row of every token comes before the second row of any token.
     places_in_group = group_sort_keys[:row_count] % rows_per_group
     tokens_in_group = places_in_group // experts_per_token
     buffer_places = places_in_group % experts_per_token * TOKENS + tokens_in_group
-    fetched_row_numbers = sorted_row_places[:row_count].reshape(-1, 1, rows_per_group)
+    fetched_row_numbers = tile_row_numbers[:row_count].reshape(-1, 1, rows_per_group)
     buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
     return Table(
         used_tile_count=(expert_by_tile < expert_count).sum(),
@@ -185,7 +187,7 @@ def make_table(weights: Array, chosen: Array, expert_count: int) -> Table:
         token_by_row=jnp.where(is_row_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
             -1, 1, ROWS
         ),
-        weight_by_row=weights.reshape(-1, 1, ROWS),
+        weight_by_row=routing_weights.reshape(-1, 1, ROWS),
         fetches_by_group=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
         fetch_count_by_group=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
@@ -310,24 +312,24 @@ def _multiply_fetched(
     """
     step_number = pl.program_id(1)
     previous_step_number = jnp.maximum(step_number - 1, 0)
-    copy_turn_count = pl.cdiv(counts[step_number], AT_ONCE)
-    previous_copy_turn_count = pl.cdiv(counts[previous_step_number], AT_ONCE)
+    iteration_count = pl.cdiv(counts[step_number], AT_ONCE)
+    previous_iteration_count = pl.cdiv(counts[previous_step_number], AT_ONCE)
 
-    def start_copies(turn: Any, _: None) -> None:
-        for row_in_turn in range(AT_ONCE):
-            row_number = turn * AT_ONCE + row_in_turn
+    def start_copies(iteration: Any, _: None) -> None:
+        for row_in_iteration in range(AT_ONCE):
+            row_number = iteration * AT_ONCE + row_in_iteration
             token_row_ref = x_ref.at[pl.ds(tokens[0, row_number], 1)]
             buffer_row_ref = buffers.at[step_number % 2, pl.ds(row_number, 1)]
             pltpu.make_async_copy(
                 token_row_ref, buffer_row_ref, semaphores.at[step_number % 2]
             ).start()
 
-    lax.fori_loop(0, copy_turn_count, start_copies, None)
+    lax.fori_loop(0, iteration_count, start_copies, None)
 
     @pl.when(step_number > 0)
     def multiply() -> None:
         buffer_index = (step_number - 1) % 2
-        _wait(buffers, semaphores, buffer_index, previous_copy_turn_count * AT_ONCE)
+        _wait(buffers, semaphores, buffer_index, previous_iteration_count * AT_ONCE)
         x = buffers[buffer_index].reshape(buffers.shape[1], -1)
         gate_product = einsum("nD,DM->nM", x, gate_ref[...])
         up_product = einsum("nD,DM->nM", x, up_ref[...])

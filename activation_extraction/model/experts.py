@@ -47,15 +47,15 @@ class Stacks(NamedTuple):
     down: Array
 
 
-# A function that computes experts. It maps (x, weights, chosen, stacks, parts=1) to the weighted
-# sum of the results of each token's experts, (T, D) float32:
-#   x        the tokens, (T, D)
-#   weights  the routing weights of each token's experts, (T, X) float32
-#   chosen   the numbers of each token's experts, (T, X) int32; numbers outside 0..E-1 add nothing
-#            and cost nothing
-#   stacks   the `Stacks` with the weights of the experts
-#   parts    the number of equal parts into which the tokens are divided; the parts' sums are
-#            computed one after the other, so that the first sums can be sent early
+# A function that computes experts. It maps (x, routing_weights, chosen_experts, stacks, parts=1) to
+# the weighted sum of the results of each token's experts, (T, D) float32:
+#   x                the tokens, (T, D)
+#   routing_weights  the weights of each token's experts, (T, X) float32
+#   chosen_experts   the numbers of each token's experts, (T, X) int32; numbers outside 0..E-1 add
+#                    nothing and cost nothing
+#   stacks           the `Stacks` with the weights of the experts
+#   parts            the number of equal parts into which the tokens are divided; the parts' sums
+#                    are computed one after the other, so that the first sums can be sent early
 ExpertSum = Callable[..., Array]
 
 # A function that runs experts on sorted rows. It maps (rows, sizes, stacks) to the result of each
@@ -84,28 +84,28 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
         logits, as in transformers.
         The numbers of the chosen experts, (B, T, X) int32.
     """
-    weights, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
+    routing_weights, chosen_experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
     if renormalise:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights.astype(logits.dtype).astype(jnp.float32), chosen
+        routing_weights = routing_weights / routing_weights.sum(axis=-1, keepdims=True)
+    return routing_weights.astype(logits.dtype).astype(jnp.float32), chosen_experts
 
 
-def scattered(weights: Array, chosen: Array, count: int) -> Array:
+def scattered(routing_weights: Array, chosen_experts: Array, count: int) -> Array:
     """Returns the weight of every expert for every token.
 
     Letters: E experts, X experts of a token.
 
     Args:
-        weights: The weights of the chosen experts, (B, T, X).
-        chosen: The numbers of the chosen experts, (B, T, X) int32. All other experts get the weight
-            0.
+        routing_weights: The weights of the chosen experts, (B, T, X).
+        chosen_experts: The numbers of the chosen experts, (B, T, X) int32. All other experts get
+            the weight 0.
         count: E, the number of experts.
 
     Returns:
         The weights, (B, T, E).
     """
-    one_hot_experts = jax.nn.one_hot(chosen, count, dtype=weights.dtype)
-    return (one_hot_experts * weights[..., None]).sum(axis=-2)
+    one_hot_experts = jax.nn.one_hot(chosen_experts, count, dtype=routing_weights.dtype)
+    return (one_hot_experts * routing_weights[..., None]).sum(axis=-2)
 
 
 class Experts(nn.Module):
@@ -121,7 +121,7 @@ class Experts(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of the weights.
         expert_sum: The function that computes the weighted sums of the experts.
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
     """
 
     config: Any
@@ -134,16 +134,16 @@ class Experts(nn.Module):
         self.up_proj = StackedWeight(self.config, "EDM", self.dtype)
         self.down_proj = StackedWeight(self.config, "EMD", self.dtype)
 
-    def __call__(self, x: Array, weights: Array, chosen: Array) -> Array:
+    def __call__(self, x: Array, routing_weights: Array, chosen_experts: Array) -> Array:
         """Returns the weighted sum of each token's experts.
 
         Letters: E experts, X experts of a token.
 
         Args:
             x: The tokens, (B, T, D).
-            weights: The routing weights of each token's experts, (B, T, X) float32.
-            chosen: The numbers of each token's experts, (B, T, X) int32. Numbers outside 0..E-1 add
-                nothing and cost nothing.
+            routing_weights: The routing weights of each token's experts, (B, T, X) float32.
+            chosen_experts: The numbers of each token's experts, (B, T, X) int32. Numbers outside
+                0..E-1 add nothing and cost nothing.
 
         Returns:
             The sums, (B, T, D) float32.
@@ -151,7 +151,7 @@ class Experts(nn.Module):
         gate, layer_number = self.gate_proj()
         up, _ = self.up_proj()
         down, _ = self.down_proj()
-        expert_inputs = x, weights, chosen, layer_number, gate, up, down
+        expert_inputs = x, routing_weights, chosen_experts, layer_number, gate, up, down
         gate_and_up_axes = "layer", "experts", "hidden", "mlp"
         down_axes = "layer", "experts", "mlp", "hidden"
         axes_by_input = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
@@ -160,7 +160,12 @@ class Experts(nn.Module):
 
 
 def _sum_on_device(
-    layout: Layout, expert_sum: ExpertSum, x: Array, weights: Array, chosen: Array, *stacks: Array
+    layout: Layout,
+    expert_sum: ExpertSum,
+    x: Array,
+    routing_weights: Array,
+    chosen_experts: Array,
+    *stacks: Array,
 ) -> Array:
     """Computes the weighted sums of the experts for the tokens of one device.
 
@@ -170,11 +175,11 @@ def _sum_on_device(
     Letters: X experts of a token.
 
     Args:
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
         expert_sum: The function that computes the sums over the experts of one device.
         x: The tokens of this device, (B, T, D).
-        weights: The routing weights of each token's experts, (B, T, X) float32.
-        chosen: The numbers of each token's experts, (B, T, X) int32.
+        routing_weights: The routing weights of each token's experts, (B, T, X) float32.
+        chosen_experts: The numbers of each token's experts, (B, T, X) int32.
         stacks: The fields of `Stacks`, with the weights of this device's experts.
 
     Returns:
@@ -182,7 +187,9 @@ def _sum_on_device(
     """
     if layout.size("expert") > 1:
         expert_sum = partial(_sum_in_ring, layout.ring("expert"), expert_sum)
-    token_arrays = [array.reshape(-1, array.shape[-1]) for array in (x, weights, chosen)]
+    token_arrays = [
+        array.reshape(-1, array.shape[-1]) for array in (x, routing_weights, chosen_experts)
+    ]
     token_sums = expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(mesh_axis for mesh_axis in MODEL_AXES if layout.size(mesh_axis) > 1)
@@ -195,8 +202,8 @@ def _sum_in_ring(
     ring: Sequence[int],
     expert_sum: ExpertSum,
     x: Array,
-    weights: Array,
-    chosen: Array,
+    routing_weights: Array,
+    chosen_experts: Array,
     stacks: Stacks,
 ) -> Array:
     """Computes sums over the experts of all devices, by sending tokens and sums around a ring.
@@ -221,8 +228,8 @@ def _sum_in_ring(
         ring: The numbers of the devices in the order of the ring.
         expert_sum: The function that computes the sums over one device's experts.
         x: The tokens of this device, (T, D).
-        weights: The routing weights of each token's experts, (T, X) float32.
-        chosen: The numbers of each token's experts, counted over all devices, (T, X) int32.
+        routing_weights: The routing weights of each token's experts, (T, X) float32.
+        chosen_experts: The numbers of each token's experts, counted over all devices, (T, X) int32.
         stacks: The weights of this device's experts.
 
     Returns:
@@ -247,7 +254,9 @@ def _sum_in_ring(
 
     halves_by_direction = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        halves_by_part = [[token_array[half_slice] for token_array in (x, weights, chosen)]]
+        halves_by_part = [
+            [token_array[half_slice] for token_array in (x, routing_weights, chosen_experts)]
+        ]
         for _ in range(1, device_count):
             halves_by_part.append(hop(halves_by_part[-1], ring_shift))
         halves_by_direction.append(halves_by_part)
@@ -256,11 +265,13 @@ def _sum_in_ring(
     ordered_halves: list[list[Array]] = []
     for both_halves in zip(*halves_by_direction, strict=True):
         ordered_halves.extend(both_halves)
-    x, weights, chosen = (
+    x, routing_weights, chosen_experts = (
         jnp.concatenate(part_arrays) for part_arrays in zip(*ordered_halves, strict=True)
     )
-    chosen = chosen - lax.axis_index("expert") * stacks.gate.shape[1]
-    y = expert_sum(x.reshape(-1, hidden_size), weights, chosen, stacks, parts=device_count)
+    chosen_experts = chosen_experts - lax.axis_index("expert") * stacks.gate.shape[1]
+    y = expert_sum(
+        x.reshape(-1, hidden_size), routing_weights, chosen_experts, stacks, parts=device_count
+    )
 
     # Without barriers, XLA would concatenate the results of the parts again, in order to convert
     # and slice them together.
@@ -280,7 +291,12 @@ def _sum_in_ring(
 
 
 def in_sorted_rows(
-    compute: SortedRows, x: Array, weights: Array, chosen: Array, stacks: Stacks, parts: int = 1
+    compute: SortedRows,
+    x: Array,
+    routing_weights: Array,
+    chosen_experts: Array,
+    stacks: Stacks,
+    parts: int = 1,
 ) -> Array:
     """Computes the weighted sum of each token's experts by sorting copies of the tokens by expert.
 
@@ -292,18 +308,18 @@ def in_sorted_rows(
     Args:
         compute: The function that runs the experts on the sorted rows. See `SortedRows`.
         x: The tokens, (T, D).
-        weights: The routing weights of each token's experts, (T, X) float32.
-        chosen: The numbers of each token's experts, (T, X) int32.
+        routing_weights: The routing weights of each token's experts, (T, X) float32.
+        chosen_experts: The numbers of each token's experts, (T, X) int32.
         stacks: The weights of the experts.
         parts: The number of equal parts of the tokens whose sums are computed one after the other.
 
     Returns:
         The sums, (T, D) float32. See `ExpertSum`.
     """
-    experts_per_token = chosen.shape[1]
+    experts_per_token = chosen_experts.shape[1]
     expert_count = stacks.gate.shape[1]
-    has_expert = (chosen >= 0) & (chosen < expert_count)
-    expert_by_row = jnp.where(has_expert, chosen, expert_count).reshape(-1)
+    has_expert = (chosen_experts >= 0) & (chosen_experts < expert_count)
+    expert_by_row = jnp.where(has_expert, chosen_experts, expert_count).reshape(-1)
     sorted_row_order = jnp.argsort(expert_by_row, stable=True)
     row_counts_by_expert = jnp.bincount(expert_by_row, length=expert_count + 1)[
         :expert_count
@@ -314,9 +330,9 @@ def in_sorted_rows(
     sorted_row_numbers = (
         jnp.zeros_like(sorted_row_order).at[sorted_row_order].set(jnp.arange(sorted_row_order.size))
     )
-    sorted_row_numbers = sorted_row_numbers.reshape(chosen.shape)
+    sorted_row_numbers = sorted_row_numbers.reshape(chosen_experts.shape)
 
-    def add_up(row_numbers: Array, weights: Array, has_expert: Array) -> Array:
+    def add_up(row_numbers: Array, routing_weights: Array, has_expert: Array) -> Array:
         token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
         for expert_index, rows_of_expert_index in enumerate(row_numbers.T):
             expert_results = from_bits(expert_result_bits[rows_of_expert_index], x.dtype).astype(
@@ -324,14 +340,14 @@ def in_sorted_rows(
             )
             token_sums += jnp.where(
                 has_expert[:, expert_index, None],
-                expert_results * weights[:, expert_index, None],
+                expert_results * routing_weights[:, expert_index, None],
                 0,
             )
         return token_sums
 
     arrays_by_part = [
         jnp.split(row_or_token_array, parts)
-        for row_or_token_array in (sorted_row_numbers, weights, has_expert)
+        for row_or_token_array in (sorted_row_numbers, routing_weights, has_expert)
     ]
     return jnp.concatenate(
         [add_up(*part_arrays) for part_arrays in zip(*arrays_by_part, strict=True)]
@@ -422,19 +438,21 @@ ragged_experts = partial(in_sorted_rows, _run_with_ragged_dot)
 tiled_experts = partial(in_sorted_rows, _run_in_tiles)
 
 
-def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: Stacks) -> Array:
+def one_expert_after_the_other(
+    x: Array, routing_weights: Array, chosen_experts: Array, stacks: Stacks
+) -> Array:
     """Computes every expert on every token, and adds up the results with the routing weights.
 
-    This is the reference implementation of `ExpertSum`, with which tests and trials compare the
-    others.
+    This is the reference implementation of `ExpertSum`, with which tests and the trials of kernels
+    in trial.py compare the others.
 
     Letters: X experts of a token.
 
     Args:
         x: The tokens, (T, D).
-        weights: The routing weights of each token's experts, (T, X) float32.
-        chosen: The numbers of each token's experts, (T, X) int32. Numbers outside 0..E-1 add
-            nothing, where E is the number of experts.
+        routing_weights: The routing weights of each token's experts, (T, X) float32.
+        chosen_experts: The numbers of each token's experts, (T, X) int32. Numbers outside 0..E-1
+            add nothing, where E is the number of experts.
         stacks: The weights of the experts.
 
     Returns:
@@ -445,7 +463,9 @@ def one_expert_after_the_other(x: Array, weights: Array, chosen: Array, stacks: 
     for expert_number in range(gate.shape[1]):
         gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer_number, expert_number]))
         gated_values *= einsum("TD,DM->TM", x, up[layer_number, expert_number])
-        expert_weight = jnp.where(chosen == expert_number, weights, 0).sum(axis=-1, keepdims=True)
+        expert_weight = jnp.where(chosen_experts == expert_number, routing_weights, 0).sum(
+            axis=-1, keepdims=True
+        )
         token_sums += expert_weight * einsum(
             "TM,MD->TD", gated_values, down[layer_number, expert_number]
         )

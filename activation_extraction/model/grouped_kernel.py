@@ -30,8 +30,8 @@ ROWS, COLUMNS, INNER = 128, 128, 64
 
 def grouped_experts(
     x: Array,
-    weights: Array,
-    chosen: Array,
+    routing_weights: Array,
+    chosen_experts: Array,
     stacks: Stacks,
     parts: int = 1,
     interpret: bool = False,
@@ -43,9 +43,9 @@ def grouped_experts(
 
     Args:
         x: The tokens, (T, D).
-        weights: The routing weights of each token's experts, (T, X) float32, for X experts of a
-            token.
-        chosen: The numbers of each token's experts, (T, X) int32.
+        routing_weights: The routing weights of each token's experts, (T, X) float32, for X experts
+            of a token.
+        chosen_experts: The numbers of each token's experts, (T, X) int32.
         stacks: The weights of the experts.
         parts: The number of equal parts of the tokens whose sums are computed one after the other.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
@@ -54,9 +54,9 @@ def grouped_experts(
         The sums, (T, D) float32. See `ExpertSum`.
     """
     if x.dtype == jnp.float32:
-        return tiled_experts(x, weights, chosen, stacks, parts=parts)
+        return tiled_experts(x, routing_weights, chosen_experts, stacks, parts=parts)
     run_experts = partial(_run_in_kernels, interpret=interpret)
-    return in_sorted_rows(run_experts, x, weights, chosen, stacks, parts=parts)
+    return in_sorted_rows(run_experts, x, routing_weights, chosen_experts, stacks, parts=parts)
 
 
 def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
@@ -175,8 +175,8 @@ def _multiply(
 
     Args:
         expert_ref: The number of the tile's expert in the stacks, (1,) int32.
-        start_ref: The first row of the tile, (1,) int32.
-        end_ref: The number after the last row of the expert, (1,) int32.
+        start_ref: The index of the first row of the tile, (1,) int32.
+        end_ref: The index after the last row of the expert, (1,) int32.
         x_ref: All rows, (n, D).
         stacks_and_out: The block of columns of each stack, (L * E, D, columns), then the same
             columns of the result, (n, columns).
