@@ -122,7 +122,7 @@ BAD_TENSORS: dict[str, dict[str, np.ndarray | None]] = {  # what is said, and wh
     f"{UP} is F8_E5M2; only F64, F32, F16, BF16 and, beside its scales, F8_E4M3 are read": {
         UP: np.ones((200, 72), ml_dtypes.float8_e5m2)
     },
-    f"tensor {UP} has NaN codes": {UP: np.full((200, 72), 0xFF, np.uint8).view(E4M3)},
+    f"tensor {UP} has NaN values": {UP: np.full((200, 72), 0xFF, np.uint8).view(E4M3)},
     f"{SCALE} has NaN or infinite scales": {SCALE: np.full((2, 1), np.nan, BFLOAT16)},
 }
 
