@@ -43,7 +43,7 @@ RUNS = {  # a model, what --list_hooks says of one of its hooks, and other hooks
 
 def test_every_family_is_in_the_numeric_matrix():
     """The table of families knows which of them have images or sound."""
-    known = {model_type: family.multimodal for model_type, family in FAMILIES.items()}
+    known = {model_type: family.is_multimodal for model_type, family in FAMILIES.items()}
     others = {"vision_config", "thinker_config"}
     found = {raw.get("model_type", "qwen2"): not others.isdisjoint(raw) for raw in TINY.values()}
     assert found == known
@@ -62,7 +62,7 @@ def test_a_run_lists_stores_and_verifies_the_hooks_of_its_family(
     more = "--shard_size_gb", 8e-4, "--batch_size", 8, "--mesh_shape", "4,2"
     assert main(*flags_for(inputs, folder, *more, hooks=["--hook_names", *stored.split()])) == 0
     told = capsys.readouterr().err.count("its text model alone runs; placeholders")
-    assert told == FAMILIES[family].multimodal
+    assert told == FAMILIES[family].is_multimodal
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["model"]["model_type"] == family
     assert [hook["name"] for hook in metadata["hooks"]] == stored.split()

@@ -51,13 +51,13 @@ class Family(NamedTuple):
         read_config: Function that returns the ModelConfig. Its arguments are a configuration that
             transformers has completed, and the path of config.json for messages. For a multimodal
             family, the configuration is the configuration of the language model.
-        multimodal: Whether the models also take images, video or audio. This tool only uses their
-            language model.
+        is_multimodal: Whether the models also take images, video or audio. This tool only uses
+            their language model.
     """
 
     released_models: str
     read_config: Callable[[Any, str], ModelConfig]
-    multimodal: bool = False
+    is_multimodal: bool = False
 
 
 # model_type -> family.
@@ -67,16 +67,16 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen1.5-MoE, Qwen2 57B-A14B", qwen2_moe_config),
     "qwen3_moe": Family("Qwen3 30B-A3B, 235B-A22B", qwen3_moe_config),
     "qwen3_next": Family("Qwen3-Next 80B-A3B, Qwen3-Coder-Next", qwen3_next_config),
-    "qwen2_vl": Family("Qwen2-VL", qwen2_config, multimodal=True),
-    "qwen2_5_vl": Family("Qwen2.5-VL", qwen2_config, multimodal=True),
-    "qwen2_5_omni": Family("Qwen2.5-Omni", qwen2_config, multimodal=True),
-    "qwen3_vl": Family("Qwen3-VL, dense", qwen3_config, multimodal=True),
-    "qwen3_vl_moe": Family("Qwen3-VL 30B-A3B, 235B-A22B", qwen3_moe_config, multimodal=True),
-    "qwen3_omni_moe": Family("Qwen3-Omni", qwen3_moe_config, multimodal=True),
-    "qwen3_5": Family("Qwen3.5, dense", qwen3_5_text_config, multimodal=True),
+    "qwen2_vl": Family("Qwen2-VL", qwen2_config, is_multimodal=True),
+    "qwen2_5_vl": Family("Qwen2.5-VL", qwen2_config, is_multimodal=True),
+    "qwen2_5_omni": Family("Qwen2.5-Omni", qwen2_config, is_multimodal=True),
+    "qwen3_vl": Family("Qwen3-VL, dense", qwen3_config, is_multimodal=True),
+    "qwen3_vl_moe": Family("Qwen3-VL 30B-A3B, 235B-A22B", qwen3_moe_config, is_multimodal=True),
+    "qwen3_omni_moe": Family("Qwen3-Omni", qwen3_moe_config, is_multimodal=True),
+    "qwen3_5": Family("Qwen3.5, dense", qwen3_5_text_config, is_multimodal=True),
     "qwen3_5_text": Family("Qwen3.5, dense, text alone", qwen3_5_text_config),
     "qwen3_5_moe": Family(
-        "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B", qwen3_5_moe_text_config, multimodal=True
+        "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B", qwen3_5_moe_text_config, is_multimodal=True
     ),
     "qwen3_5_moe_text": Family("Qwen3.5 with experts, text alone", qwen3_5_moe_text_config),
     "llama": Family("Llama 3, 3.1, 3.2 and 3.3, text alone", llama_config),
@@ -117,7 +117,7 @@ def parse_model_config(raw: Mapping[str, Any], source: str = "config.json") -> M
     family = FAMILIES[model_type]
     weights_in_words = DEQUANTIZED if float8_format(raw, source) else None
     hf_config = complete(raw, source)
-    if family.multimodal:
+    if family.is_multimodal:
         model_config = multimodal_config(family.read_config, hf_config, source)
     else:
         model_config = family.read_config(hf_config, source)
@@ -134,7 +134,7 @@ def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
     vision_note = " (a model with vision inputs)" if "vision_config" in raw else ""
     supported_family_texts = []
     for model_type, family in FAMILIES.items():
-        text_note = "the text of " if family.multimodal else ""
+        text_note = "the text of " if family.is_multimodal else ""
         supported_family_texts.append(f"{model_type} ({text_note}{family.released_models})")
     return InputError(
         f"{source}: model_type {raw.get('model_type')!r}{vision_note} is not supported; supported "
@@ -156,7 +156,7 @@ def complete(raw: Mapping[str, Any], source: str) -> Any:
         InputError: If transformers rejects the configuration, if a size is absurdly large, or if
             the field in REQUIRED_FIELD is missing.
     """
-    # transformers and check_rope change the dictionary.
+    # The fields are copied, because transformers and check_rope change the dictionary.
     config_fields = copy.deepcopy(dict(raw))
     text_section = _text_section(config_fields)
     for config_section in (config_fields, text_section):
@@ -199,7 +199,12 @@ def _text_section(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _states(text_section: dict[str, Any], field: str) -> bool:
-    """Returns whether a section of config.json contains a field, itself or in its RoPE settings."""
+    """Returns whether the language model's section, or its RoPE settings, contain a field.
+
+    Args:
+        text_section: The section of config.json.
+        field: The name of the field. A field with the value null counts as missing.
+    """
     rope_sections = [text_section.get("rope_parameters"), text_section.get("rope_scaling")]
     for section in (text_section, *rope_sections):
         if isinstance(section, dict) and section.get(field) is not None:

@@ -84,8 +84,8 @@ class Program:
         return self.rows.mesh.devices.flat[0].platform
 
     @property
-    def as_bits(self) -> bool:
-        """Returns whether the compiled step takes parameters as uint16 arrays of the same bits."""
+    def takes_params_as_bits(self) -> bool:
+        """Returns whether the compiled step takes parameters as uint16 arrays of their bits."""
         return self.model.dtype == jnp.bfloat16 and self.platform == "cpu"
 
     @property
@@ -161,7 +161,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Forward(Program):
-    """A program with its checked weights.
+    """A program, with the checkpoint that contains its weights and the kernels that it uses.
 
     Attributes:
         checkpoint: Checkpoint with the weights, and its adapter if there is one.
@@ -179,10 +179,10 @@ class Forward(Program):
 
     @property
     def keyed_by(self) -> str | list[str]:
-        """The description of the hooks' keys in the shards that the identity records.
+        """The description of the keys in the shards, which the identity of the run records.
 
-        It is "layer" if all keys are layers, "hook name" if all keys are the names of their hooks,
-        and otherwise the list of all keys.
+        The description is "layer" if all keys are layers, "hook name" if all keys are the names of
+        their hooks, and otherwise the list of all keys.
         """
         if all(isinstance(hook_key, int) for hook_key in self.hooks):
             return "layer"
@@ -275,6 +275,7 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         return program.with_codes(hook_stacks, encoder_weights), flags.sum(axis=0)
 
     output_shardings = host_rows.outgoing(program.shape[1], model.layout), host_rows.everywhere()
+    # Each host feeds one row with the three flags of `Step`.
     flags_shape = 1, 3
     input_shapes = []
     for row_count, row_length in [program.shape] * 3 + [flags_shape]:
@@ -303,7 +304,7 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
             if a step does not fit in memory.
     """
     model = program.model
-    param_dtype = jnp.uint16 if program.as_bits else model.dtype
+    param_dtype = jnp.uint16 if program.takes_params_as_bits else model.dtype
     param_shape_by_path = {}
     for parameter_path, weight_spec in program.weights.items():
         sharding = model.layout.sharding(weight_spec.axes, weight_spec.shape)
@@ -386,6 +387,6 @@ def read_weights(forward: Forward) -> dict[str, Any]:
             forward.checkpoint,
             model.dtype,
             layout,
-            as_bits=forward.as_bits,
+            as_bits=forward.takes_params_as_bits,
             progress=progress_bar.update,
         )

@@ -115,17 +115,17 @@ class HookKind:
         return self.intermediate.startswith(PREDICTED)
 
     @property
-    def grows(self) -> bool:
+    def grows_with_row_length(self) -> bool:
         """Returns whether the width grows with the number of tokens in a row."""
         return "S" in self.letters
 
     @property
-    def large(self) -> bool:
+    def is_large(self) -> bool:
         """Returns whether the values are so large that users must name such a hook explicitly.
 
         The width of a large kind grows with the tokens of a row or with the vocabulary.
         """
-        return self.grows or "V" in self.letters
+        return self.grows_with_row_length or "V" in self.letters
 
     def width(self, sizes: Mapping[str, int]) -> int:
         """Returns the number of values that a token has at a hook of this kind.
@@ -212,7 +212,7 @@ class Hook(NamedTuple):
             pattern: The glob.
         """
         hook_names = self.names()
-        if self.kind.large and pattern not in hook_names:
+        if self.kind.is_large and pattern not in hook_names:
             if pattern.rpartition(".")[2] != self.name.rpartition(".")[2]:
                 return []
         return [hook_name for hook_name in hook_names if fnmatchcase(hook_name, pattern)]
@@ -238,7 +238,7 @@ class Hook(NamedTuple):
         if head_size_letter and head_size_letter in HEAD_SIZES:
             hook_metadata["heads"] = math.prod(sizes[letter] for letter in head_letters)
             hook_metadata["head_size"] = sizes[head_size_letter]
-        if self.kind.grows:
+        if self.kind.grows_with_row_length:
             hook_metadata["heads"] = sizes[self.kind.letters[0]]
             hook_metadata["keys"] = sizes["S"]
         return hook_metadata
@@ -269,13 +269,13 @@ class HookTable:
 
         Args:
             depth: The number of layers.
-            large: Whether to include hooks of large kinds (see `HookKind.large`).
+            large: Whether to include hooks of large kinds (see `HookKind.is_large`).
         """
         return sorted(
             Hook(layer, kind_order, hook_kind)
             for kind_order, hook_kind in enumerate(self.kinds)
             for layer in hook_kind.layers(depth, self.layer_types)
-            if large or not hook_kind.large
+            if large or not hook_kind.is_large
         )
 
     def of_layers(self, layers: Sequence[int], activation_type: str, depth: int) -> list[Hook]:
@@ -461,15 +461,15 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
 
 
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Maps the words in the first column of HOOK_KINDS to the layers of a model.
+    """Finds out which layers of a model have the kinds of hooks in each row of HOOK_KINDS.
 
     Args:
         config: The configuration of the model.
 
     Returns:
-        Word in the first column of HOOK_KINDS -> `HookKind.type_words` of the kinds with this word.
-        These are words of the types of the layers that have these kinds; () if all layers have
-        them. A word is missing if no layer of the model has kinds with this word.
+        Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows that begin with
+        this word. A layer has the hooks of these rows if its type contains one of the type words.
+        () if every layer has them. If no layer has them, the word in the first column is missing.
     """
     delta_config, experts_config = config.delta, config.experts
     attention_words = () if delta_config is None else (ATTENTION,)
@@ -494,8 +494,8 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     """Returns the kinds of hooks, in the order in which they are computed.
 
     Args:
-        type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` of the kinds
-            with this word, as returned by `_type_words`.
+        type_words: The result of `_type_words`. Rows of HOOK_KINDS whose word is missing in it are
+            left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]

@@ -156,7 +156,7 @@ def _log_peculiarities(
         model: The model that computes the hooks.
     """
     model_in_words = checkpoint.flag_and_path
-    if FAMILIES[stated_config.model_type].multimodal:
+    if FAMILIES[stated_config.model_type].is_multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
             model_in_words,
@@ -299,7 +299,7 @@ def _check_bytes_of_a_row(
         InputError: If the values of the row take more than MAX_ROW_BYTES.
     """
     bytes_per_token = hook.kind.vector_type(config.sizes_with(length), activation_dtype).bytes
-    if hook.kind.grows and bytes_per_token * length > MAX_ROW_BYTES:
+    if hook.kind.grows_with_row_length and bytes_per_token * length > MAX_ROW_BYTES:
         raise InputError(
             f"--hook_names {hook.name}: takes {bytes_per_token:,} bytes per token and "
             f"{bytes_per_token * length:,} per row with --max_seq_length {length}; at most "
