@@ -49,9 +49,12 @@ class Segments(NamedTuple):
 Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes together
-# All lengths of spans of keys, except the longest one, are multiples of this number.
+# `blocked_attention` reads spans of keys. The length of every span except the longest one is a
+# multiple of this number.
 KEY_BLOCK = 128
-MOST_LENGTHS = 32  # the largest number of different span lengths; compiling takes longer with more
+# The largest number of different lengths of spans. The program has a branch for each of them, and
+# more branches take longer to compile.
+MOST_LENGTHS = 32
 
 
 def visible_keys(
@@ -71,7 +74,8 @@ def visible_keys(
         first_key: The index of the first key in its row.
 
     Returns:
-        True where the query sees the key, (..., T, S) bool.
+        True where the query sees the key, (..., T, S) bool. A query sees the keys of its own
+        segment up to its own index, and of these only the last `window` keys.
     """
     query_indices = first_query + jnp.arange(segments.q.shape[-1])[:, None]
     key_indices = first_key + jnp.arange(segments.k.shape[-1])
@@ -81,7 +85,7 @@ def visible_keys(
 
 
 def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
-    """Pads an array at the end of its second axis, the tokens, to whole blocks.
+    """Appends padding to the axis of tokens, so that its size is a multiple of a block's size.
 
     Args:
         x: The array, (B, T, ...).
@@ -89,7 +93,7 @@ def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
         value: The value of the padding.
 
     Returns:
-        The padded array, in which `block` divides T.
+        The padded array, (B, T rounded up to a multiple of `block`, ...).
     """
     padding_widths = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, padding_widths, constant_values=value)
@@ -133,9 +137,9 @@ def attention_pattern(
     first_query: int | Array,
     window: int | None = None,
 ) -> Array:
-    """Returns the attention weights of each head of a token for the tokens of its segment.
+    """Returns the attention weights of every query, ordered by the key's position in its sample.
 
-    The function has the signature of `Attention`.
+    The function has the signature of `Attention`, but returns weights instead of outputs.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 
@@ -191,11 +195,14 @@ def blocked_attention(
 ) -> Array:
     """Computes attention on CPUs, one block of queries at a time.
 
-    A block of queries reads a span of keys. The span ends at the block's last query. It begins
-    where the segment of the block's first query begins, or where this query's window begins if that
-    is later. Lengths of spans are rounded up to one of a few lengths. One branch of the program is
-    compiled for each of these lengths, and each block runs the branch that it needs. Blocks of
-    nothing but padding are not computed. Memory grows with T, not with T * S.
+    Each block of QUERY_BLOCK queries reads only a span of keys, so memory grows with T, not with
+    T * S. The span ends at the block's last query. It begins at the first key that the block's
+    first query sees: where the segment of this query begins, or where its window begins if that is
+    later.
+
+    Arrays in a compiled program have fixed shapes. So the length of each span is rounded up to one
+    of at most MOST_LENGTHS lengths, and the program has one branch for each length. Another branch
+    skips blocks that contain only padding.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 
@@ -284,7 +291,7 @@ def _branch_numbers(
         block is nothing but padding, otherwise 1 + the index in `span_lengths` of the length that
         the block needs.
     """
-    # The segment of the first query of every block.
+    # The span of a block begins where the segment of the block's first query begins.
     first_segment_of_block = segments.q[:, ::QUERY_BLOCK, None]
     first_key_of_span = jnp.argmax(segments.k[:, None, :] == first_segment_of_block, axis=-1)
     end_key_of_span = first_query + QUERY_BLOCK * jnp.arange(1, first_key_of_span.shape[1] + 1)

@@ -43,10 +43,10 @@ VALUES_AT_ONCE = 2**22  # the number of values that `_check_finite` checks at a 
 # A publisher's name of a tensor -> the field of `Autoencoder`. SAELens and Qwen-Scope use the names
 # of the fields.
 FIELD_OF_TENSOR = {
-    # Names in sparsify.
+    # The names in files of sparsify.
     "encoder.weight": "W_enc",
     "encoder.bias": "b_enc",
-    # Names in Llamascopium.
+    # The names in files of Llamascopium.
     "W_E": "W_enc",
     "b_E": "b_enc",
     "W_D": "W_dec",
@@ -77,7 +77,7 @@ class Autoencoder:
         name: The autoencoder as the user gave it: a folder or a file, as a local path, a URL, or
             ORG/REPO/FOLDER on the hub.
         hook: The hook that is read, by a name of TransformerLens or Hugging Face.
-        target: The hook that is reconstructed. It equals `hook` for all but transcoders.
+        target_hook: The hook that is reconstructed. It equals `hook` for all but transcoders.
         hook_in_files: The name of the hook that is read, according to the files; None or "" if the
             files do not name it.
         W_enc: Encoder weights, (F, D).
@@ -85,8 +85,8 @@ class Autoencoder:
         W_dec: Decoder weights, (F, O).
         b_dec: Decoder bias, (O,).
         files: The local paths of the files that were read.
-        repository: The repository of the files. Its temporary copies of files exist for as long as
-            it does.
+        repository: The repository of the files. Temporary copies of the files are deleted when this
+            object is deleted.
         dtype: The dtype of matrix products, float32 or bfloat16.
         k: The largest number of active features of a token; None if it is not limited.
         relu: Whether only features with a positive `pre` are active.
@@ -103,7 +103,7 @@ class Autoencoder:
 
     name: str
     hook: str
-    target: str
+    target_hook: str
     hook_in_files: str | None
     W_enc: np.ndarray
     b_enc: np.ndarray
@@ -170,13 +170,17 @@ class AutoencoderFiles:
         return self.repository.find(self.folder + file_name) is not None
 
     def local_path(self, file_name: str) -> Path:
-        """Returns the local path of a file, and adds it to `paths_read`."""
+        """Returns the local path of a file, and adds the path to `paths_read`.
+
+        Args:
+            file_name: The name of the file in the folder. The file is downloaded if necessary.
+        """
         local_path = self.repository.file(self.folder + file_name)
         self.paths_read.append(local_path)
         return local_path
 
     def tensors(self, file_name: str) -> Tensors:
-        """Returns the tensors of a file, as views of the mapped file where that is possible.
+        """Returns the tensors of a file, which is mapped into memory and not read as a whole.
 
         Args:
             file_name: The name of a .safetensors or .pt file in the folder.
@@ -259,8 +263,8 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         raise autoencoder_files.error(f"does not name its hook; give --encode HOOK={name}")
     if hook:
         field_values["hook"] = hook
-        if field_values["target"] == hook_in_files:
-            field_values["target"] = hook
+        if field_values["target_hook"] == hook_in_files:
+            field_values["target_hook"] = hook
     is_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith("bfloat16")
     field_values["dtype"] = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
     return Autoencoder(
@@ -327,8 +331,8 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
 def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder of Qwen-Scope, by the formula in its README.
 
-    The k largest values of `pre` are active, even if they are negative. Only the name of the
-    repository contains k.
+    The k largest values of `pre` are active, even if they are negative. k is read from the name of
+    the repository, because the files do not contain it.
 
     Args:
         files: The files of the autoencoder.
@@ -345,16 +349,23 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
             "else says how many features a token has"
         )
     hook_name = f"blocks.{files.layer}.hook_resid_post"
-    return {**tensors, "hook": hook_name, "target": hook_name, "k": int(k_match[1]), "relu": False}
+    return {
+        **tensors,
+        "hook": hook_name,
+        "target_hook": hook_name,
+        "k": int(k_match[1]),
+        "relu": False,
+    }
 
 
 def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of SAELens 6, by the formulas in sae_lens/saes.
 
-    With the setting rescale_acts_by_decoder_norm, the norms of the stored decoder are folded into
-    the weights first, and the normalisation of activations after them. This order gives the
-    features of the training, where SAELens first normalises activations and then encodes them with
-    these norms.
+    Two settings change the weights. rescale_acts_by_decoder_norm scales each feature by the norm of
+    its decoder row, and normalize_activations scales the activations. The norms of the stored
+    decoder are folded into the weights first, because SAELens computes these norms in training for
+    normalised activations. The normalisation is folded into the weights afterwards, and would
+    change the norms.
 
     Args:
         files: The files of the autoencoder.
@@ -412,7 +423,7 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
         "threshold": tensors["threshold"] if "jumprelu" in architecture else None,
         "W_skip": tensors["W_skip"] if "skip" in architecture else None,
         "hook": hook_name,
-        "target": (sae_metadata["hook_name_out"] or "") if is_transcoder else hook_name,
+        "target_hook": (sae_metadata["hook_name_out"] or "") if is_transcoder else hook_name,
         "k": config["k"] if architecture == "topk" else None,
         "subtracts_b_dec": subtracts_b_dec,
         "normalisation": normalisation,
@@ -425,9 +436,9 @@ def _fold_normalisation(
 ) -> Tensors:
     """Folds the normalisation of activations into the weights of a SAELens checkpoint.
 
-    SAELens itself folds the normalisation at the end of training, and then saves "none" as
-    normalize_activations. Checkpoints from before the end store the normalisation in the files
-    SCALER_FILE and WHITENING_FILE.
+    At the end of training, SAELens itself folds the normalisation into the weights, and saves
+    "none" as normalize_activations. Checkpoints that are saved during training store the
+    normalisation in the files SCALER_FILE and WHITENING_FILE instead.
 
     Letters: D width of the hook, F features.
 
@@ -518,7 +529,7 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     return {
         **tensors,
         "hook": input_hook if is_transcoder else output_hook,
-        "target": output_hook,
+        "target_hook": output_hook,
         "k": config["k"],
         "subtracts_b_dec": not is_transcoder,
     }
@@ -557,7 +568,8 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         tensors["score_factor"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(output_width, np.float32)
-    # With this setting, the values at both hooks are scaled to an average norm of sqrt(O).
+    # With this setting, training scales the activations at the input hook and at the output hook to
+    # an average norm of sqrt(O). The factors are folded into the weights.
     if norm_setting == "dataset-wise":
         input_factor = np.float32(output_width**0.5 / average_norm_by_hook[input_hook].item())
         output_factor = np.float32(output_width**0.5 / average_norm_by_hook[output_hook].item())
@@ -567,7 +579,7 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     return {
         **tensors,
         "hook": input_hook,
-        "target": output_hook,
+        "target_hook": output_hook,
         "k": config["top_k"] if activation_function == "topk" else None,
         "normalisation": "constant_norm_rescale" if norm_setting == "token-wise" else "none",
         "dtype": weights_dtype,
@@ -597,7 +609,7 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
         **tensors,
         "relu": "threshold" not in tensors,
         "hook": hook_name_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
-        "target": hook_name_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
+        "target_hook": hook_name_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
         "dtype": "float32",
     }
 

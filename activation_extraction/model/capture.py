@@ -25,12 +25,13 @@ from activation_extraction.model.mesh import Layout
 
 # The logical axes of a hook's values (B, T, width) in a buffer.
 CAPTURED_AXES = "batch", "captured_sequence", "hidden"
-# The logical axes of a hook's values (rows, T, width) that leave a pipeline for the host.
+# The logical axes of a hook's values (rows, T, width) after the stages of a pipeline, when the
+# values leave the devices for the host.
 LEAVING_AXES = "batch", "leaving_sequence", "hidden"
 
-# Vector type -> the values of its hooks as unsigned integers of the same bits. The shape is (slots,
-# B, T, width), or in a pipeline (stages, slots, micro-batches, B, T, width), where B is the number
-# of rows of a micro-batch.
+# Vector type -> the values of its hooks, as unsigned integers with the same bits. The shape is
+# (slots, B, T, width), or in a pipeline (stages, slots, micro-batches, B, T, width), where B is the
+# number of rows of a micro-batch.
 Buffers = dict[VectorType, Array]
 
 
@@ -64,10 +65,9 @@ class Capture:
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
-        sizes: Letter of an axis -> its size, for the letters of the model and S, the number of
-            tokens of a row.
+        sizes: Letter of an axis -> its size, for all letters of `HookKind.letters`.
         dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
     """
 
     hooks: tuple[Hook, ...]
@@ -153,14 +153,17 @@ class Capture:
         return Plan(end_kinds, tuple(np.int32(end_slot) for end_slot in end_slots))
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
-        """Returns buffers of zeros with room for everything that the plans write.
+        """Makes buffers of zeros with room for everything that the plans write.
 
         Args:
             plans: The plans that write to the buffers.
             shape: The shape of the rows that a layer computes: (B, T), or (micro-batches, B, T) in
                 a pipeline.
-            stages: The number of pipeline stages. The buffers of every stage have as many slots as
-                the stage with the most hooks needs.
+            stages: The number of pipeline stages; 1 without a pipeline. The buffers of every stage
+                have as many slots as the stage with the most hooks needs.
+
+        Returns:
+            Vector type -> the buffer of its hooks (see `Buffers` for the shape).
         """
         slot_count_by_type: dict[VectorType, int] = {}
         for plan in plans:
@@ -188,20 +191,20 @@ class Capture:
 
         Args:
             kinds: The kinds of hooks.
-            intermediates: The intermediates of the layer, nested by module. `resid_pre` is one of
-                them.
+            intermediates: The intermediates of the layer, nested by module. The shape of the
+                intermediate `resid_pre`, which every layer has, determines B and T.
 
         Returns:
             A list with an array for each kind: the bits of its values, (B, T, width).
         """
-        rows_and_tokens = intermediates["resid_pre"].shape[:2]
+        row_and_token_counts = intermediates["resid_pre"].shape[:2]
         bits_by_kind = []
         for hook_kind in kinds:
             type_of_kind = self.vector_type(hook_kind)
             x = intermediate(intermediates, hook_kind.intermediate)
             if x is None:
-                x = jnp.zeros((*rows_and_tokens, type_of_kind.width), type_of_kind.dtype)
-            x = x.reshape(*rows_and_tokens, -1).astype(type_of_kind.dtype)
+                x = jnp.zeros((*row_and_token_counts, type_of_kind.width), type_of_kind.dtype)
+            x = x.reshape(*row_and_token_counts, -1).astype(type_of_kind.dtype)
             bits_by_kind.append(_unsigned(x))
         return bits_by_kind
 
@@ -271,7 +274,7 @@ class Capture:
         """
         values_by_vector_type = {}
         for vector_type, type_hooks in self.hooks_by_type().items():
-            bit_stacks = []
+            bit_arrays_to_join = []
             stage_number_by_hook = [
                 hook.layer // length for hook in type_hooks if not hook.kind.at_end
             ]
@@ -283,16 +286,16 @@ class Capture:
                 stage_bits = stage_bits.reshape(*stage_bits.shape[:2], rows, *stage_bits.shape[-2:])
                 stage_bits = self.layout.constrain(stage_bits, "stages", "slots", *LEAVING_AXES)
                 hook_counts_by_stage = np.bincount(stage_number_by_hook)
-                bit_stacks = [
+                bit_arrays_to_join = [
                     stage_bits[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_by_stage)
                 ]
             for hook in type_hooks:
                 if hook.kind.at_end:
                     end_bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
-                    bit_stacks.append(end_bits[None])
+                    bit_arrays_to_join.append(end_bits[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                jnp.concatenate(bit_stacks), vector_type.dtype
+                jnp.concatenate(bit_arrays_to_join), vector_type.dtype
             )
         return values_by_vector_type
 

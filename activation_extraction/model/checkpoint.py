@@ -107,9 +107,10 @@ class Checkpoint(Repository):
 
     @functools.cached_property
     def _file_of_tensor(self) -> dict[str, str] | None:
-        """Name of a tensor in the files -> the name of its file, from the index.
+        """Name of a tensor in the files -> the name of its file, from the index file.
 
-        None if there is no index. An index beside a single file is ignored, as transformers does.
+        None if the repository has no index file, or if all weights are in a single file. Like
+        transformers, this program ignores an index file beside a single weight file.
         """
         index_path = self.find(INDEX_FILE)
         if index_path is None:
@@ -156,8 +157,8 @@ class Checkpoint(Repository):
 
         Returns:
             The values of the part. They are float32 if the adapter adds a change to the tensor.
-            They have the dtype to which they are dequantised if the tensor is float8, and otherwise
-            the dtype of the file.
+            Otherwise, float8 values are dequantised (see `dtype`), and other values have the dtype
+            of the file.
         """
         if self.adapter is None:
             return self._read_stored(tensor, index, dtype)
@@ -173,7 +174,8 @@ class Checkpoint(Repository):
             dtype: The dtype to which float8 values are dequantised.
 
         Returns:
-            The values of the part.
+            The values of the part, in `dtype` if the tensor is float8, otherwise in the dtype of
+            the file.
         """
         tensor_scales = self.scales(tensor)
         weight_file, _ = self.locate(tensor)
@@ -201,7 +203,10 @@ class Checkpoint(Repository):
 
     @functools.cached_property
     def _float8(self) -> Float8Format:
-        """The format of float8 weights in config.json; the default format if it has none."""
+        """The format of float8 weights that config.json describes.
+
+        The default format if config.json is missing or describes no quantisation.
+        """
         config_path = self.find(MODEL.config_file)
         if config_path is None:
             return Float8Format()

@@ -22,9 +22,9 @@ from activation_extraction.common.log import log
 # Platform -> options of JAX's compiler that differ from the defaults.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
     "tpu": {
-        # Without these options, only the TPU v5e gathers weights along fsdp while it computes other
-        # products. The first option makes gathers asynchronous. The other two options fuse a gather
-        # with the product that runs at the same time.
+        # By default, only the TPU v5e gathers weights along the mesh axis fsdp while it computes
+        # matrix products. The first option makes gathers asynchronous on all TPUs. The other two
+        # options fuse a gather with the product that runs at the same time.
         "xla_enable_async_all_gather": True,
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,

@@ -36,8 +36,8 @@ from activation_extraction.model.parameters import STACKS, ParamPath
 TOKENS_AT_ONCE = 2048
 
 # Some layers of a model, as a tuple of two elements. The first one is the stacked parameters of the
-# layers. The second one tells whether each layer has a window, (layers,) bool; it is None in a
-# model without windows.
+# layers. The second one tells whether the attention of each layer has a sliding window, (layers,)
+# bool; it is None in a model without windows.
 Layers = tuple[Any, Any]
 # A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
 Keep = Callable[[dict[str, Any]], Any]
@@ -55,7 +55,8 @@ class Decoder:
         config: The configuration of the model.
         modules: Type of layer -> its module. The module maps (x, rotary, segment_ids, has_window)
             to the residual stream after the layer and the intermediates by name. `has_window` tells
-            whether the layer has a window, () bool; it is None in a model without windows.
+            whether the layer's attention has a sliding window, () bool; it is None in a model
+            without windows.
     """
 
     config: ModelConfig
@@ -96,7 +97,8 @@ class Decoder:
                 The residual stream, (1, 1, D).
                 The result of `rotary_table` for this token.
                 The segment ids, (1, 1) int32.
-                Whether the first layer has a window, () bool; None in a model without windows.
+                Whether the first layer's attention has a sliding window, () bool; None in a model
+                without windows.
         """
         zero_ids = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.modules[self.config.layer_types[0]].dtype
@@ -106,14 +108,17 @@ class Decoder:
         return x, rotary_table(zero_ids, self.config), zero_ids, has_window
 
     def stacked(self, params: Any) -> Layers:
-        """Returns the first layers of the model as the argument `layers` of `scan`.
+        """Returns the argument `layers` of `scan` for layers with the given parameters.
 
         Args:
-            params: The stacked parameters of these layers.
+            params: The stacked parameters of the layers. The layers are the first ones of the
+                model; how many they are follows from the shapes.
 
         Returns:
-            The stacked parameters.
-            Whether each layer has a window, (layers,) bool; None in a model without windows.
+            A tuple of:
+                The stacked parameters, unchanged.
+                Whether each layer's attention has a sliding window, (layers,) bool; None in a model
+                without windows.
         """
         return params, self.config.sliding(range(self._count(params)))
 
@@ -204,7 +209,7 @@ class Decoder:
                 apply_layer = self._apply(
                     layer_type, params_of_layer, has_window, keep, stack_and_row_by_path
                 )
-                return in_groups(apply_layer, self.modules[layer_type])(*inputs)
+                return few_rows_at_once(apply_layer, self.modules[layer_type])(*inputs)
 
             branches_by_type = [partial(run_layer, layer_type) for layer_type in sorted_type_names]
             apply_layer = partial(jax.lax.switch, type_number, branches_by_type)
@@ -232,8 +237,9 @@ class Decoder:
             params: The stacked parameters of all layers of this type.
 
         Returns:
-            Path of a parameter -> its stack, for the stacks that are read in place.
-            The other stacks, as a nested dict.
+            A tuple of:
+                Path of a parameter -> its stack, for the stacks that are read in place.
+                The other stacks, as a nested dict.
         """
         copied_stack_by_path = flatten_dict(params)
         stack_in_place_by_path = {}
@@ -258,7 +264,8 @@ class Decoder:
         Args:
             layer_type: The type of the layer.
             params: The parameters of the layer, except parameters that are read in place.
-            has_window: Whether the layer has a window, () bool; None in a model without windows.
+            has_window: Whether the layer's attention has a sliding window, () bool; None in a model
+                without windows.
             keep: A function that maps the intermediates of the layer to the arrays to return.
             in_place: Path of a parameter that is read in place -> (its stack for all layers of the
                 type, the row of the layer in this stack).
@@ -309,16 +316,16 @@ def _init(module: nn.Module, key: Array, *inputs: Any) -> Any:
 def stage_length(types: Sequence[str], stages: int) -> int:
     """Returns the number of layers in each pipeline stage.
 
-    The types of the layers must come in the same sequence in all stages. If the layers do not fill
-    the last stages, layers of zeros are appended.
+    All stages run the same program, so the types of their layers must come in the same sequence. If
+    the layers do not fill the last stages, layers of zeros are appended to the model.
 
     Args:
         types: The type of each layer that runs.
         stages: The number of stages.
 
     Raises:
-        InputError: If the sequence of types repeats only after so many layers that stages of this
-            length would leave more stages without layers than necessary.
+        InputError: If stages with the same sequence of types would have to be so long that more
+            stages stay empty than if the layers were divided evenly.
     """
     layer_count = len(types)
     min_length = -(-layer_count // stages)
@@ -330,10 +337,10 @@ def stage_length(types: Sequence[str], stages: int) -> int:
             -layer_count // min_length
         ):
             return candidate_length
-    type_run_texts = [
-        f"{len([*layer_run])} {layer_type}" for layer_type, layer_run in groupby(types)
+    counts_in_words = [
+        f"{len([*equal_types])} {layer_type}" for layer_type, equal_types in groupby(types)
     ]
-    shown_types = ", ".join(type_run_texts[:6]) + (", ..." if len(type_run_texts) > 6 else "")
+    shown_types = ", ".join(counts_in_words[:6]) + (", ..." if len(counts_in_words) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
         f"to {layer_count - 1} are {shown_types}; choose another number of stages, or a mesh "
@@ -364,7 +371,7 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     rows go through a layer together.
 
     Args:
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
         rows: The number of rows of a step.
         length: T, the number of tokens per row.
     """
@@ -379,11 +386,11 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     )
 
 
-def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
+def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
     """Wraps a layer so that it computes a few rows of a batch at a time where this is faster.
 
-    `rows_at_once` determines the number of rows. For rows of nothing but padding, as at the end of
-    the data, the layer is not computed. Their result is x unchanged, and zeros for the other
+    `rows_at_once` determines the number of rows. If these rows contain only padding, as at the end
+    of the data, the layer is not computed: the result is x unchanged, and zeros for the other
     arrays.
 
     Args:
@@ -400,8 +407,8 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
         return to_bits(x), other_arrays
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, array_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
-        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), array_shapes)
+        _, other_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), other_shapes)
 
     def run_rows(inputs: Any) -> Any:
         _, _, segment_ids = inputs
@@ -409,16 +416,16 @@ def in_groups(layer: Callable[..., Any], module: Any) -> Callable[..., Any]:
 
     def apply(x: Array, rotary: Any, segment_ids: Array) -> Any:
         row_count, row_length = x.shape[:2]
-        rows_per_group = rows_at_once(module.layout, row_count, row_length)
-        if rows_per_group == row_count:
+        rows_per_pass = rows_at_once(module.layout, row_count, row_length)
+        if rows_per_pass == row_count:
             return layer(x, rotary, segment_ids)
         layer_inputs = to_bits(x), rotary, segment_ids
-        grouped_inputs = jax.tree.map(
-            lambda array: array.reshape(-1, rows_per_group, *array.shape[1:]), layer_inputs
+        inputs_by_pass = jax.tree.map(
+            lambda array: array.reshape(-1, rows_per_pass, *array.shape[1:]), layer_inputs
         )
-        grouped_results = jax.lax.map(run_rows, grouped_inputs)
+        results_by_pass = jax.lax.map(run_rows, inputs_by_pass)
         x_bits, other_arrays = jax.tree.map(
-            lambda array: array.reshape(-1, *array.shape[2:]), grouped_results
+            lambda array: array.reshape(-1, *array.shape[2:]), results_by_pass
         )
         return from_bits(x_bits, module.dtype), other_arrays
 

@@ -14,10 +14,12 @@ holds the two chunks one above the other instead, (2C, ...).
 Products of float32 have the precision HIGHEST: each operand is the sum of three arrays in bfloat16,
 and the six largest of their nine products are added up. With only the three largest, the errors of
 a chunk's solution would be 15 to 50 times as large. The six products are computed as one product
-whose summed axis is six times as long. One of the six alone would fill half of the depth of a
-matrix unit, which has 128 rows, or a quarter in v6e, which has 256 rows. Queries and keys in
-bfloat16 are multiplied before they are normalised, while they are exact. They take one product with
-each other, and three with a float32 array.
+whose summed axis is six times as long, because the summed axis of a single one, with C = 64
+elements, would fill only half of a matrix unit with its 128 rows (in v6e, a quarter of 256 rows).
+
+Queries and keys in bfloat16 are normalised after they are multiplied, because normalised values
+would not be exact in bfloat16. So a product of queries and keys is one product of bfloat16 arrays,
+and their product with a float32 array is three.
 
 Letters, as in delta_net.py: B rows, T tokens, K key heads, G value heads of each key head, D key
 size, U value size, C tokens of a chunk (also I and J, where token I reads token J).
@@ -35,7 +37,8 @@ from activation_extraction.model.delta_net import CHUNK, inverse_length
 from activation_extraction.model.numerics import einsum
 
 TWO_CHUNKS = 2 * CHUNK  # the number of tokens of a block, which is the number of a register's lanes
-# The number of rows of a float32 register. Slicing an array at a multiple of it moves no values.
+# The number of rows of a float32 register. Slicing an array at a multiple of this number moves no
+# values.
 SUBLANES = 8
 FORGETS = -1e30  # log decay that erases the state: its exp is 0, and sums of such decays are finite
 
@@ -77,7 +80,7 @@ def pallas_delta_rule(
     )
     decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
     decays_and_betas = jnp.moveaxis(_whole_blocks(decays_and_betas), 1, 3)  # shape (B, K, 2G, T)
-    # shape (B, K, T, D), (B, K, T, D) and (B, K, G, T, U)
+    # q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
     # The grid has a program for each row b, key head k and block of tokens n.
@@ -119,10 +122,13 @@ def _compute_block(
         added = inverse (beta (v - since k S))
         o     = since q S + within added
 
-    `added` are the vectors that the tokens of the chunk add to S, `o` the outputs. `since` is the
-    decay of S since the beginning of the chunk, `inverse` the inverse of the matrix of the chunk's
-    system of equations, and `within` the factor of each token's vector in the output of another
-    token.
+    The names in these formulas are:
+
+        added    the vectors that the tokens of the chunk add to S
+        o        the outputs
+        since    the decay of S from the beginning of the chunk to each token
+        inverse  the inverse of the matrix of the chunk's system of equations
+        within   the factor of each token's vector in the output of another token
 
     `_prepare` and `_step` of delta_net.py compute the same values, but solve the system before S is
     known.
@@ -147,7 +153,8 @@ def _compute_block(
     q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # shape (2C, 1)
     k_scale = inverse_length(k)  # shape (2C, 1)
     k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # shape (1, 2C)
-    # Products of every two keys of the same chunk, (C, 2C), then of every query and key.
+    # The products of every two keys of a chunk, (C, 2C). Then the products of every query and every
+    # key of a chunk, (C, 2C).
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
@@ -310,8 +317,8 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
             row_indices >= row_distance, pltpu.roll(log_decay_between_tokens, row_distance, 0), 0
         )
         row_distance *= 2
-    # The first column of each chunk sums the log decays after the chunk's first token. With the log
-    # decay of this token, it has the log decays since the beginning of the chunk.
+    # Row i of a chunk's first column is now the sum of the log decays of the chunk's tokens 1 to i.
+    # The log decay of token 0 completes the sum since the beginning of the chunk.
     log_decay_since_chunk_begin = log_decay_between_tokens + log_decay[:1]
     decays_since_begin_of_chunks = [
         jnp.exp(log_decay_since_chunk_begin[:, first_column, None]) for first_column in (0, CHUNK)
@@ -373,7 +380,12 @@ def _inverse(matrices: Array) -> Array:
 
 
 def _repeat_row(x: Array, offset: int) -> Array:
-    """Replaces all rows of each block of SUBLANES rows by the row with the index `offset` in it."""
+    """Replaces every row by a row of the same block of SUBLANES consecutive rows.
+
+    Args:
+        x: The array, (C, 2C), where C is the number of tokens of a chunk.
+        offset: The index in each block of the row that replaces the rows of the block.
+    """
     row_blocks = x.reshape(-1, SUBLANES, x.shape[1])
     return jnp.broadcast_to(row_blocks[:, offset, None], row_blocks.shape).reshape(x.shape)
 

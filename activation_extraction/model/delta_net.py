@@ -70,7 +70,7 @@ class GatedDeltaNet(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         rule: The function that computes the gated delta rule.
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
     """
 
     config: ModelConfig
@@ -109,7 +109,7 @@ class GatedDeltaNet(nn.Module):
         rule_inputs = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
         input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
-            # The result is split over devices like the values, which have the index 2 in the tuple.
+            # The outputs are split over devices like the values v, which are rule_inputs[2].
             rule_outputs = self.layout.per_device(self.rule, rule_inputs, input_axes, template=2)
         intermediates["recurrence_out"] = rule_outputs
         epsilon = self.config.rms_norm_eps
@@ -226,7 +226,8 @@ def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
 def token_by_token(*arrays: Any) -> np.ndarray:
     """Computes the gated delta rule token by token in NumPy's float64.
 
-    This is the reference implementation, with which tests and trials compare the others.
+    This is the reference implementation, with which tests and the trials of kernels in trial.py
+    compare the others.
 
     Letters: K key heads, G value heads of each key head, U value size.
 
@@ -414,7 +415,8 @@ def _inverse(matrices: Array) -> Array:
         is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
         is_in_lower_block = block_numbers[:, None] > block_numbers
         lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
-        # On the first level, the blocks are single tokens, so X and Y are 1.
+        # At level 0, the blocks are single tokens. Their inverses, X and Y in the docstring, are 1,
+        # so the product Y M X is M.
         if block_level > 0:
             lower_left_values = multiply_matrices(
                 multiply_matrices(inverses, lower_left_values), inverses
@@ -443,7 +445,7 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         the token's segment begins in the chunk.
     """
     token_segments = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
-    # The segment of the last token of each chunk but the last one.
+    # The segment of the last token of each chunk, without the last chunk of a row.
     last_segment_of_chunk = token_segments[:-1, ..., -1:, :]
     # The segment of the last token before each chunk; -1 before the first chunk.
     segment_before_chunk = jnp.pad(

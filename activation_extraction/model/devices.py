@@ -20,7 +20,7 @@ from activation_extraction.common.log import log
 
 
 class Chip(NamedTuple):
-    """The figures that a vendor's data sheet states for a kind of device.
+    """The speed and memory of a kind of device, according to the data sheet of its vendor.
 
     Attributes:
         flops_per_second: Dense bfloat16 operations per second.
@@ -41,15 +41,15 @@ class Chip(NamedTuple):
     network_bandwidth: float
 
 
-# A part of JAX's name for a kind of device -> the figures of this kind. If several parts occur in a
-# name, the first one counts.
+# A part of JAX's name for a kind of device -> the speed and memory of this kind. If several parts
+# occur in a name, the first one counts.
 CHIPS = {
     "TPU v4": Chip(275e12, 32e9, 1200e9, 45e9, 2, 3e9),
     "TPU v5 lite": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5e": Chip(197e12, 16e9, 819e9, 45e9, 2, 3e9),
     "TPU v5": Chip(459e12, 95e9, 2765e9, 90e9, 2, 6e9),
     "TPU v6": Chip(918e12, 32e9, 1638e9, 90e9, 2, 12e9),
-    # JAX shows a TPU7x chip as two devices. These are the figures of one device.
+    # JAX shows a TPU7x chip as two devices. The numbers are for one device.
     "TPU7x": Chip(1153e12, 96e9, 3690e9, 100e9, 2, 12e9),
     "A100": Chip(312e12, 80e9, 2039e9, 300e9, 1, 25e9),
     "H100": Chip(989e12, 80e9, 3350e9, 450e9, 1, 50e9),
@@ -60,7 +60,7 @@ CHIPS = {
 # make six passes for float32, and GPUs do not use their matrix units.
 FLOAT32_TIME = {"tpu": 6.0, "gpu": 15.0}
 
-# The fraction of a device's memory that a run may need by estimates.
+# The largest fraction of a device's memory that a run is planned to take.
 USABLE = 0.9
 
 # The remedy in the message if a device has too little memory.
@@ -132,7 +132,7 @@ def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
 
 
 def chip_of(device: Any) -> Chip | None:
-    """Returns the figures of a device. Returns None for a CPU and for unknown kinds of devices."""
+    """Returns the `Chip` of a device; None for a CPU or a device of an unknown kind."""
     for name_part, chip in CHIPS.items():
         if name_part in device.device_kind:
             return chip
@@ -140,10 +140,10 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
-    """Returns the figures of a chip with the speed of products in a dtype, instead of bfloat16.
+    """Returns a chip with its speed for matrix products in a dtype other than bfloat16.
 
     Args:
-        chip: The figures of the chip.
+        chip: The chip with its speed for bfloat16.
         dtype: The dtype of the products.
         platform: The platform of the device.
     """
@@ -156,8 +156,8 @@ def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
 def memory_of(device: Any) -> float | None:
     """Returns the bytes of memory that a device can use, or None if they are unknown.
 
-    A device of this host reports its memory. For other devices, the result is the figure in CHIPS.
-    The CPU devices of a host share the host's memory.
+    A device of this host reports its memory. For devices of other hosts, the result comes from
+    CHIPS. For a CPU device, it is the host's memory divided by the number of its CPU devices.
     """
     if device.platform == "cpu":
         return host_memory() / jax.local_device_count()

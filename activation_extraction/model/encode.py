@@ -121,27 +121,28 @@ class Encoder:
 
     @property
     def flops(self) -> float:
-        """The number of floating-point operations for a token."""
+        """The number of floating-point operations that encode and reconstruct a token."""
         return 2.0 * sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
 
     def memory(self, layout: Layout) -> float:
-        """Estimates the memory of weights and of a block of tokens, in bytes on each device.
+        """Estimates how much memory the weights and a block of tokens take on each device.
 
-        The records of codes are not included.
+        The result is a number of bytes, which does not include the records of codes.
 
         Args:
-            layout: The mesh.
+            layout: The mesh over which arrays are split.
         """
         weight_count = sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
         weight_shard_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
-        block_bytes = 4 * 4 * VALUES_OF_A_BLOCK  # about four arrays of float32 at a time
+        # About four arrays of a block exist at a time, and a float32 value has four bytes.
+        block_bytes = 4 * 4 * VALUES_OF_A_BLOCK
         return weight_count * self.autoencoder.dtype.itemsize / weight_shard_count + block_bytes
 
     def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes, dtypes and shardings of the autoencoder's arrays on the devices.
 
         Args:
-            layout: The mesh.
+            layout: The mesh over which arrays are split.
 
         Returns:
             Field of `Autoencoder` -> the shape, dtype and sharding of its array.
@@ -159,7 +160,7 @@ class Encoder:
         """Copies the autoencoder's arrays to the devices. Each device gets only its own shard.
 
         Args:
-            layout: The mesh.
+            layout: The mesh over which arrays are split.
 
         Returns:
             Field of `Autoencoder` -> its array on the devices.
@@ -202,7 +203,7 @@ def make_encoders(
             autoencoder.hook, autoencoder.W_enc.shape[1], flag_and_name, table, depth, sizes
         )
         target_hook = _hook_of_width(
-            autoencoder.target, len(autoencoder.b_dec), flag_and_name, table, depth, sizes
+            autoencoder.target_hook, len(autoencoder.b_dec), flag_and_name, table, depth, sizes
         )
         if any(encoder.source_hook == source_hook for encoder in encoders):
             raise InputError(f"{flag_and_name}: {source_hook.name} has another autoencoder already")
@@ -257,7 +258,7 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
         weights: The arrays of the autoencoder on the devices.
         x: The values at the hook that is read, (B, T, D).
         target: The values at the hook that is reconstructed, (B, T, O).
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
 
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
@@ -293,7 +294,7 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
         weights: The arrays of the autoencoder on the devices.
         x: The block's values at the hook that is read, (B, T, D).
         target: The block's values at the hook that is reconstructed, (B, T, O).
-        layout: The mesh.
+        layout: The mesh over which arrays are split.
 
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
@@ -343,7 +344,7 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
     feature_values = top_scores
     if autoencoder.score_factor is not None:
         feature_values = top_scores / jnp.take(weights["score_factor"], feature_ids)
-    # If fewer features are active than are kept, the remaining scores are -inf.
+    # If a token has fewer active features than `max_codes`, the remaining scores are -inf.
     is_code_active = jnp.isfinite(top_scores)
     feature_ids = jnp.where(is_code_active, feature_ids, autoencoder.features)
     feature_values = jnp.where(is_code_active, feature_values, 0)

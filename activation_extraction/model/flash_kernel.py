@@ -126,7 +126,7 @@ def _spans(
         The number after the last key block of each span, (B, T / QUERIES) int32. It is 0 for blocks
         of queries that are all padding, so their spans are empty.
     """
-    # The segment of the first query of every block of queries.
+    # The span of a block begins where the segment of the block's first query begins.
     first_segment_of_block = query_segments[:, ::QUERIES]
     is_in_segment = key_segments[:, None, :] == first_segment_of_block[..., None]
     first_key_of_span = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
@@ -210,7 +210,8 @@ def _attend(
     weighted_value_sums, _, key_weight_sums = lax.fori_loop(
         begin_ref[0], end_ref[0], add_keys, initial_state
     )
-    # A block of nothing but padding has an empty span, so the sums of its weights are 0.
+    # A block of queries that are all padding has an empty span, so its sums of weights are 0. They
+    # are replaced by 1, because 0 / 0 would be NaN.
     out_ref[...] = (
         weighted_value_sums / jnp.where(key_weight_sums == 0, 1, key_weight_sums)[:, None]
     ).astype(out_ref.dtype)
