@@ -12,6 +12,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NoReturn
@@ -36,7 +37,8 @@ from activation_extraction.common.visible import counted, make_streams_safe, pla
 # Environment variables in which schedulers store the number of a task in an array of tasks. Their
 # values are never used, but the user is warned if one is set and there is only one machine.
 ARRAY_VARIABLES = ("SLURM_ARRAY_TASK_ID", "SKYPILOT_JOB_RANK", "JOB_COMPLETION_INDEX")
-# The end of --help, before and after the list of environment variables.
+# The end of --help consists of this text, the list of environment variables, and
+# HELP_AFTER_VARIABLES.
 HELP_BEFORE_VARIABLES = """\
 examples:
   extract_activations.py --demo
@@ -61,6 +63,7 @@ exit status: 0 done; 1 failed on the way, or --verify or --status found a proble
 (also a row that cannot be used) or NaN, which a scheduler should not try again; 130 or 143 stopped
 by Ctrl-C or SIGTERM, with all complete samples stored.
 """
+NOTE_WIDTH = 76  # columns of the notes in --help; argparse indents them by two further columns
 Values = dict[str, Any]  # name of a flag on the command line or in a variable -> its value
 
 
@@ -136,7 +139,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all flags. Its result contains only the flags on the command line."""
+    """Returns the parser of all flags.
+
+    The namespace that the parser returns contains only the flags on the command line, because
+    environment variables and defaults are added later.
+    """
     flag_parser = _Parser(
         prog="extract_activations.py",
         description="Extracts activations of a Qwen or Llama 3 model from text, and stores them.",
@@ -146,7 +153,8 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for flag_group in GROUPS:
-        argument_group = flag_parser.add_argument_group(flag_group.title, flag_group.note)
+        wrapped_note = flag_group.note and textwrap.fill(flag_group.note, NOTE_WIDTH)
+        argument_group = flag_parser.add_argument_group(flag_group.title, wrapped_note)
         for flag_name, flag in FLAGS.items():
             if flag.group == flag_group:
                 _add_flag(argument_group, flag_name, flag)
@@ -181,7 +189,15 @@ def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) 
 
 
 def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a parser of values.py whose error messages argparse shows unchanged."""
+    """Wraps a parser of values.py, so that argparse shows the message of its errors unchanged.
+
+    Args:
+        parse: Parser, which raises FlagValueError or ValueError.
+
+    Returns:
+        A parser that raises ArgumentTypeError in place of FlagValueError. argparse replaces the
+        message of a ValueError by a message of its own.
+    """
 
     @wraps(parse)  # messages of argparse contain the parser's name
     def parse_for_argparse(typed: str) -> Any:
@@ -222,12 +238,12 @@ def _fill_from_environment(values: Values) -> None:
         variables_with_values = [
             variable_name for variable_name in flag.variables.names if os.environ.get(variable_name)
         ]
-        if variables_with_values and flag.variables.count_with(_names_of_flags(values)):
+        if variables_with_values and flag.variables.are_read_with(_names_of_flags(values)):
             _take_variable(values, flag_name, variables_with_values[0])
     machine_id_variables = FLAGS["machine_id"].variables
     if (
         machine_id_variables is not None
-        and machine_id_variables.count_with(_names_of_flags(values))
+        and machine_id_variables.are_read_with(_names_of_flags(values))
         and os.environ.get("MACHINE_ID")
         and "total_machines" not in values
     ):
@@ -273,11 +289,12 @@ def _take_variable(values: Values, name: str, variable: str) -> None:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the variable in which a scheduler numbers this task, if the run has one machine.
+    """Returns the variable that shows that a scheduler started several tasks without their numbers.
 
-    The caller warns the user, because all tasks of the scheduler's array would do the same work, as
-    machine 0 of 1. The variable of an indexed Kubernetes Job is not returned with --multihost,
-    because it then contains the number of the host.
+    Schedulers number the tasks of an array in an environment variable. If such a variable is set,
+    but the run has only one machine, all tasks of the array do the same work, as machine 0 of 1, so
+    the user should be warned. The variable of an indexed Kubernetes Job is not returned with
+    --multihost, because it then contains the number of the host.
 
     Args:
         config: The configuration of the run.

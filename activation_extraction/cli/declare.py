@@ -41,8 +41,8 @@ class Variables:
     required_flag: str = ""
     excluding_flags: tuple[str, ...] = ()
 
-    def count_with(self, flag_names: Collection[str]) -> bool:
-        """Returns whether the run reads the variables if a command line has these flags.
+    def are_read_with(self, flag_names: Collection[str]) -> bool:
+        """Returns whether the variables are read, and not ignored, for a command line.
 
         Args:
             flag_names: Names of the flags on the command line.

@@ -128,7 +128,7 @@ GROUPS = (
 
 
 def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
-    """Joins ranges of layers, each layer once; returns "all" if one of the ranges is "all"."""
+    """Returns the layers of several ranges, each layer once. "all" in one range selects all layers."""
     if "all" in ranges:
         return "all"
     layer_numbers: list[Any] = []
@@ -138,7 +138,7 @@ def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
 
 
 def _ids_and_names(tokens: list[int | str]) -> tuple[int | str, ...]:
-    """Sorts token ids in ascending order and puts names of tokens after them, each once."""
+    """Returns the token ids in ascending order and then the names of tokens, without duplicates."""
     return tuple(sorted(set(tokens), key=lambda token: (isinstance(token, str), token)))
 
 
@@ -147,9 +147,9 @@ class ModelOptions:
     """The model and its dtype. The help texts of the flags describe the fields."""
 
     model_path: str = flag(
-        "the checkpoint of a Qwen or Llama 3 model: a folder with config.json, safetensors and "
-        "tokenizer, local or in a bucket (gs://BUCKET/FOLDER), or the name of a model on the "
-        "Hugging Face hub",
+        "the checkpoint of a Qwen or Llama 3 model: a folder with config.json, the safetensors "
+        "files and the tokenizer, local or in a bucket (gs://BUCKET/FOLDER), or the name of a "
+        "model on the Hugging Face hub",
         "Qwen/Qwen2.5-0.5B",
         metavar="PATH",
     )
@@ -160,8 +160,8 @@ class ModelOptions:
     lora: str | None = flag(
         "a LoRA adapter in PEFT's format (adapter_config.json, adapter_model.safetensors): a "
         "folder, local or in a bucket, or the name of an adapter on the Hugging Face hub. It is "
-        "merged into the weights in float32 while they are read. If the adapter has a tokenizer or "
-        "chat template that differs from the model's, the run uses the adapter's",
+        "merged into the weights in float32 while they are read. If a tokenizer or a "
+        "chat template is stored with the adapter, it replaces the model's",
         default_is="none",
         metavar="PATH",
     )
@@ -202,20 +202,21 @@ class HookOptions:
         choices=("residual", "mlp", "attn"),
     )
     hook_names: tuple[str, ...] | None = flag(
-        "the hooks whose activations are stored, instead of --layers_to_extract and "
-        "--activation_type. Each is a name or glob as in TransformerLens, such as "
-        "'blocks.*.mlp.hook_in', or of an input or output of a Hugging Face module, such as "
-        "'model.layers.20.mlp.output' (--list_hooks prints all names). A glob matches large hooks, "
-        "such as logits, only if it ends in their name. The hook loss is the loss of predicting a "
-        "token from the tokens before it. The hooks entropy, logits.top_ids and "
-        "logits.top_logprobs describe the prediction of the token that follows a token",
+        "the hooks whose values are stored, instead of --layers_to_extract and --activation_type: "
+        "names, or globs that match names. A hook has a name of TransformerLens, such as "
+        "blocks.20.mlp.hook_in, and may have a name of Hugging Face, which is the name of a module "
+        "and .input or .output, such as model.layers.20.mlp.output. --list_hooks prints all names. "
+        "A glob matches hooks with very many values per token, such as logits, only if it ends in "
+        "their name. The hook loss is the loss of predicting a token from the tokens before it. "
+        "The hooks entropy, logits.top_ids and logits.top_logprobs describe the probabilities of "
+        "the next token",
         excludes=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
     )
     top_logits: int = number(
-        "with --hook_names: the number of most likely next tokens in logits.top_ids and "
-        "logits.top_logprobs",
+        "with --hook_names: how many of the most likely next tokens logits.top_ids and "
+        "logits.top_logprobs contain",
         DEFAULT_TOP_LOGITS,
         needs="hook_names",
         metavar="K",
@@ -231,9 +232,10 @@ class HookOptions:
         metavar="[HOOK=]SAE",
     )
     encode_most: int | None = number(
-        "with --encode: the largest number of features that are stored of each token. The features "
-        "with the largest values are stored, and the run counts those that are left out",
-        default_is="the k of an autoencoder with a top k, otherwise 256",
+        "with --encode: the largest number of features that are stored for each token. If more "
+        "features are active, those with the largest values are stored, and the run counts the "
+        "rest",
+        default_is="k for an autoencoder that keeps the top k features, otherwise 256",
         needs="encode",
         metavar="K",
     )
@@ -242,8 +244,8 @@ class HookOptions:
     )
     activation_dtype: str = flag(
         "the dtype of the stored activations. float8 takes half as many bytes as bfloat16, plus 4 "
-        "bytes per token and hook. It needs --shard_format safetensors, and is read as float32, "
-        "float16 or bfloat16. The run measures its error on some of the tokens",
+        "bytes per token and hook. It needs --shard_format safetensors. Its values are read as "
+        "float32, float16 or bfloat16. The run measures the error of float8 on some of the tokens",
         "auto",
         default_is="auto, which is the dtype of --dtype",
         choices=("auto", "float32", "float16", "bfloat16", "float8"),
@@ -265,15 +267,14 @@ class TextOptions:
     """
 
     positions: Positions = flag(
-        "the tokens of each sample that are stored: all, last, first:N, last:N; every:N (positions "
-        "0, N, 2N, ...); a slice as in Python, such as 4:-1; random:N, random:N:SEED or "
-        "random:N:SEED:FROM with a whole number N, which stores N random tokens of each sample, "
-        "from position FROM on (all of these tokens if there are fewer than N); random:P or "
-        "random:P:SEED with a probability P, which stores each token with this probability; or "
-        "last_of_turn, which stores the last token of every turn of a conversation. SEED and FROM "
-        "are 0 if they are missing. With --roles, last_of_turn is the last token of the turn that "
-        "has one of the roles, such as <|im_end|>. Without --roles, it is often the newline after "
-        "<|im_end|>",
+        "the tokens of each sample that are stored. all; last; first:N or last:N: N tokens; "
+        "every:N: positions 0, N, 2N and so on; a slice as in Python, such as 4:-1; random:N, "
+        "random:N:SEED or random:N:SEED:FROM, with a whole number N: N random tokens from position "
+        "FROM on, or all of them if there are fewer; random:P or random:P:SEED, with a fraction "
+        "such as 0.1: each token with the probability P; last_of_turn: the last token of every "
+        "turn of a conversation. SEED and FROM are 0 if they are missing. With --roles, "
+        "last_of_turn takes the last token with one of the roles in each turn, which is often "
+        "<|im_end|>. Without --roles, it is often the newline after <|im_end|>",
         Positions(),
         parse=parse_positions,
         metavar="RULE",
@@ -322,9 +323,10 @@ class TextOptions:
         metavar="PATH",
     )
     mix: tuple[tuple[str, float], ...] = several(
-        "several sources instead of one data set. Numbers of documents are proportional to the "
-        "weights. SOURCE is a path as for --dataset_path, or NAME:CONFIG:SPLIT of a data set on "
-        "the Hugging Face hub. If a source has no more documents, the others continue",
+        "several sources instead of one data set. The number of documents from a source is "
+        "proportional to its weight. SOURCE is a path as for --dataset_path, or NAME:CONFIG:SPLIT "
+        "of a data set on the Hugging Face hub. If a source has no more documents, the others "
+        "continue",
         weighted,
         excludes=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
         metavar="SOURCE=WEIGHT",
@@ -347,13 +349,13 @@ class TextOptions:
     )
     chat_template: str | None = flag(
         "with --messages_column: a file with the chat template for all rows",
-        default_is="the template of the adapter or the model. If it has several, tool_use is used "
-        "for rows with tools, and default for the others",
+        default_is="the template of the adapter or the model. If there are several, the template "
+        "tool_use is used for rows with tools, and the template default for other rows",
         needs="messages_column",
         metavar="FILE",
     )
     chat_template_args: tuple[tuple[str, Any], ...] = several(
-        "with --messages_column: more variables for the chat template, such as "
+        "with --messages_column: variables that are passed to the chat template, such as "
         "enable_thinking=false",
         argument,
         needs="messages_column",
@@ -395,16 +397,16 @@ class TextOptions:
     )
     long_documents: str = flag(
         "how to treat documents that are longer than --max_seq_length. cut: leave out the rest of "
-        "the document; split: divide the document into several samples. --max_samples counts each "
-        "of them, and --positions applies to each of them",
+        "the document; split: divide the document into several samples, each of which "
+        "--max_samples counts, and to each of which --positions applies",
         "cut",
         choices=("cut", "split"),
         determines_shards=True,
     )
     overlap: int = number(
         "with --long_documents split: the number of tokens from the end of a sample that the next "
-        "sample of the same document repeats. They are only context there, so every token is "
-        "stored once",
+        "sample of the same document repeats. The repeated tokens are only context for the next "
+        "tokens, so every token is stored once",
         0,
         least=0,
         unit=" tokens",
@@ -437,7 +439,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class ComputingOptions:
-    """The way in which steps are computed, which changes the activations only by rounding.
+    """The options that decide how steps are computed, and change activations only by rounding.
 
     The help texts of the flags describe the fields. A field is described here if its value differs
     from the text after the flag.
@@ -451,16 +453,17 @@ class ComputingOptions:
     batch_size: int | str | None = flag(
         "the number of rows that a host computes in each step. Several samples share a row. auto: "
         "as many rows as fit in the memory of the devices and of the host, at most 512; on a CPU, "
-        "the default",
-        default_is="8; on a CPU as many rows as 2,048 tokens fill, at most 8, rounded up to a "
-        "multiple of the number of devices",
+        "auto is the same as the default",
+        default_is="8; on a CPU 2,048 tokens, which are 2,048 / --max_seq_length rows, but at "
+        "least 1 and at most 8, rounded up to a multiple of the number of devices",
         parse=rows,
         metavar="ROWS|auto",
     )
     mesh_type: str | None = flag(
         "how the devices are arranged in a mesh. auto: so that a step is as short as possible and "
         "weights are split as little as possible (over the axes data, fsdp, expert and model); "
-        "1d: all devices along the axis model; 2d: data x model, with one host per index of data; "
+        "1d: all devices along the axis model; 2d: data x model, where the size of data is the "
+        "number of hosts, or 2 on a single host with an even number of 8 or more devices; "
         "3d: pipeline x data x model. --mesh_axes explains the axes",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
@@ -506,12 +509,12 @@ class HostOptions:
     """
 
     machine_id: int = number(
-        "the number of this machine, counted from 0. Each machine extracts its own share of the "
-        "data. The templates in deploy/ set the number for each of their tasks. Your own script "
-        "must set MACHINE_ID and TOTAL_MACHINES, or give --machine_id and --total_machines. "
-        "Otherwise, each of its tasks is machine 0 of 1, because the numbers of tasks in variables "
-        "of schedulers are not read. --demo and flags that only look at a run or plan it ignore "
-        "MACHINE_ID and TOTAL_MACHINES",
+        "the number of this machine, counted from 0. The templates in deploy/ set the number for "
+        "each of their tasks. Your own script must set MACHINE_ID and TOTAL_MACHINES, or give "
+        "--machine_id and --total_machines. Otherwise, each of its tasks is machine 0 of 1, "
+        "because variables in which a scheduler numbers its tasks, such as SLURM_ARRAY_TASK_ID, "
+        "are not used. MACHINE_ID and TOTAL_MACHINES are ignored with --demo, --list_hooks, --plan "
+        "and the flags that look at a run",
         0,
         least=0,
         variables=Variables(("MACHINE_ID",), excluding_flags=WITHOUT_SHARES),
@@ -607,7 +610,7 @@ class OutputOptions:
     )
     upload_timeout: int = number(
         "how long an upload may fail repeatedly, or may wait for an answer after everything was "
-        "sent, before the run stops. The time for sending is added, at most 8 s per MB",
+        "sent, before the run stops. The time that sending takes does not count, up to 8 s per MB",
         300,
         unit=" s",
         metavar="SECONDS",
@@ -663,8 +666,8 @@ class StorageOptions:
     shard_format: str = flag(
         "the file format of the shards. pickle: a dict that Python reads without this program; "
         "safetensors: one contiguous tensor per hook, so that a hook can be read without the "
-        "others. Readers compare all bytes of safetensors that they use with a crc32c, and "
-        "--verify compares whole files with their sha256",
+        "others. Readers check all bytes of safetensors that they use against a crc32c, and "
+        "--verify checks whole files against their sha256",
         "pickle",
         choices=SHARD_FORMATS,
         determines_shards=True,
@@ -705,8 +708,8 @@ class StorageOptions:
         default_is="one for each core",
     )
     waiting_shards_gb: float | None = gigabytes(
-        "the largest amount of memory for activations that wait to be stored. When it is full, "
-        "computing waits. Two shards must fit in it",
+        "the largest amount of memory for activations that wait to be stored. When this memory is "
+        "full, the model waits. Two shards must fit in it",
         default_is="a quarter of the available memory, at most 16 GB, but at least two shards",
     )
 
@@ -757,13 +760,14 @@ class PlanOptions:
     )
     chips_per_host: int | None = number(
         "with --plan: the number of chips of each host",
-        default_is="4 TPU chips, but all chips of v5e-1, v5e-8, v6e-1 and v6e-8; up to 8 GPUs",
+        default_is="4 for TPUs, except that v5e-1, v5e-8, v6e-1 and v6e-8 are one host; for GPUs "
+        "all of them, at most 8",
         needs="plan",
     )
     tokens_per_second: float | None = flag(
         "with --plan: the number of tokens that each host stores per second. To measure it, run "
         "with --max_samples 200 on such a machine. The line that begins with 'time:' at the end "
-        "contains it",
+        "of the output contains the number",
         default_is="a guess from the peak speed of the chips",
         parse=positive,
         needs="plan",
@@ -815,15 +819,16 @@ class LookingOptions:
         "stored once. With --model_path (and with --lora and --encode, if the run has them), also "
         "recompute some samples. Lists every problem, and exits with status 1 if there is one. If "
         "--output_dir contains hidden states of another program (hidden_states/hs_*.safetensors of "
-        "speculators, or rows_*/data_*.ckpt of SpecForge) instead of a run, compare random rows "
-        "with --model_path, computed in --dtype. The last layer has to be the output of the last "
-        "block or, for SpecForge, of the final norm; the other layers have to be the hooks of "
-        "--layers_to_extract or --hook_names (default: the hooks that most rows match). The output "
-        "describes each wrong row: another layer, shifted tokens, another row, zeros, too few "
-        "tokens"
+        "speculators, or rows_*/data_*.ckpt of SpecForge) instead of a run, random rows are "
+        "compared with hidden states of --model_path, computed in --dtype. The last layer in a row "
+        "has to be the output of the last block or, for SpecForge, of the final norm. The other "
+        "layers have to be the hooks of --layers_to_extract or --hook_names (default: the hooks "
+        "that most rows match). The output tells what is wrong with a row, such as another layer, "
+        "shifted tokens, another row, zeros, or too few tokens"
     )
     verify_samples: int = number(
-        "with --verify and --model_path: the number of random samples, or rows, to recompute",
+        "with --verify and --model_path: the number of random samples to recompute, or of random "
+        "rows if the hidden states are those of another program",
         8,
         needs="verify",
     )
@@ -840,17 +845,18 @@ class LookingOptions:
     export: str | None = flag(
         "copy a finished run to --export_dir in the file format of another program. sae_lens: the "
         "cached activations of SAELens. speculators or specforge: files for training EAGLE-3 draft "
-        "models, one for each sample. The mask of the loss comes from the column loss_mask, if "
+        "models, one for each sample. Their loss mask comes from the column loss_mask, if "
         "--keep_columns has stored it, otherwise from the roles. delphi: the cache of codes from "
-        "which delphi explains features. Codes of at most 1e-5 are left out, and so are the last "
+        "which delphi explains features, without codes of at most 1e-5, and without the last "
         "tokens of a sample that do not fill a row of 64. nla: for natural language autoencoders, "
         "a Parquet file with each stored token of one hook blocks.K.hook_resid_post and the text "
-        "before the token. If the run does not store all tokens, its data is read again (from "
-        "--dataset_path, if the data has been moved). --hook_names selects hooks; without it, all "
-        "hooks that the format takes are exported: specforge needs ln_final.hook_out and "
-        "blocks.K.hook_resid_post of exactly three layers, speculators the last block and at least "
-        "one other, nla a single hook. speculators, specforge and delphi need a run that stores "
-        "every token. The command prints how many tokens and codes are left out",
+        "before the token. If the run does not store all tokens, nla reads the data of the run "
+        "again (from --dataset_path, if the data has been moved). --hook_names selects the hooks "
+        "to export; without it, all hooks that the format can contain are exported. specforge "
+        "needs ln_final.hook_out and blocks.K.hook_resid_post of exactly three layers, speculators "
+        "needs the last block and at least one other block, and nla needs a single hook. "
+        "speculators, specforge and delphi need a run that stores every token. The command prints "
+        "how many tokens and codes are left out",
         needs="export_dir",
         choices=EXPORTS,
     )
@@ -952,7 +958,7 @@ class Config:
         group=GENERAL,
     )
     log_every: int = number(
-        "the time between two lines of metrics.jsonl and, if the output is no terminal, between "
+        "the time between two lines of metrics.jsonl and, if the output is not a terminal, between "
         "two lines of progress in the log",
         30,
         unit=" s",
@@ -977,7 +983,9 @@ class Config:
         for config_field in fields(cls):
             options_class = config_field.metadata.get("part")
             if options_class is not None:
-                value_by_field[config_field.name] = options_class(**_present(options_class, values))
+                value_by_field[config_field.name] = options_class(
+                    **_values_of_part(options_class, values)
+                )
             elif config_field.name in values:
                 value_by_field[config_field.name] = values[config_field.name]
         return cls(**value_by_field)
@@ -1030,8 +1038,8 @@ class Config:
         return cls.of(value_by_flag)
 
 
-def _present(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the flags that are fields of a part of the configuration.
+def _values_of_part(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns only the values of the flags of one part of the configuration, by name.
 
     Args:
         options_class: The dataclass of the part.
