@@ -182,16 +182,16 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
     with device_errors():
         compiled_step, run = start_together(run)
     clock.restart()
-    with run.storage, stop_on_signals() as stopped:
+    with run.storage, stop_on_signals() as get_stop_signal:
         try:
             with device_errors(), run.watchdog:
                 progress = make_progress(run)
-                lockstep = take_steps(run, compiled_step, progress, clock, stopped)
+                lockstep = take_steps(run, compiled_step, progress, clock, get_stop_signal)
         except KeyboardInterrupt:
             # A second Ctrl-C ends the run without waiting for uploads.
             run.storage.close()
             raise
-        if stopped() and (num_waiting_bytes := run.storage.gauges()["bytes_waiting"]):
+        if get_stop_signal() and (num_waiting_bytes := run.storage.gauges()["bytes_waiting"]):
             log.info(
                 "stopping; %.2f GB wait to be stored, in order; what is not stored when this "
                 "process is killed is computed again",
@@ -199,7 +199,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
             )
         with device_errors():
             finish(run, clock, lockstep.complete, lockstep.failure)
-        return lockstep.complete, stopped()
+        return lockstep.complete, get_stop_signal()
 
 
 def start_together(run: Run) -> tuple[Step, Run]:
@@ -223,7 +223,8 @@ def start_together(run: Run) -> tuple[Step, Run]:
     try:
         compiled_step = compile_step(run.forward)
     except Exception as error:
-        # The error is raised below by all hosts together, so that no host waits for this one.
+        # All hosts together raise this error below. If this host raised it alone, the other hosts
+        # would wait for this host.
         failure = error
     # Host 0 opens its output before the others do: if two pods start at the same time, their first
     # hosts decide which of them continues.
@@ -269,9 +270,9 @@ def open_output(run: Run) -> Run:
 
 
 def take_steps(
-    run: Run, step: Step, progress: Progress, clock: Clock, stopped: Callable[[], int]
+    run: Run, step: Step, progress: Progress, clock: Clock, get_stop_signal: Callable[[], int]
 ) -> Lockstep:
-    """Runs the loop over batches.
+    """Runs the model on all batches of this host, and stores the activations.
 
     The devices compute a step while the results of the previous step are copied and stored.
 
@@ -280,17 +281,18 @@ def take_steps(
         step: The compiled step.
         progress: The progress, which is closed at the end.
         clock: The clock that measures the time of each activity.
-        stopped: A function that returns the number of the signal that has asked the run to stop, or
-            0 without a signal.
+        get_stop_signal: A function that returns the number of the signal that has asked the run to
+            stop, or 0 without a signal.
 
     Returns:
-        The lockstep, whose attributes `complete` and `failure` tell how the loop has ended.
+        The lockstep of the hosts (`run.hosts.Lockstep`), whose attributes `complete` and `failure`
+        tell how the loop has ended.
     """
-    batches_until_stop = run.batches.until(stopped)
-    lockstep = Lockstep(batches_until_stop, stopped, partial(any_host, run.host), clock)
+    batches_until_stop = run.batches.until(get_stop_signal)
+    lockstep = Lockstep(batches_until_stop, get_stop_signal, partial(any_host, run.host), clock)
 
     def start(batch: Batch | None) -> tuple[Batch | None, Activations, jax.Array]:
-        """Starts a step.
+        """Starts the computation of a step, without waiting for its result.
 
         Args:
             batch: The batch of this host; None if this host has no batch for the step.
@@ -299,7 +301,8 @@ def take_steps(
             A tuple of:
                 The batch.
                 The activations, which are still being computed.
-                The sums of the votes of all hosts (see `Lockstep`).
+                The sums over all hosts of their votes on whether to take a later step (see
+                `Lockstep`).
         """
         with clock.measure("compute"):
             return batch, *step(batch, lockstep.votes)
@@ -334,7 +337,7 @@ def take_steps(
         try:
             progress.close()
         except Exception as error:
-            # The last metrics were not written. The lockstep tells all hosts about this failure.
+            # Writing the last metrics failed. The lockstep tells all hosts about this failure.
             lockstep.fail(error)
     return lockstep
 
@@ -366,16 +369,17 @@ def finish(run: Run, clock: Clock, complete: bool, failure: Exception | None = N
                 )
                 run.storage.finalize(is_run_complete, skipped_rows, empty_rows)
     except Exception as error:
-        # The error is raised below by all hosts together, so that no host waits for this one.
+        # All hosts together raise this error below. If this host raised it alone, the other hosts
+        # would wait for this host.
         failure = failure or error
     raise_together(run.host, failure)
 
 
 def show_hooks(config: Config) -> int:
-    """Prints the hooks of the model that the flags name, for --list_hooks.
+    """Prints a table of all hooks of the model in --model_path or --demo, for --list_hooks.
 
-    It reads config.json, and tokenizer.json if this file exists. If the model is in a local folder,
-    it also reads the names of the tensors.
+    This function reads config.json, and tokenizer.json if this file exists. If the model is in a
+    local folder, the function also reads the names of the tensors.
 
     Args:
         config: The configuration.

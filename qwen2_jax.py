@@ -71,7 +71,7 @@ class Embedding(nn.Module):
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of the vectors.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: ModelConfig
@@ -118,7 +118,7 @@ class SelfAttention(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         attention: The function that computes attention from queries, keys and values.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: ModelConfig
@@ -151,8 +151,10 @@ class SelfAttention(nn.Module):
             has_window: Whether this layer has a window, () bool; None in a model without windows.
 
         Returns:
-            The output, (B, T, D), which is added to the residual stream.
-            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
+            A tuple of:
+                The output, (B, T, D), which is added to the residual stream.
+                The intermediates: name -> array, or a function that computes it (see
+                `Intermediates`).
         """
         query_axes = "batch", "query_sequence", "heads", "head_dim"
         key_axes = "batch", "sequence", "kv_heads", "head_dim"
@@ -210,8 +212,8 @@ class MLP(nn.Module):
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
-        layout: The mesh.
-        width: The letter of the width of the MLP.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
+        width: The letter of the width of the MLP: F in a dense layer, P for a shared expert.
     """
 
     config: ModelConfig
@@ -236,8 +238,10 @@ class MLP(nn.Module):
                 the place of this module, needs it.
 
         Returns:
-            The output, (B, T, D), which is added to the residual stream.
-            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
+            A tuple of:
+                The output, (B, T, D), which is added to the residual stream.
+                The intermediates: name -> array, or a function that computes it (see
+                `Intermediates`).
         """
         gate_values = rounded(self.gate_proj(x), self.dtype)
         up_values = self.up_proj(x)
@@ -262,7 +266,7 @@ class SparseMLP(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         expert_sum: The function that computes the weighted sums of the routed experts.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: Any
@@ -285,8 +289,10 @@ class SparseMLP(nn.Module):
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
 
         Returns:
-            The sum, (B, T, D), which is added to the residual stream.
-            The intermediates: name -> array, or a function that computes it (see `Intermediates`).
+            A tuple of:
+                The sum, (B, T, D), which is added to the residual stream.
+                The intermediates: name -> array, or a function that computes it (see
+                `Intermediates`).
         """
         experts_config = self.config.experts
         router_logits = self.gate(x).astype(self.dtype)
@@ -297,15 +303,16 @@ class SparseMLP(nn.Module):
         intermediates["weights"] = partial(
             scattered, routing_weights, chosen_experts, experts_config.count
         )
-        # Padding is sent to the number after the last expert, which is no expert and costs nothing.
+        # Padding gets the number after the last expert. No expert has this number, so that padding
+        # costs nothing.
         needed_expert_numbers = jnp.where(
             segment_ids[..., None] > 0, chosen_experts, experts_config.count
         )
         if experts_config.shared_width:
             shared_expert_output, intermediates["shared"] = self.shared_expert(x)
-            # The shared expert is computed while tokens are sent to other devices' experts. The
-            # routing weights are sent after the tokens. The barrier delays them until the shared
-            # expert is computed.
+            # The shared expert is computed while tokens are sent to the experts of other devices.
+            # The routing weights are sent after the tokens. The barrier delays the routing weights
+            # until the shared expert is computed.
             shared_expert_output, routing_weights = lax.optimization_barrier(
                 (shared_expert_output, routing_weights)
             )
@@ -325,7 +332,7 @@ class DecoderLayer(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         kernels: The functions that compute attention, experts and delta nets.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
         type_: The type of the layer, one of ModelConfig.layer_types.
     """
 
@@ -362,9 +369,10 @@ class DecoderLayer(nn.Module):
             has_window: Whether this layer has a window, () bool; None in a model without windows.
 
         Returns:
-            The residual stream after the layer, (B, T, D).
-            The intermediates: name -> array, or a nested dict with the intermediates of a module of
-            the layer (see `Intermediates`).
+            A tuple of:
+                The residual stream after the layer, (B, T, D).
+                The intermediates: name -> array, or a nested dict with the intermediates of a
+                module of the layer (see `Intermediates`).
         """
         intermediates: Intermediates = {"resid_pre": x}
         y, intermediates["ln1"] = self.input_layernorm(x)
@@ -391,7 +399,7 @@ def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         kernels: The functions that compute attention, experts and delta nets.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
     make_layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
     module_by_type = {layer_type: make_layer(type_=layer_type) for layer_type in config.layer_types}
@@ -405,7 +413,7 @@ class Qwen2(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         kernels: The functions that compute attention, experts and delta nets.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: ModelConfig
@@ -449,7 +457,8 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     """Returns the shape, logical axes and checkpoint tensors of each parameter of a model.
 
     This function allocates no parameters. In a pipeline, layers of zeros may fill the last stages.
-    They come after the first `model.num_layers` layers in a stack, and have no tensors.
+    A stack of layers contains these layers after the first `model.num_layers` layers. No tensor of
+    the checkpoint belongs to them.
 
     Args:
         model: A `Qwen2` or a `HookedModel`.
@@ -457,14 +466,14 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
             projections of a delta net are fused. Empty if there is no checkpoint.
 
     Returns:
-        Path of a parameter -> its shape, logical axes and checkpoint tensors.
+        A dict: path of a parameter -> its shape, logical axes and checkpoint tensors.
     """
     has_fused_experts = any(tensor_name.endswith("experts.gate_up_proj") for tensor_name in tensors)
     tensor_and_slice_by_parameter = _tensors_by_parameter(
         model.config, has_fused_experts
     ) | _interleaved_tensors(model.config.delta, tensors)
-    # The default kernels run on this machine, even if the model is meant for another platform.
-    # Parameters do not depend on kernels or on the mesh.
+    # The shapes of parameters do not depend on kernels or on the mesh. The default kernels run on
+    # this machine, even if the kernels of `model` only run on another platform.
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
     box_by_path = declared(local_model)
     return {
@@ -502,7 +511,8 @@ def _weight_spec(
         path: The path of the parameter.
         box: Flax's box with the logical axes (`names`) and the shape of the parameter (`value`).
         model: The model, a `Qwen2` or a `HookedModel`.
-        tensor_of_parameter: The result of `_tensors_by_parameter` and `_interleaved_tensors`.
+        tensor_of_parameter: The results of `_tensors_by_parameter` and `_interleaved_tensors`, as
+            one dict. Other parameters have the names of their tensors.
     """
     config = model.config
     parameter_shape = box.value.shape
@@ -515,7 +525,7 @@ def _weight_spec(
     has_several_types = len(set(config.layer_types)) > 1
     layer_numbers = list(range(model.num_layers))
     if has_several_types:
-        # With several types of layers, the second name of the path is the type of the layers.
+        # If the model has several types of layers, `path[1]` is the type of the parameter's layers.
         layer_numbers = [layer for layer in layer_numbers if config.layer_types[layer] == path[1]]
     parameter_name = ".".join(path[2:] if has_several_types else path[1:])
     tensor_name, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
@@ -540,16 +550,16 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the tensors of parameters whose names in the checkpoint differ from the parameter's.
+    """Returns the checkpoint tensors of the parameters that have other names than their tensors.
 
     Args:
         config: The configuration of the model.
         has_fused_experts: Whether one tensor contains all experts of a layer.
 
     Returns:
-        Name of the parameter in its layer -> (name of the tensor in the layer, the slice of the
-        tensor). The slice is None for a whole tensor. If each expert has a tensor, "{}" stands for
-        the number of the expert.
+        A dict: name of the parameter in its layer -> (name of the tensor in the layer, the slice of
+        the tensor). The slice is None for a whole tensor. If each expert has a tensor, "{}" stands
+        for the number of the expert.
     """
     tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice | None]] = {}
     if config.delta is not None:
@@ -599,8 +609,8 @@ def _interleaved_tensors(
         tensors: The names of the tensors in the checkpoint. Empty if there is no checkpoint.
 
     Returns:
-        Name of the parameter in its layer -> (name of the tensor in the layer, the slice of each
-        key head's rows in this tensor).
+        A dict: name of the parameter in its layer -> (name of the tensor in the layer, the slice of
+        each key head's rows in this tensor).
     """
     tensor_and_slice_by_parameter: dict[str, tuple[str, TensorSlice]] = {}
     if delta is None or not delta.interleaved:

@@ -43,7 +43,7 @@ class HookedModel(nn.Module):
         dtype: The dtype of weights and of the operands of matrix products.
         activation_dtype: The dtype in which activations are stored, or "float8".
         kernels: The functions that compute attention, experts and delta nets.
-        layout: The mesh.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
         stages: The number of pipeline stages. All stages have the same number of layers. Layers of
             zeros, which do not change the residual stream, may fill the last stages.
     """
@@ -96,7 +96,7 @@ class HookedModel(nn.Module):
         return max(rows // self.layout.size(*RULES["batch"]), 1)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Returns the number of floating-point operations for samples.
+        """Returns the number of floating-point operations that the model needs for some samples.
 
         Args:
             lengths: The lengths of the samples in tokens.
@@ -166,7 +166,7 @@ class HookedModel(nn.Module):
         """Computes the values at the hooks with one loop over all layers, without a pipeline.
 
         Args:
-            capture: The hooks.
+            capture: The hooks, and the functions that collect their values in arrays.
             token_ids: The token ids, (B, T) int32.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
             positions: The position of each token in its sample, (B, T) int32.
@@ -199,7 +199,7 @@ class HookedModel(nn.Module):
         hooks of its own layers.
 
         Args:
-            capture: The hooks.
+            capture: The hooks, and the functions that collect their values in arrays.
             token_ids: The token ids, (B, T) int32.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
             positions: The position of each token in its sample, (B, T) int32.
@@ -230,7 +230,7 @@ class HookedModel(nn.Module):
         stage_numbers = jnp.arange(stage_count)
 
         def run_stage(
-            layers: Layers, slots: Any, x: Array, buffers: Buffers, number: Array
+            layers: Layers, slots: Any, x: Array, buffers: Buffers, micro_batch: Array
         ) -> tuple[Array, Buffers]:
             """Runs one stage on one micro-batch.
 
@@ -246,23 +246,24 @@ class HookedModel(nn.Module):
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
                 buffers: The buffers of the stage.
-                number: The number of the micro-batch, () int32. In the bubble, it is negative, or
-                    at least the number of micro-batches.
+                micro_batch: The number of the micro-batch, from 0, () int32. In the bubble, it is
+                    negative, or at least the number of micro-batches.
 
             Returns:
-                The residual stream after the stage, (B, T, D).
-                The buffers of the stage with the values of this micro-batch.
+                A tuple of:
+                    The residual stream after the stage, (B, T, D).
+                    The buffers of the stage with the values of this micro-batch.
             """
-            number = jnp.clip(number, 0, micro_batch_count - 1)
-            rotary = rotary_table(positions_by_micro_batch[number], self.config)
-            micro_batch_segments = segments_by_micro_batch[number]
+            micro_batch = jnp.clip(micro_batch, 0, micro_batch_count - 1)
+            rotary = rotary_table(positions_by_micro_batch[micro_batch], self.config)
+            micro_batch_segments = segments_by_micro_batch[micro_batch]
             stage_plan = stages_plan.with_slots(slots)
             return self._loop(
-                capture, stage_plan, layers, x, buffers, rotary, micro_batch_segments, number
+                capture, stage_plan, layers, x, buffers, rotary, micro_batch_segments, micro_batch
             )
 
         def tick(carry: tuple[Array, Buffers], tick_number: Array) -> tuple[Any, Array | None]:
-            """Runs every stage once.
+            """Runs every stage once, each stage on another micro-batch.
 
             Args:
                 carry: A tuple of the residual stream after each stage, (stages, B, T, D), and the
@@ -270,9 +271,10 @@ class HookedModel(nn.Module):
                 tick_number: The number of the tick, () int32.
 
             Returns:
-                The carry of the next tick.
-                The bits of the residual stream after the last stage, (B, T, D); None if no hook
-                comes after the last layer.
+                A tuple of:
+                    The carry of the next tick.
+                    The bits of the residual stream after the last stage, (B, T, D); None if no hook
+                    comes after the last layer.
             """
             x, buffers = carry
             entering_token_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
@@ -314,8 +316,9 @@ class HookedModel(nn.Module):
         """Runs all layers or the layers of one stage, and writes the values at their hooks.
 
         Args:
-            capture: The hooks.
-            plan: The kinds of hooks that these layers write, and the slots of their values.
+            capture: The hooks, and the functions that collect their values in arrays.
+            plan: The kinds of hooks whose values these layers write, and the indices in `buffers`
+                of these values.
             layers: The layers with their parameters.
             x: The residual stream before the layers, (B, T, D).
             buffers: The buffers to which the layers write; in a pipeline, the buffers of the stage.
@@ -342,7 +345,7 @@ class HookedModel(nn.Module):
         """Computes the values at the hooks that come after the last layer.
 
         Args:
-            capture: The hooks.
+            capture: The hooks, and the functions that collect their values in arrays.
             x: The residual stream after the last layer, (B, T, D).
             token_ids: The token ids, (B, T) int32.
             positions: The position of each token in its sample, (B, T) int32.

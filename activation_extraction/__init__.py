@@ -48,10 +48,12 @@ From a data set to the model:
     sample       A document, cut to --max_seq_length tokens if it is longer, or a piece of a
                  document. Samples are numbered, and each sample is stored once.
     piece        One of the samples into which --long_documents split divides a long document.
+    position     The index of a token in its sample, from 0.
     group        Consecutive samples of a worker that are packed together into rows of batches.
     batch        The rows that a host feeds to the model in one step. When activations are read, a
                  batch is some tokens with their activations (`dataset.token_batch.TokenBatch`).
-    mark         A position in a worker's stream of samples, from which the stream can continue
+    step         One computation of the model, on one batch of each host of a machine.
+    mark         A point in a worker's stream of samples, from which the stream can continue
                  (`text.mark.Mark`).
 
 From the model to the files:

@@ -128,7 +128,7 @@ GROUPS = (
 
 
 def _all_layers(ranges: list[tuple[int, ...] | str]) -> tuple[int, ...] | str:
-    """Returns the layers of several ranges, each layer once. "all" in one range selects all layers."""
+    """Returns the layers of several ranges, each layer once; "all" if a range is "all"."""
     if "all" in ranges:
         return "all"
     layer_numbers: list[Any] = []
