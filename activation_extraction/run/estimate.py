@@ -251,19 +251,19 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
     compiled_bytes_of_device = None
-    does_fit = step_cost.memory_bytes <= usable_bytes_of_device
+    fits_in_memory = step_cost.memory_bytes <= usable_bytes_of_device
     if run.topology.is_tpu:
         try:
             compiled_bytes_of_device = compiled_bytes(run, request)
             if compiled_bytes_of_device is not None:
-                does_fit = compiled_bytes_of_device <= usable_bytes_of_device
+                fits_in_memory = compiled_bytes_of_device <= usable_bytes_of_device
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(mesh_layout.shape), one_line(error))
-            does_fit = does_fit and "RESOURCE_EXHAUSTED" not in str(error)
+            fits_in_memory = fits_in_memory and "RESOURCE_EXHAUSTED" not in str(error)
     peak_tokens_per_second = rows_of_step * row_tokens / step_cost.seconds
     return {
         "shape": mesh_layout.shape,
-        "fits": does_fit,
+        "fits": fits_in_memory,
         "memory_gb": step_cost.memory_bytes / 1e9,
         "compiled_gb": None if compiled_bytes_of_device is None else compiled_bytes_of_device / 1e9,
         "step_ms": 1e3 * step_cost.seconds,

@@ -68,7 +68,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         if complete and run_repair.gaps:
             if run_repair.status(stored_totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")
-            elif (num_added_tokens := stored_totals.tokens - run_repair.metadata["tokens"]) > 0:
+            elif (
+                num_added_tokens := stored_totals.tokens - run_repair.previous_metadata["tokens"]
+            ) > 0:
                 say(
                     "stored whole: samples that an earlier --max_tokens had cut, with "
                     f"{counted(num_added_tokens, 'token')} more"

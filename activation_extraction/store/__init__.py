@@ -1,4 +1,4 @@
-"""Stores activations so that every sample is there exactly once, whatever process is killed.
+"""Stores activations. Every sample is stored exactly once, whatever process is killed.
 
 This package is a library that the extraction uses. It depends on no model and imports no JAX. Of
 the command line, it uses only the options about text and storage (cli/flags.py). A sample passes

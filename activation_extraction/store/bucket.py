@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 # Number of times that obstore repeats a failed read, within a second or two. `Folder` repeats the
 # read after that.
 RETRIES = 3
-READ_TIMEOUT = 60.0  # seconds without a byte of an answer after which a read is sent again
+# Seconds after which a read is sent again if no further byte of its answer has arrived.
+READ_TIMEOUT = 60.0
 # Speed of an upload on a slow line, in bytes per second: a line of 16 Mbit/s that 16 uploads share.
 MIN_BYTES_PER_SECOND = 0.125e6
 GB = 10**9
@@ -263,7 +264,7 @@ class Bucket:
         bucket_kind = self._bucket_kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
-        is_final = not self._has_succeeded
+        is_failure_final = not self._has_succeeded
         match failure.meaning:
             case Meaning.MISSING:
                 return FileNotFoundError(failure_reason)
@@ -279,7 +280,8 @@ class Bucket:
             case Meaning.NO_CREDENTIALS:
                 problem_message = "no credentials were found, nor given by the machine"
                 return FolderError(
-                    f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}", is_final
+                    f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}",
+                    is_failure_final,
                 )
             case Meaning.FORBIDDEN:
                 return FolderError(
@@ -291,9 +293,11 @@ class Bucket:
                     f"{problem_message} ({failure_reason}); {bucket_kind.address_help}"
                 )
             case Meaning.UNREACHABLE:
-                return FolderError(f"{failure_reason}; {bucket_kind.address_help}", is_final)
+                return FolderError(
+                    f"{failure_reason}; {bucket_kind.address_help}", is_failure_final
+                )
             case Meaning.UNUSABLE:
-                return FolderError(failure_reason, is_final)
+                return FolderError(failure_reason, is_failure_final)
             case Meaning.REFUSED:
                 return FolderError(failure_reason)
             case Meaning.MAY_PASS:

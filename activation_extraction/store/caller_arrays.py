@@ -63,6 +63,6 @@ def copy_as_int32(values: Any) -> np.ndarray:
         ValueError: If `copy_array` cannot convert the ids.
     """
     copied_ids = copy_array(values)
-    are_integers = copied_ids.dtype.kind in "iu"
-    fit_int32 = are_integers and (copied_ids == copied_ids.astype(np.int32)).all()
-    return copied_ids.astype(np.int32) if fit_int32 or not copied_ids.size else copied_ids
+    ids_are_integers = copied_ids.dtype.kind in "iu"
+    ids_fit_int32 = ids_are_integers and (copied_ids == copied_ids.astype(np.int32)).all()
+    return copied_ids.astype(np.int32) if ids_fit_int32 or not copied_ids.size else copied_ids

@@ -175,12 +175,12 @@ def read_samples(
     tokens_by_sample = _tokens_of(reader, run_log, commit, sample_indices)
     chosen_samples = []
     for sample_index, tokens in zip(sample_indices, tokens_by_sample, strict=True):
-        first_token, end_token = reader.offsets[sample_index : sample_index + 2].tolist()
-        hook_values = [
-            hook.for_user(hook.begin_rows(reader, first_token, end_token)()) for hook in hooks
+        start_token, stop_token = reader.offsets[sample_index : sample_index + 2].tolist()
+        sample_values = [
+            hook.for_user(hook.begin_rows(reader, start_token, stop_token)()) for hook in hooks
         ]
         path_and_number = f"{where}: sample {tokens.sample_idx}"
-        chosen_samples.append(ChosenSample(path_and_number, tokens, hooks, hook_values))
+        chosen_samples.append(ChosenSample(path_and_number, tokens, hooks, sample_values))
     return chosen_samples
 
 
@@ -203,13 +203,13 @@ def _tokens_of(
         return []
     # All tokens from the first sample to the last one are read, because one large range takes less
     # time than many small ones if the shard is in a bucket.
-    first_token = int(reader.offsets[min(sample_indices)])
-    end_token = int(reader.offsets[max(sample_indices) + 1])
-    token_fields = reader.begin_tokens(first_token, end_token)()
+    start_token = int(reader.offsets[min(sample_indices)])
+    stop_token = int(reader.offsets[max(sample_indices) + 1])
+    token_fields = reader.begin_tokens(start_token, stop_token)()
     stored_samples = []
     for sample_index in sample_indices:
         start_index, stop_index = (
-            reader.offsets[sample_index : sample_index + 2] - first_token
+            reader.offsets[sample_index : sample_index + 2] - start_token
         ).tolist()
         token_ids = token_fields["token_ids"][start_index:stop_index]
         positions = token_fields["position"][start_index:stop_index]
@@ -228,9 +228,9 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
     identity = run_log.identity
     assert identity is not None
     metadata = run_log.metadata or {}
-    descriptions_by_hook = {hook["name"]: hook for hook in metadata.get("hooks", ())}
+    description_by_hook_name = {hook["name"]: hook for hook in metadata.get("hooks", ())}
     recorded_hooks = []
     for shard_hook in commit.hooks:
-        description = descriptions_by_hook.get(shard_hook["name"], {})
+        description = description_by_hook_name.get(shard_hook["name"], {})
         recorded_hooks.append(identity.recorded_hook(shard_hook | description))
     return recorded_hooks

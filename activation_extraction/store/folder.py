@@ -574,5 +574,5 @@ def failure_of(error: Exception) -> FolderError:
     # For HTTP status 403, gcsfs raises an exception without a code, whose message begins so.
     says_forbidden = failure_reason.startswith("Forbidden")
     has_final_status = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
-    is_final = isinstance(error, final_types) or says_forbidden or has_final_status
-    return FolderError(failure_reason, is_final)
+    is_failure_final = isinstance(error, final_types) or says_forbidden or has_final_status
+    return FolderError(failure_reason, is_failure_final)

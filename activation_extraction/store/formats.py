@@ -4,8 +4,8 @@ pickle_file.py and safetensors_file.py make the uncompressed bytes of the two fo
 compresses them and computes checksums. A compressed shard is cut into blocks of equal size, except
 for the last block. Threads compress each block to a gzip member, and the concatenated members are
 one gzip file. So the compressed bytes depend on neither the number of threads nor their timing. The
-bytes depend on the version of isal, and perhaps on the processor family, because isal has different
-code for some families.
+bytes depend on the version of isal, the library that compresses them, and perhaps on the processor
+family, because isal contains different code for some families.
 
 Every file contains the id of the process that wrote it, at a place that readers ignore. In a gzip
 file, this is the comment in the first header. run_log.py explains why the id is needed.

@@ -54,8 +54,8 @@ Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOATS: np.dtype = np.dtype(np.float32)
 SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
-# Largest number of attention sinks of a shard whose encoding errors are measured, and largest
-# number of other tokens of a shard whose encoding errors are measured.
+# Largest number of tokens of a shard whose encoding errors are measured. Attention sinks and other
+# tokens are counted separately.
 MAX_MEASURED_TOKENS = 1024
 # Number of integers or features of a sample that may always differ. If two nearly equal scores are
 # sorted in the other order, two integers or features differ.
@@ -145,8 +145,8 @@ class HookValues(ABC):
     def are_activations(self) -> bool:
         """Whether the values are activations.
 
-        Readers convert only activations to another dtype, and leave out tokens with large norms
-        only by the norms of activations.
+        Readers convert only activations to a dtype that the user asks for. If they leave out tokens
+        with large norms, only the norms of activations count.
         """
 
     @property
@@ -181,10 +181,10 @@ class HookValues(ABC):
         """Whether `encode` makes new arrays, so that both old and new arrays need memory."""
 
     def stored_as(self, dtype: str) -> str:
-        """Returns the name of the dtype in files for values of a dtype in memory.
+        """Returns the name of the dtype in which files contain the values.
 
         Args:
-            dtype: Name of the dtype in memory.
+            dtype: Name of the dtype of the values in memory.
         """
         return dtype
 
@@ -648,8 +648,8 @@ class CodeValues(HookValues):
         sample_codes = Codes(**code_arrays, features=record["shape"][1])
         first_offset, last_offset = sample_codes.indptr[[0, -1]].tolist()
         feature_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
-        is_ascending = (np.diff(sample_codes.indptr) >= 0).all()
-        if first_offset != 0 or len(feature_counts) != 1 or not is_ascending:
+        are_offsets_ascending = (np.diff(sample_codes.indptr) >= 0).all()
+        if first_offset != 0 or len(feature_counts) != 1 or not are_offsets_ascending:
             raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
         return sample_codes
 
@@ -711,12 +711,14 @@ class CodeValues(HookValues):
         common_features, stored_indices, recomputed_indices = np.intersect1d(
             stored_features, recomputed_features, assume_unique=True, return_indices=True
         )
-        stored_count = len(stored_features)
-        difference_count = stored_count + len(recomputed_features) - 2 * len(common_features)
-        max_difference_count = tolerance.different_numbers(stored_count)
+        stored_feature_count = len(stored_features)
+        difference_count = (
+            stored_feature_count + len(recomputed_features) - 2 * len(common_features)
+        )
+        max_difference_count = tolerance.different_numbers(stored_feature_count)
         if difference_count > max_difference_count:
             yield (
-                f"{difference_count} of its {stored_count} features differ "
+                f"{difference_count} of its {stored_feature_count} features differ "
                 f"(allowed: {max_difference_count})"
             )
         compared_arrays = {

@@ -249,5 +249,5 @@ class HubFolder:
             failure_reason = f"{one_line(error):.200}"
             if http_status == 401:
                 failure_reason = "the hub does not accept your token (HF_TOKEN)"
-            is_final = meaning_of(http_status) is not Meaning.MAY_PASS
-            raise FolderError(failure_reason, final=is_final) from error
+            is_failure_final = meaning_of(http_status) is not Meaning.MAY_PASS
+            raise FolderError(failure_reason, final=is_failure_final) from error

@@ -164,7 +164,7 @@ class Identity:
     def hook_values(
         self, key: Key, name: str, width: int = 0, dtype: str = "", max_features: int = 0
     ) -> HookValues:
-        """Returns the description of a hook, of the class for the hook's kind of values.
+        """Returns the description of a hook, an object of the class for the kind of its values.
 
         Args:
             key: Name of the hook in pickles.

@@ -136,7 +136,7 @@ def write_synced(file: IO[bytes], buffers: Sequence[bytes | memoryview]) -> None
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether an open file still has the path `path`.
+    """Returns whether an open file is still the file at a path.
 
     On a file system without locks, another process may have begun to write a file of the same name.
     """

@@ -100,15 +100,15 @@ class Repair:
             all the data, and for a program with a loop of its own.
         samples_to_add: Number of samples that a program with a loop of its own must add again: all
             up to the last one that is or was stored. 0 for a run on a data set.
-        metadata: Content of metadata.json before the repair. If there are gaps, a repair changes
-            only some fields of it.
+        previous_metadata: Content of metadata.json before the repair, of which `revised` keeps most
+            fields. Empty if metadata.json was missing, or if there are no gaps.
     """
 
     withdrawn_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()
     samples_to_read: int | None = None
     samples_to_add: int = 0
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
         """Returns the largest numbers of samples and of tokens to store, by name.
@@ -120,7 +120,7 @@ class Repair:
             limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no
                 limit.
         """
-        recorded_limits = self.metadata if self.gaps else {}
+        recorded_limits = self.previous_metadata if self.gaps else {}
         return {
             limit_name: recorded_limits.get(limit_name, process_limit)
             for limit_name, process_limit in limits.items()
@@ -144,16 +144,16 @@ class Repair:
         Args:
             stored_samples: Number of samples that are stored now.
         """
-        previous_sample_count = self.metadata.get("samples", 0)
+        previous_sample_count = self.previous_metadata.get("samples", 0)
         if self.samples_to_read is None:
-            is_complete = stored_samples >= previous_sample_count
+            is_run_complete = stored_samples >= previous_sample_count
         else:
-            is_complete = self._was_complete and stored_samples == previous_sample_count
-        return "complete" if is_complete else "interrupted"
+            is_run_complete = self._was_complete and stored_samples == previous_sample_count
+        return "complete" if is_run_complete else "interrupted"
 
     @property
     def _was_complete(self) -> bool:
-        return self.metadata.get("status") == "complete"
+        return self.previous_metadata.get("status") == "complete"
 
     def revised(self, new_metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of metadata.json during this repair.
@@ -174,7 +174,12 @@ class Repair:
             revised_status = self.status(new_metadata["samples"])
             changed_keys += [*COUNTED, *CUT, "hooks"]
         changed_fields = {changed_key: new_metadata[changed_key] for changed_key in changed_keys}
-        return {**new_metadata, **self.metadata, **changed_fields, "status": revised_status}
+        return {
+            **new_metadata,
+            **self.previous_metadata,
+            **changed_fields,
+            "status": revised_status,
+        }
 
 
 @dataclass
@@ -197,7 +202,7 @@ class RepairPlanner:
     limits: Mapping[str, int | None]
     # Results of checking shards, by the numbers of the shards.
     _checked_shards: dict[int, CheckedShard] = field(default_factory=dict)
-    _has_warned: bool = False
+    _has_warned_of_new_metadata: bool = False
 
     def __call__(self, run_log: RunLog) -> StoragePlan:
         """Returns the plan of the repair.
@@ -209,12 +214,12 @@ class RepairPlanner:
             InputError: If the folder contains no run, or another run.
             FolderError: If a request failed, so it is unknown which shards are bad.
         """
-        repaired_run = run_log.run or self._newest_run(run_log)
-        self._refuse_others(run_log, repaired_run)
+        repaired_run_id = run_log.run or self._newest_run(run_log)
+        self._refuse_others(run_log, repaired_run_id)
         good_shards = self._good_shards(
-            replace(run_log, commits=_commits_of(run_log, repaired_run))
+            replace(run_log, commits=_commits_of(run_log, repaired_run_id))
         )
-        return self._plan(run_log, repaired_run, good_shards)
+        return self._plan(run_log, repaired_run_id, good_shards)
 
     def _newest_run(self, run_log: RunLog) -> str:
         """Returns the id of the run in a folder without metadata.json, from its newest commit.
@@ -277,8 +282,8 @@ class RepairPlanner:
                 f"{metadata_url}: is damaged or missing, and the shards were stored with other "
                 "settings than those of this repair; give the same flags or arguments as before"
             )
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._has_warned_of_new_metadata:
+            self._has_warned_of_new_metadata = True
             comparison_note = (
                 "nothing compares them with the run" if "" in stored_digests else "as before"
             )
@@ -300,11 +305,11 @@ class RepairPlanner:
         Raises:
             FolderError: If a shard could not be checked.
         """
-        new_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
-        if new_commits:
+        unchecked_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
+        if unchecked_commits:
             log.info("looking for damaged shards")
         commits_and_arguments = [
-            (commit, (self.folder, "", run_log, commit)) for commit in new_commits
+            (commit, (self.folder, "", run_log, commit)) for commit in unchecked_commits
         ]
         for checked_shard in for_each_shard(check_shard, commits_and_arguments):
             if (check_failure := checked_shard.failure) is not None:
@@ -331,24 +336,28 @@ class RepairPlanner:
         Args:
             shards: Shards without damage, in the order of their numbers.
         """
-        distinct_numbers, occurrence_counts = np.unique(_sample_numbers(shards), return_counts=True)
-        duplicate_numbers = set(distinct_numbers[occurrence_counts > 1].tolist())
-        if not duplicate_numbers:
+        distinct_sample_numbers, occurrence_counts = np.unique(
+            _sample_numbers(shards), return_counts=True
+        )
+        duplicate_sample_numbers = set(distinct_sample_numbers[occurrence_counts > 1].tolist())
+        if not duplicate_sample_numbers:
             return shards
         good_shards = []
-        seen_numbers = set[int]()
+        seen_sample_numbers = set[int]()
         for checked_shard in shards:
-            duplicates_in_shard = duplicate_numbers.intersection(
+            duplicates_in_shard = duplicate_sample_numbers.intersection(
                 _sample_numbers([checked_shard]).tolist()
             )
-            repeated_numbers = duplicates_in_shard & seen_numbers
-            if repeated_numbers:
+            repeated_sample_numbers = duplicates_in_shard & seen_sample_numbers
+            if repeated_sample_numbers:
                 shard_url = f"{self.folder.url}/{checked_shard.commit.name}"
                 log.warning(
-                    "%s: sample %d is also in a shard before it", shard_url, min(repeated_numbers)
+                    "%s: sample %d is also in a shard before it",
+                    shard_url,
+                    min(repeated_sample_numbers),
                 )
             else:
-                seen_numbers |= duplicates_in_shard
+                seen_sample_numbers |= duplicates_in_shard
                 good_shards.append(checked_shard)
         return good_shards
 
@@ -364,40 +373,44 @@ class RepairPlanner:
         good_commit_by_number = {
             good_shard.commit.number: good_shard.commit for good_shard in good_shards
         }
-        last_good_number = max(good_commit_by_number, default=0)
-        damaged_numbers = {
+        last_good_shard_number = max(good_commit_by_number, default=0)
+        damaged_shard_numbers = {
             number_of(damaged_name)
             for damaged_name in run_log.damaged_files
             if damaged_name != METADATA
         }
-        existing_numbers = damaged_numbers | set(_commits_of(run_log, run))
-        numbers_at_end = sorted(
-            (shard_number for shard_number in existing_numbers if shard_number > last_good_number),
+        existing_shard_numbers = damaged_shard_numbers | set(_commits_of(run_log, run))
+        shard_numbers_at_end = sorted(
+            (
+                shard_number
+                for shard_number in existing_shard_numbers
+                if shard_number > last_good_shard_number
+            ),
             reverse=True,
         )
-        gap_numbers = tuple(
+        gap_shard_numbers = tuple(
             shard_number
-            for shard_number in range(1, last_good_number)
+            for shard_number in range(1, last_good_shard_number)
             if shard_number not in good_commit_by_number
         )
         withdrawn_versions = {
             shard_number: run_log.versions.get(commit_name(shard_number))
-            for shard_number in (*numbers_at_end, *gap_numbers)
+            for shard_number in (*shard_numbers_at_end, *gap_shard_numbers)
         }
         continuation_mark = furthest_mark(
             good_commit_by_number.values(), self._first_missing(good_shards)
         )
-        if gap_numbers:
+        if gap_shard_numbers:
             plan_without_repair = StoragePlan(
                 [*good_commit_by_number.values()],
                 run=run,
-                next_number=last_good_number + 1,
+                next_number=last_good_shard_number + 1,
                 mark=continuation_mark,
             )
             return replace(
                 plan_without_repair,
                 repair=self._repair_of_gaps(
-                    gap_numbers, withdrawn_versions, plan_without_repair, stored_metadata
+                    gap_shard_numbers, withdrawn_versions, plan_without_repair, stored_metadata
                 ),
             )
         plan_without_repair = plan_rest(
@@ -433,7 +446,7 @@ class RepairPlanner:
             plan: Plan without the repair, whose commits are the good shards.
             metadata: Content of metadata.json; empty if it is missing.
         """
-        gap_repair = Repair(withdrawn_versions, gaps, metadata=metadata)
+        gap_repair = Repair(withdrawn_versions, gaps, previous_metadata=metadata)
         if not self.identity.from_dataset:
             return replace(
                 gap_repair,
@@ -460,12 +473,12 @@ class RepairPlanner:
         Args:
             good_shards: Good shards, which contain all stored samples.
         """
-        stored_numbers = np.sort(_sample_numbers(good_shards))
+        stored_sample_numbers = np.sort(_sample_numbers(good_shards))
         host_worker = self.identity.worker
-        numbers_without_gaps = host_worker.sample_idx(0) + host_worker.stride * np.arange(
-            len(stored_numbers)
+        sample_numbers_without_gaps = host_worker.sample_idx(0) + host_worker.stride * np.arange(
+            len(stored_sample_numbers)
         )
-        return int(np.argmax(np.append(stored_numbers != numbers_without_gaps, True)))
+        return int(np.argmax(np.append(stored_sample_numbers != sample_numbers_without_gaps, True)))
 
 
 def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
