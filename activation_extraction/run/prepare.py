@@ -396,10 +396,11 @@ def step_request(
 
     Args:
         config: The configuration.
-        commit: The commit of the model on the hub. None for --model_revision.
+        commit: The git commit of the model on the hub. None to use --model_revision.
         device_memory: The memory of each device in bytes. None for the memory that this host's
             devices report.
-        planned: The devices of a machine that is only planned. None for this machine's devices.
+        planned: The devices of the machine that --plan names, on which a step is only estimated.
+            None for this machine's devices.
 
     Raises:
         InputError: If an autoencoder cannot be read, or if JAX finds no devices.
@@ -546,7 +547,7 @@ def plan_storage(
 
 
 def log_start(run: Run) -> None:
-    """Logs the hooks, the stored samples, the special tokens, and which tokens are kept."""
+    """Logs what a run begins with: hooks, stored samples, special tokens, and tokens to store."""
     storage, sample_settings = run.storage, run.text.sample_settings
     log_hooks(run.config.hooks, run.forward)
     stored_totals = storage.totals

@@ -1,13 +1,13 @@
 """The folders of a run: how they are named, found and compared.
 
-Each host of a run has a folder. The folders are in the output of the run: --output_dir, or a folder
+Each host of a run has a folder. These folders are in the output folder: --output_dir, or a folder
 in a bucket. The folder `machine_003` belongs to a machine with one host, and `machine_003_host_01`
 to one of several hosts. If there is only one machine with one host, its files are in the output
-itself, unless the output is in a bucket. No other module forms or parses these names.
+folder itself, unless this is in a bucket. No other module forms or parses these names.
 
 `read_folders` reads all folders of a run in any state, and `read_run` raises an exception unless
 they are complete and belong together. A process that stores a run begins with `RunFolders`, which
-refuses outputs with folders of other runs. run_log.py reads the files in one folder.
+refuses output folders with folders of other runs. run_log.py reads the files in one folder.
 """
 
 import re
@@ -97,11 +97,11 @@ def host_folders(names: Iterable[str]) -> dict[str, HostFolder]:
 
 
 def folder_name(worker: Worker, in_bucket: bool) -> str:
-    """Returns the name of a worker's folder; "" if its files are in the output itself.
+    """Returns the name of a worker's folder; "" if its files are in the output folder itself.
 
     Args:
         worker: Worker that stores its files in the folder.
-        in_bucket: Whether the output is in a bucket.
+        in_bucket: Whether the output folder is in a bucket.
     """
     if worker.hosts > 1 or in_bucket or worker.machines > 1:
         return HostFolder.of(worker.machine, worker.host, worker.hosts).name
@@ -117,14 +117,14 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
     """Reads the logs of all folders of a run, even if folders are damaged or missing.
 
     Args:
-        root: Output of the run.
+        root: Output folder of the run.
 
     Returns:
-        The log of each folder that contains files of a run, by the name of the folder; the name of
-        the output itself is "".
+        The log of each folder that contains files of a run, by the name of the folder. The name of
+        the output folder itself is "".
 
     Raises:
-        InputError: If the output contains no files of a run.
+        InputError: If neither the output folder nor a folder in it contains files of a run.
     """
     root_listing = root.listing()
     folder_names = list(host_folders(root_listing))
@@ -149,11 +149,13 @@ def read_run(url: str) -> tuple[Folder, dict[str, RunLog]]:
     """Reads the logs of a run, and checks that its folders are complete and belong together.
 
     Args:
-        url: Output of the run: a local path or a URL.
+        url: Local path or URL of the run's output folder.
 
     Returns:
-        A tuple of the output and the log of each folder, by the name of the folder. All files that
-        the logs list exist.
+        A tuple of:
+            The output folder.
+            The log of each host's folder, by the name of the folder. All files that the logs list
+            exist.
 
     Raises:
         ValueError: If there is no run, or its folders do not belong together.
@@ -188,7 +190,7 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
     The first folder whose metadata can be read determines the run.
 
     Args:
-        logs_by_name: Log of each folder in an output, by the name of the folder.
+        logs_by_name: Log of each host's folder in an output folder, by its name.
     """
     expected_folders = expected_names(logs_by_name)
     host_count_by_machine: dict[int, int] = {}  # numbers of hosts, by the numbers of the machines
@@ -268,14 +270,15 @@ def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:
 class RunFolders:
     """Finds and checks the folders of a run, local and in a bucket, before a worker stores the run.
 
-    The worker writes to its folder inside the local output and, if there is a bucket, to its folder
-    inside the output in the bucket. The outputs also contain the folders of the run's other workers
-    (its siblings), and perhaps folders that runs with other numbers of machines or hosts have left.
+    The worker has a folder inside the local output folder and, if there is a bucket, another one
+    inside the output folder in the bucket. It writes to both. The output folders also contain the
+    folders of the run's other workers (its siblings), and perhaps folders that runs with other
+    numbers of machines or hosts have left.
 
     Attributes:
         worker: Machine and host of this process.
-        local_output: Path of the local output.
-        bucket_url: URL of the output in a bucket. None if there is no bucket.
+        local_output: Path of the local output folder.
+        bucket_url: URL of the output folder in a bucket. None if there is no bucket.
         upload_timeout: Seconds for which a failing request to the bucket is repeated.
     """
 
@@ -291,7 +294,7 @@ class RunFolders:
 
     @cached_property
     def roots(self) -> list[Folder]:
-        """The outputs of the run: the local one, then the one in the bucket if there is one."""
+        """The output folders: the local one, then the one in the bucket if there is a bucket."""
         output_folders = [Folder(str(self.local_output))]
         if self.bucket_url is not None:
             output_folders.append(Folder(self.bucket_url, self.upload_timeout, UPLOAD_TIMEOUT))
@@ -322,11 +325,13 @@ class RunFolders:
             raise
 
     def check_stale_folders(self, overwrite: bool) -> None:
-        """Refuses outputs with stale folders, of a run with other numbers of hosts or machines.
+        """Refuses output folders with stale folders.
 
-        Readers would read the samples in a stale folder together with the samples of this run. A
-        folder of this worker's machine is stale if this run has no host for it. A folder of another
-        machine is stale if this run has no such machine.
+        A stale folder belongs to a run with other numbers of hosts or machines. Readers would read
+        its samples together with the samples of this run. A folder of this worker's machine is
+        stale if this run has no host for it. A folder of another machine is stale if this run has
+        no such machine. The output folder itself is stale if it contains files of a run, and this
+        run stores no files in it.
 
         Args:
             overwrite: Whether --overwrite was given. It replaces only the folders of this run.
@@ -336,12 +341,12 @@ class RunFolders:
         """
         worker = self.worker
         sibling_workers = [replace(worker, host=host_number) for host_number in range(worker.hosts)]
-        # Root 0 is the local output, and root 1 is the output in the bucket.
+        # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
         for root_index, root in enumerate(self.roots):
             names_of_this_machine = {
                 folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
             }
-            stale_candidates = [""]  # "" is the name of the output itself
+            stale_candidates = [""]  # "" is the name of the output folder itself
             for name_of_folder, host_folder in host_folders(root.listing()).items():
                 machine_number = host_folder.machine
                 if machine_number == worker.machine or machine_number >= worker.machines:
@@ -358,20 +363,22 @@ class RunFolders:
                     )
 
     def earlier(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the metadata of the run that is already stored in the outputs.
+        """Returns the metadata of the run that is already stored in the output folders.
 
-        The metadata of each output are read from this worker's folder or, if it has no metadata,
+        In each output folder, metadata.json is read from this worker's folder or, if there is none,
         from any other folder.
 
         Returns:
-            A list with a tuple for each output that contains metadata, the local output first. The
-            tuple contains the folder's URL and the content of metadata.json.
+            A tuple for each output folder that contains a metadata.json, the local output folder
+            first. The tuple contains:
+            The URL of the folder from which metadata.json was read.
+            The content of metadata.json.
 
         Raises:
             InputError: If another version of this program has written the metadata.
         """
         urls_and_metadata = []
-        # Root 0 is the local output, and root 1 is the output in the bucket.
+        # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
         for root_index, root in enumerate(self.roots):
             worker_folder = root.child(folder_name(self.worker, bool(root_index)))
             url_and_metadata = _find_metadata(root, worker_folder)
@@ -380,13 +387,13 @@ class RunFolders:
         return urls_and_metadata
 
     def check_siblings(self, identity: Identity) -> None:
-        """Refuses outputs in which other machines or hosts have stored another run.
+        """Refuses output folders in which other machines or hosts have stored another run.
 
         Args:
             identity: Identity of this worker's run.
 
         Raises:
-            InputError: If an output contains another run.
+            InputError: If an output folder contains another run.
         """
         for root in self.roots:
             url_and_metadata = _find_metadata(root)
@@ -400,7 +407,8 @@ class RunFolders:
     def remove_totals(self) -> None:
         """Deletes the file with totals over all folders, because --overwrite makes them wrong.
 
-        Every host deletes the file in its local output, and host 0 deletes the one in the bucket.
+        Every host deletes the file in its local output folder. Host 0 also deletes the file in the
+        bucket.
         """
         for root in self.roots:
             if root.local or self.worker.host == 0:
@@ -410,11 +418,11 @@ class RunFolders:
 def _find_metadata(
     root: Folder, preferred: Folder | None = None
 ) -> tuple[str, dict[str, Any]] | None:
-    """Reads metadata.json of the first folder in an output that contains it.
+    """Reads metadata.json in the first folder of a run that contains it.
 
     Args:
-        root: Output of a run.
-        preferred: Folder that is searched first. None to begin with the output itself.
+        root: Output folder of the run.
+        preferred: Folder that is searched first. None to begin with the output folder.
 
     Returns:
         A tuple of the folder's URL and the content of metadata.json; None if no folder contains

@@ -251,8 +251,9 @@ BeginRead = Callable[[int, int, Blocks | None], Callable[[], np.ndarray]]
 class SafetensorsFile:
     """A shard's file in the safetensors format, which is open for reading.
 
-    Arrays are views of the file if it is mapped into memory. Otherwise, only the header and the two
-    arrays with a value for each sample are kept in memory.
+    The arrays that methods return are views of the file if it is mapped into memory. Otherwise,
+    they are read when a method is called, and only the header, `sample_idx` and `offsets` are kept
+    in memory.
 
     Attributes:
         tensors: Dtypes, shapes and byte offsets of the tensors by name, in the order of the file.

@@ -352,9 +352,10 @@ class ActivationStorage:
         Args:
             batch: Batch whose samples are added. The batches must come in the order in which they
                 were packed, and must not contain samples in `stored_after_mark`.
-            activations: Activations of the batch, by the key of the hook: arrays (B, T, width), or
-                (tokens, width) for the kept tokens if `batch.kept_mask` is set. At hooks with
-                codes, the arrays contain the records of the codes, int32 (common/codes.py).
+            activations: Activations of the batch, by the key of the hook. An array has the shape
+                (B, T, width) if all tokens are stored. If `batch.kept_mask` selects the tokens to
+                store, an array contains only these, and has the shape (tokens, width). At hooks
+                with codes, the arrays contain the records of the codes, int32 (common/codes.py).
 
         Raises:
             StorageError: If a shard could not be stored.
