@@ -163,7 +163,7 @@ def test_the_first_right_kernel_is_chosen_where_a_model_needs_one(monkeypatch):
         chosen = try_kernels(parse_model_config(raw), Layout(), 64, FLOAT32)
         assert chosen.keys() == expected
         for function, (name, choice) in zip(right, chosen.items(), strict=False):
-            assert choice.function is function
+            assert choice.kernel is function
             assert len(choice.passed_over) == candidates[name].index(function)
     assert chosen["attention"].passed_over["a"] == "it fails: no such instruction"
     assert chosen["attention"].passed_over["b"].startswith("it differs from the definition by ")

@@ -67,8 +67,8 @@ class HostRows:
         """
         if layout.size(*RULES["batch"]) == self.mesh.size:
             return NamedSharding(self.mesh, PartitionSpec(None, ("host", "device")))
-        position_axis = "device" if length % self.mesh.shape["device"] == 0 else None
-        return NamedSharding(self.mesh, PartitionSpec(None, "host", position_axis))
+        mesh_axis_of_tokens = "device" if length % self.mesh.shape["device"] == 0 else None
+        return NamedSharding(self.mesh, PartitionSpec(None, "host", mesh_axis_of_tokens))
 
     def everywhere(self) -> NamedSharding:
         """Returns a sharding with which each device has a copy of the whole array."""
@@ -168,8 +168,8 @@ def to_host(array: Array) -> Array:
         array: The array, on devices of this host.
 
     Returns:
-        An array with the same values as `array`. numpy.asarray of it waits for the copy and returns
-        the values.
+        An array with the same values as `array`. `numpy.asarray` of this array waits for the copy
+        and returns the values.
     """
     if next(iter(array.devices())).platform in PINNED_ON:
         return jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))

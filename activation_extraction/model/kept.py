@@ -198,9 +198,9 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
     """
     num_hooks, num_rows, num_tokens, width = shards[0].data.shape
     token_sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    shape_of_host = num_hooks, num_rows, num_tokens * len(shards), width
+    host_array_shape = num_hooks, num_rows, num_tokens * len(shards), width
     shard_arrays = [shard.data for shard in shards]
-    return jax.make_array_from_single_device_arrays(shape_of_host, token_sharding, shard_arrays)
+    return jax.make_array_from_single_device_arrays(host_array_shape, token_sharding, shard_arrays)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -112,19 +112,19 @@ class LoraAdapter:
         self.files = Repository(folder, kind=ADAPTER)
         self._base_model = base
         self._settings = read_json(self.files.file(ADAPTER.config_file))
-        config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
+        config_label = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         for setting_name, supported_values in SUPPORTED_SETTINGS.items():
             setting_value = self._settings.get(setting_name)
             if setting_value not in supported_values:
                 raise InputError(
-                    f"{config_name}: {setting_name} {setting_value!r} is not supported; merge it "
+                    f"{config_label}: {setting_name} {setting_value!r} is not supported; merge it "
                     "with PEFT"
                 )
         for setting_name in BOOLEAN_SETTINGS:
             setting_value = self._settings.get(setting_name)
             if type(setting_value) not in (bool, type(None)):
                 raise InputError(
-                    f"{config_name}: {setting_name} is {setting_value!r}, expected true or false"
+                    f"{config_label}: {setting_name} is {setting_value!r}, expected true or false"
                 )
         self._weights_file = self.files.open_weights(ADAPTER.weights_file)
         self._shape_by_key = {
@@ -504,7 +504,7 @@ class LoraAdapter:
         Raises:
             InputError: If the number or a pattern is unusable.
         """
-        config_name = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
+        config_label = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         setting_value: Any = self._settings.get(name)
         try:
             for path_pattern, pattern_setting in (self._settings.get(patterns_name) or {}).items():
@@ -512,10 +512,10 @@ class LoraAdapter:
                     setting_value = pattern_setting
                     break
         except (AttributeError, re.error) as error:
-            raise InputError(f"{config_name}: {patterns_name}: {error}") from error
+            raise InputError(f"{config_label}: {patterns_name}: {error}") from error
         if type(setting_value) not in (int, float) or not abs(setting_value) < 1e9:
             raise InputError(
-                f"{config_name}: {name} of {path} is {setting_value!r}, expected a number"
+                f"{config_label}: {name} of {path} is {setting_value!r}, expected a number"
             )
         return setting_value
 

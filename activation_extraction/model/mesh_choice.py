@@ -262,12 +262,14 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
     for mesh_shape in _shapes(cost_model, len(devices)):
         layout = abstract_layout(mesh_shape, model_config.num_key_value_heads)
         try:
-            check_divisibility(layout, cost_model.rows, cost_model.row_length, model_config.sizes)
+            check_divisibility(
+                layout, cost_model.num_rows, cost_model.row_length, model_config.sizes
+            )
         except InputError as error:
             is_last_shape = mesh_shape.get("model", 1) == len(devices)
             if is_last_shape and not step_costs:
                 raise InputError(
-                    f"--batch_size: the {cost_model.rows} rows of all hosts can be split on no "
+                    f"--batch_size: the {cost_model.num_rows} rows of all hosts can be split on no "
                     f"mesh: {error}"
                 ) from error
             continue
@@ -295,7 +297,7 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
         )
         if remaining_devices or num_experts % expert_axis_size:
             continue
-        if cost_model.rows % (data_axis_size * fsdp_axis_size * expert_axis_size):
+        if cost_model.num_rows % (data_axis_size * fsdp_axis_size * expert_axis_size):
             continue
         axis_sizes = data_axis_size, fsdp_axis_size, expert_axis_size, model_axis_size
         size_of_axis = dict(zip(AXES, axis_sizes, strict=True))

@@ -27,7 +27,7 @@ LARGEST_DEPTH = 10_000
 # and name the kind of attention or delta net. The other two words name the kind of MLP.
 ATTENTION, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DENSE, SPARSE = "dense", "sparse"
-# The name of the tensor from which logits are computed.
+# The name of the tensor with the weights of the head, which computes logits.
 HEAD = "lm_head.weight"
 
 # Fields of config.json that must be positive integers. ModelConfig has fields of the same names.
@@ -398,9 +398,10 @@ def qwen3_5_moe_text_config(hf: Any, source: str) -> ModelConfig:
 def multimodal_config(read: Callable[[Any, str], ModelConfig], hf: Any, source: str) -> ModelConfig:
     """Reads the configuration of the language model in a model for images, video or audio.
 
-    The language model of an Omni model is in its field `thinker_config`. `tie_word_embeddings` is
-    read from the configuration that contains `text_config`. In `text_config` itself, the field may
-    be missing in config.json, and then it has transformers' default, which may be wrong.
+    The configuration of the language model is in the field `text_config`. In an Omni model, this
+    field is inside of the field `thinker_config`. `tie_word_embeddings` is read from the
+    configuration that contains `text_config`. In `text_config` itself, the field may be missing in
+    config.json, and then it has transformers' default, which may be wrong.
 
     Args:
         read: The function that reads the configuration of a text-only model of the family. Its
@@ -664,6 +665,9 @@ def _experts_config(hf: Any, source: str, renormalise: bool) -> ExpertsConfig:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
+
+    Raises:
+        InputError: If a size is not valid, or if a token uses more experts than a layer has.
     """
     size_of_expert_field = {"shared_width": 0} | _positive_ints(hf, source, EXPERT_SIZES)
     if hasattr(type(hf), SHARED_WIDTH):
@@ -685,6 +689,10 @@ def _delta_net(hf: Any, source: str, interleaved: bool) -> DeltaNet:
         hf: The configuration as an object of transformers, with defaults for missing fields.
         source: The path of config.json, for messages.
         interleaved: Whether a delta net has two input projections (see `DeltaNet`).
+
+    Raises:
+        InputError: If a size is not valid, if the number of value heads is not a multiple of the
+            number of key heads, or if the activation function of the output gate is not supported.
     """
     size_of_delta_field = _positive_ints(hf, source, DELTA_SIZES)
     num_key_heads = size_of_delta_field["key_heads"]

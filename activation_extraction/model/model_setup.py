@@ -54,10 +54,10 @@ class StepRequest:
     Attributes:
         model: Flags that name the model.
         hooks: Flags that name the hooks.
-        computing: Flags about the mesh. `computing.batch_size` is not used, because `shape`
+        computing: Flags about the mesh. `computing.batch_size` is not used, because `batch_shape`
             contains the number of rows.
-        shape: Tuple of the number of rows that each host feeds in a step, and the number of tokens
-            per row.
+        batch_shape: Tuple of the number of rows that each host feeds in a step, and the number of
+            tokens per row.
         has_several_hosts: Whether the run has several hosts. If so, weights from the hub are not
             kept in the cache of this host, because a host may need only some of the weights.
         device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
@@ -69,7 +69,7 @@ class StepRequest:
     model: ModelOptions
     hooks: HookOptions
     computing: ComputingOptions
-    shape: tuple[int, int]
+    batch_shape: tuple[int, int]
     has_several_hosts: bool = False
     device_memory: float | None = None
     devices: Sequence[Any] | None = None
@@ -111,7 +111,9 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     if previous is not None and previous.layout == model.layout:
         kernels = previous.kernels
     else:
-        kernels = try_kernels(model_config, model.layout, request.shape[1], jnp.dtype(model.dtype))
+        kernels = try_kernels(
+            model_config, model.layout, request.batch_shape[1], jnp.dtype(model.dtype)
+        )
     model = _with_kernels(model, kernels)
     if model.predicts and not model_config.tie_word_embeddings and HEAD not in checkpoint.tensors:
         raise InputError(
@@ -137,7 +139,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         model,
         oriented_weight_specs,
         host_rows_of_mesh,
-        request.shape,
+        request.batch_shape,
         stored_hook_of_key,
         encoders,
         checkpoint,
@@ -192,7 +194,7 @@ def _with_kernels(model: HookedModel, kernels: dict[str, Choice]) -> HookedModel
         A copy of the model. Fields that are not in `kernels` keep their kernels.
     """
     function_of_kernel_field = {
-        kernel_field: kernel_choice.function for kernel_field, kernel_choice in kernels.items()
+        kernel_field: kernel_choice.kernel for kernel_field, kernel_choice in kernels.items()
     }
     return model.clone(kernels=model.kernels._replace(**function_of_kernel_field))
 
@@ -213,7 +215,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     Raises:
         InputError: If the requested step cannot be computed.
     """
-    num_rows_of_host, row_length = request.shape
+    num_rows_of_host, row_length = request.batch_shape
     computing_options = request.computing
     max_row_length, reason_for_limit = config.longest_row
     if row_length > max_row_length:
@@ -354,7 +356,7 @@ def choose_hooks(
     hook_options = request.hooks
     hooks_of_model = hook_table(config, hook_options.top_logits)
     num_layers = config.num_hidden_layers
-    size_of_letter = config.sizes_with(request.shape[1])
+    size_of_letter = config.sizes_with(request.batch_shape[1])
     encoders = make_encoders(
         request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, size_of_letter
     )
@@ -402,7 +404,7 @@ def _requested_hooks(
         return dict(hook_of_name.items())
     layers_to_store: Sequence[int]
     if options.layers_to_extract is None:
-        # The default must work for any model, so missing layers become the last layer.
+        # The default must work for any model, so the last layer replaces layers that a model lacks.
         layers_to_store = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
     elif isinstance(options.layers_to_extract, str):
         # The only text that the flag accepts is "all".
@@ -449,9 +451,9 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     hook_dtypes = []
     for hook in forward.hooks.values():
         if hook.name in token_bytes_of_hook:
-            type_of_hook = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
-            hook_widths.append(type_of_hook.width)
-            hook_dtypes.append(type_of_hook.dtype)
+            vector_type = hook.kind.vector_type(forward.sizes, forward.model.activation_dtype)
+            hook_widths.append(vector_type.width)
+            hook_dtypes.append(vector_type.dtype)
     log.info(
         "hooks: %s; %s, in %s: %s bytes per token",
         ", ".join(token_bytes_of_hook),

@@ -104,17 +104,17 @@ class Weight(nn.Module):
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
-        letters: The letters of the weight's axes.
+        axis_letters: The letters of the weight's axes.
         dtype: The dtype of the weight.
     """
 
     config: ModelConfig
-    letters: str
+    axis_letters: str
     dtype: Any
 
     @nn.compact
     def __call__(self) -> Array:
-        return parameter(self, "weight", self.letters)
+        return parameter(self, "weight", self.axis_letters)
 
 
 class StackedWeight(nn.Module):
@@ -126,12 +126,12 @@ class StackedWeight(nn.Module):
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
-        letters: The letters of the axes of one layer's weight.
+        axis_letters: The letters of the axes of one layer's weight.
         dtype: The dtype of the weight.
     """
 
     config: ModelConfig
-    letters: str
+    axis_letters: str
     dtype: Any
 
     @nn.compact
@@ -147,4 +147,4 @@ class StackedWeight(nn.Module):
             stack_variable: Any = self.get_variable(STACKS, "weight")
             stack, layer_number = stack_variable
             return from_bits(stack, self.dtype), layer_number
-        return parameter(self, "weight", self.letters)[None], jnp.int32(0)
+        return parameter(self, "weight", self.axis_letters)[None], jnp.int32(0)

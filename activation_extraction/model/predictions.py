@@ -112,8 +112,8 @@ def _from_logits(
     if "logits" in requested:
         array_of_prediction["logits"] = to_bits(logits.astype(dtype))
     if "loss" in requested:
-        is_next = jnp.arange(logits.shape[-1]) == next_ids[..., None]
-        next_logit = jnp.where(is_next, shifted_logits, 0).sum(axis=-1, keepdims=True)
+        is_next_token = jnp.arange(logits.shape[-1]) == next_ids[..., None]
+        next_logit = jnp.where(is_next_token, shifted_logits, 0).sum(axis=-1, keepdims=True)
         array_of_prediction["loss"] = jnp.log(exponential_sum) - next_logit
     if "entropy" in requested:
         sum_of_weighted_logits = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
@@ -157,8 +157,8 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     top_indices_of_parts += jnp.arange(num_parts)[:, None] * (axis_length // num_parts)
     candidate_values = top_values_of_parts.reshape(*batch_shape, -1)
     candidate_indices = top_indices_of_parts.reshape(*batch_shape, -1)
-    top_values, top_candidates = lax.top_k(candidate_values, count)
-    return top_values, jnp.take_along_axis(candidate_indices, top_candidates, axis=-1)
+    top_values, indices_of_top_candidates = lax.top_k(candidate_values, count)
+    return top_values, jnp.take_along_axis(candidate_indices, indices_of_top_candidates, axis=-1)
 
 
 def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: Layout) -> Any:

@@ -25,7 +25,7 @@ from activation_extraction.store.folder import FolderError, SourceFolder
 
 
 class RepositoryKind(NamedTuple):
-    """A kind of repository: of a model, an adapter or an autoencoder.
+    """A kind of repository, for models, for adapters or for autoencoders.
 
     Attributes:
         flag: The flag whose value is such a repository.

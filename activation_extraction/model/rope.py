@@ -317,7 +317,9 @@ def _blended_indices(
     """
 
     def index_with_turns(turns: float) -> float:
-        """Returns the index of the frequency that makes a number of turns over the trained context.
+        """Returns the index of the frequency that makes `turns` turns over the trained context.
+
+        The index need not be an integer.
 
         Args:
             turns: The number of turns.

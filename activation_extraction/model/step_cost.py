@@ -80,14 +80,14 @@ class CostModel:
     Attributes:
         model: Model with its hooks. The mesh of the model is ignored.
         weights: Path of each parameter of the model -> its shape, axes and tensors.
-        rows: Number of rows in a step, of all hosts together.
+        num_rows: Number of rows in a step, of all hosts together.
         row_length: Number of tokens per row.
         encoders: Encoders of the autoencoders whose codes the step computes.
     """
 
     model: HookedModel
     weights: WeightTable
-    rows: int
+    num_rows: int
     row_length: int
     encoders: Sequence[Encoder] = ()
 
@@ -123,9 +123,9 @@ class CostModel:
         The list contains a tuple for the model, and then a tuple for each autoencoder: the number
         of operations, and the dtype of the products.
         """
-        num_tokens = self.rows * self.row_length
+        num_tokens = self.num_rows * self.row_length
         operations_and_dtypes = [
-            (self.rows * self.model.flops([self.row_length]), self.model.dtype)
+            (self.num_rows * self.model.flops([self.row_length]), self.model.dtype)
         ]
         for encoder in self.encoders:
             operations_and_dtypes.append((num_tokens * encoder.flops, encoder.autoencoder.dtype))
@@ -173,7 +173,7 @@ class CostModel:
         captured_bytes = 0
         for hook in captured_hooks:
             bytes_per_token = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
-            captured_bytes += self.rows * self.row_length * bytes_per_token
+            captured_bytes += self.num_rows * self.row_length * bytes_per_token
         # The captured activations of two steps are in memory, because the host copies the
         # activations of one step while the next step is computed. A step needs another half of
         # their size for copies while it is computed.
@@ -306,7 +306,7 @@ class CostModel:
 
         The devices along `model` compute the same tokens together.
         """
-        return self.rows * self.row_length / layout.size(*RULES["batch"])
+        return self.num_rows * self.row_length / layout.size(*RULES["batch"])
 
 
 def _values_on_device(layout: Layout, spec: WeightSpec, unsplit_axis: str | None = None) -> int:

@@ -70,18 +70,18 @@ class Choice:
     """The kernel that was chosen for a run.
 
     Attributes:
-        name: Name of the kernel.
-        function: Function of the kernel.
+        kernel_name: Name of the kernel.
+        kernel: Kernel, as a function.
         passed_over: Name of a preferred candidate -> reason why it is not used.
     """
 
-    name: str
-    function: Callable[..., Array]
+    kernel_name: str
+    kernel: Callable[..., Array]
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields that are stored in metadata.json: all fields except `function`."""
-        return {"name": self.name, "passed_over": self.passed_over}
+        """Returns the fields that are stored in metadata.json: all except `kernel`."""
+        return {"name": self.kernel_name, "passed_over": self.passed_over}
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:

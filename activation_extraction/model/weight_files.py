@@ -41,14 +41,14 @@ class WeightFile(ABC):
     Attributes:
         name: The name of the file, without folders.
         location: The path or URL of the file, for messages.
-        size: The size of the file in bytes.
+        byte_count: The size of the file in bytes.
         values_at_once: The approximate number of values that a caller of `read` should read at a
             time.
     """
 
     name: str
     location: str
-    size: int
+    byte_count: int
     values_at_once: int
 
     @cached_property
@@ -58,7 +58,7 @@ class WeightFile(ABC):
         Raises:
             InputError: If the header is damaged or cut off.
         """
-        return read_header(self.read_bytes, self.size, self.location, InputError)
+        return read_header(self.read_bytes, self.byte_count, self.location, InputError)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class LocalFile(WeightFile):
         self.path = path
         self.name = path.name
         self.location = str(path)
-        self.size = path.stat().st_size
+        self.byte_count = path.stat().st_size
 
     def read_bytes(self, start: int, stop: int) -> bytes:
         try:
@@ -149,7 +149,7 @@ class RemoteFile(WeightFile):
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:
         self.name = name
         self.location = f"{folder.url}/{name}"
-        self.size = size
+        self.byte_count = size
         self._folder = folder
 
     def read_bytes(self, start: int, stop: int) -> bytes:

@@ -71,8 +71,8 @@ class WeightSpec:
         hf_names: Names of the tensors, in the order of the stack. If there are fewer names than
             layers, the parameter of the last layers is zeros. A layer of zeros only fills up a
             stage of the pipeline; it leaves the residual stream unchanged.
-        stacked_axes: Number of leading axes ("layers", "experts") along which the parameter is a
-            stack of tensors.
+        num_stacked_axes: Number of leading axes ("layers", "experts") along which the parameter is
+            a stack of tensors.
         tensor_slice: Slice of each tensor that belongs to the parameter; None for whole tensors.
         has_input_axis_first: Whether the tensors of experts have the input axis before the output
             axis, like the parameter. If not, their last two axes are swapped when they are read.
@@ -81,7 +81,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     hf_names: tuple[str, ...]
-    stacked_axes: int = 0
+    num_stacked_axes: int = 0
     tensor_slice: TensorSlice | None = None
     has_input_axis_first: bool = False
 
@@ -93,10 +93,10 @@ class WeightSpec:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the checkpoint."""
-        bounds_by_axis = self._bounds([*map(range, self.shape[self.stacked_axes :])])
+        bounds_by_axis = self._bounds([*map(range, self.shape[self.num_stacked_axes :])])
         tensor_sizes = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
         if self.tensor_slice is not None:
-            head_count = self.shape[self.stacked_axes] if self.tensor_slice.is_per_head else 1
+            head_count = self.shape[self.num_stacked_axes] if self.tensor_slice.is_per_head else 1
             tensor_sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
         return tuple(tensor_sizes)
 
@@ -113,8 +113,8 @@ class WeightSpec:
             The start and stop on each axis of the tensor.
         """
         bounds_by_axis: list[tuple[int, int]] = []
-        axis_names = self.axes[self.stacked_axes :]
-        axis_lengths = self.shape[self.stacked_axes :]
+        axis_names = self.axes[self.num_stacked_axes :]
+        axis_lengths = self.shape[self.num_stacked_axes :]
         for axis_name, axis_length, axis_range in zip(
             axis_names, axis_lengths, ranges, strict=True
         ):
@@ -174,7 +174,7 @@ class WeightSpec:
             The array, with the shape of the part.
         """
         parameter_part = _aligned([*map(len, ranges)], dtype)
-        first_tensor_axis = self.stacked_axes
+        first_tensor_axis = self.num_stacked_axes
         rows_at_once = max(
             values_at_once // math.prod(parameter_part.shape[first_tensor_axis + 1 :]), 1
         )
@@ -203,13 +203,13 @@ class WeightSpec:
             read: A function that reads a part of a tensor.
             ranges: The range of the part on each axis of the parameter.
         """
-        stack_ranges = ranges[: self.stacked_axes]
-        tensor_ranges = [*ranges[self.stacked_axes :]]
+        stack_ranges = ranges[: self.num_stacked_axes]
+        tensor_ranges = [*ranges[self.num_stacked_axes :]]
         head_range = tensor_ranges[0]  # the range of heads, used if `is_filled_per_head`
         is_filled_per_head = self.tensor_slice is not None and self.tensor_slice.is_per_head
         # `target[stack_index]` is filled from one tensor. If `is_filled_per_head`, the last number
         # in `stack_index` is a head, and only the values of this head are read.
-        for stack_index in np.ndindex(target.shape[: self.stacked_axes + is_filled_per_head]):
+        for stack_index in np.ndindex(target.shape[: self.num_stacked_axes + is_filled_per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
             for axis_length, axis_range, part_index in zip(
                 self.shape, stack_ranges, stack_index, strict=False
@@ -272,7 +272,7 @@ def orient_experts(
     fused_spec_by_path = {
         parameter_path: weight_spec
         for parameter_path, weight_spec in table.items()
-        if "experts" in weight_spec.axes[weight_spec.stacked_axes :]
+        if "experts" in weight_spec.axes[weight_spec.num_stacked_axes :]
     }
     input_first_spec_by_path = dict(fused_spec_by_path)
     for parameter_path, weight_spec in fused_spec_by_path.items():
@@ -396,7 +396,7 @@ def load_params(
         """
         parameter_path, layer_in_stage = job
         weight_spec = table[parameter_path]
-        tensors_per_layer = math.prod(weight_spec.shape[1 : weight_spec.stacked_axes])
+        tensors_per_layer = math.prod(weight_spec.shape[1 : weight_spec.num_stacked_axes])
         tensor_names = weight_spec.hf_names[(layer_in_stage or 0) * tensors_per_layer :]
         if not tensor_names:
             return True, "", 0

@@ -97,7 +97,9 @@ def fit_rows(
     )
     usable_bytes_of_device = USABLE * min(gather(host, memory_limit_of_device))
     if not usable_bytes_of_device:
-        log.info("--batch_size auto: %d rows, the default on %s", request.shape[0], device_kind)
+        log.info(
+            "--batch_size auto: %d rows, the default on %s", request.batch_shape[0], device_kind
+        )
         return forward, None
     num_devices_of_run = len(devices_of_host) * host.count
     device_and_mesh = {
@@ -115,7 +117,7 @@ def fit_rows(
     num_recorded_rows = min(filter(None, recorded_rows_of_hosts), default=None)
 
     def prepare(num_rows: int) -> Forward:
-        request_with_rows = replace(request, shape=(num_rows, request.shape[1]))
+        request_with_rows = replace(request, batch_shape=(num_rows, request.batch_shape[1]))
         return together(host, partial(prepare_model, request_with_rows, forward))
 
     if num_recorded_rows is not None:

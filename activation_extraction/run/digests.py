@@ -153,8 +153,8 @@ def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
     """
     with naming_unreadable(file.location):
         header_range = (0, file.header.end_offset)
-        block_starts, block_stops = zip(header_range, *sampled_blocks(file.size), strict=True)
-        return _digest_of(file.size, pool.map(file.read_bytes, block_starts, block_stops))
+        block_starts, block_stops = zip(header_range, *sampled_blocks(file.byte_count), strict=True)
+        return _digest_of(file.byte_count, pool.map(file.read_bytes, block_starts, block_stops))
 
 
 def _digest_of(size: int, blocks: Iterable[bytes]) -> str:

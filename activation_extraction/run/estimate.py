@@ -167,7 +167,8 @@ def planned_run(config: Config) -> PlannedRun:
     planned_request = step_request(config, planned=planned_topology.describe_devices())
     if config.computing.batch_size == "auto":
         log.info(
-            "--batch_size auto: a run may take more than these %d rows", planned_request.shape[0]
+            "--batch_size auto: a run may take more than these %d rows",
+            planned_request.batch_shape[0],
         )
     return PlannedRun(
         read_config(config), planned_topology, planned_request, token_counts_of(config)
@@ -217,7 +218,7 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
     hooks_and_encoders = choose_hooks(request, model_config)
-    return Program(model, weight_table(model), row_layout, request.shape, *hooks_and_encoders)
+    return Program(model, weight_table(model), row_layout, request.batch_shape, *hooks_and_encoders)
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     """
     mesh_layout = program.layout
     devices_of_mesh = [*program.rows.mesh.devices.flat]
-    rows_per_host, row_tokens = request.shape
+    rows_per_host, row_tokens = request.batch_shape
     rows_of_step = rows_per_host * program.rows.hosts
     cost_model = CostModel(
         program.model, program.weights, rows_of_step, row_tokens, program.encoders
@@ -405,7 +406,7 @@ def lines_of(
             host. None if the speed is guessed.
     """
     topology = run.topology
-    rows_per_host, row_tokens = run.request.shape
+    rows_per_host, row_tokens = run.request.batch_shape
     chips_and_hosts_in_words = (
         f"{counted(topology.num_chips, 'chip')} on {counted(topology.num_hosts, 'host')}"
     )
@@ -458,7 +459,7 @@ def lines_of(
 
 def samples_in_words(run: PlannedRun) -> str:
     """Returns a sentence that states the assumed number of tokens of a sample."""
-    tokens_per_sample = tokens_of_a_sample(run.request.shape[1])
+    tokens_per_sample = tokens_of_a_sample(run.request.batch_shape[1])
     return (
         f"a sample is taken to have {counted(tokens_per_sample, 'token')}, as FineWeb-Edu's have "
         "on average"

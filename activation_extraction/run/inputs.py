@@ -309,7 +309,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{
-            kernel_flag: kernel_choice.name
+            kernel_flag: kernel_choice.kernel_name
             for kernel_flag, kernel_choice in forward.kernels.items()
         },
     }
