@@ -63,10 +63,10 @@ def activations(batch):
     """
     values = {key: np.zeros((*batch.token_ids.shape, HIDDEN), np.float32) for key in HOOKS}
     for placed in batch.samples:
-        ramp = np.arange(placed.stop - placed.start, dtype=np.float32)[:, None]
+        ramp = np.arange(placed.stop - placed.start_in_row, dtype=np.float32)[:, None]
         for number, array in enumerate(values.values()):
             ramps = placed.sample.facts.sample_idx + ramp / 64 + np.arange(HIDDEN) + number
-            array[placed.row, placed.start : placed.stop] = ramps
+            array[placed.row_index, placed.start_in_row : placed.stop] = ramps
     return values
 
 

@@ -71,7 +71,7 @@ def test_a_row_is_named_or_skipped(tmp_path, name, data, told, good, bad):
     stream = stream_of(path, skip=True)
     rows = list(stream.read(stream.beginning))
     texts = [row.document.content.text for row in rows if row.document]
-    assert (texts, sum(bool(row.problem) for row in rows)) == (["good"] * good, bad)
+    assert (texts, sum(bool(row.skip_reason) for row in rows)) == (["good"] * good, bad)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_token_ids_that_the_model_lacks_are_a_bad_row(tmp_path, ids, mask, told)
     if told is None:
         (document,) = documents_in(stream)
         assert document.content.token_ids.tolist() == ids
-        assert document.content.mask.tolist() == [False, True]
+        assert document.content.may_keep_mask.tolist() == [False, True]
         return
     with pytest.raises(RunError, match=f"a.jsonl line 1: .*{re.escape(told)}"):
         documents_in(stream)

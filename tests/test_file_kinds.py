@@ -73,7 +73,7 @@ KINDS = [
 
 
 def known(document):
-    return document.content.text, document.doc_id, document.position
+    return document.content.text, document.doc_id, document.stored_position
 
 
 @pytest.mark.parametrize("place", ["here", "url"])

@@ -57,7 +57,7 @@ def test_the_stream_of_rows_is_full_and_does_not_depend_on_how_many_a_batch_has(
         found = [row.tobytes() for batch in batches for row in batch.token_ids if row.any()]
         assert 1 - lengths.sum() / (len(found) * 2048) <= 0.006
         placed = [place for batch in batches for place in batch.samples]
-        every.append((found, [(p.sample.number, p.start, p.mark.samples) for p in placed]))
+        every.append((found, [(p.sample.number, p.start_in_row, p.mark.samples) for p in placed]))
     assert every[0] == every[1] == every[2]
 
 

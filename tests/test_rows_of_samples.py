@@ -60,17 +60,19 @@ def test_rows_of_hub_data_sets(tmp_path, monkeypatch):
     hub = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
-    rows = [document.position for document in documents_in(DocumentStream(hub, TEXT))]
+    rows = [document.stored_position for document in documents_in(DocumentStream(hub, TEXT))]
     assert rows == [{"row": n} for n in range(10)]
     monkeypatch.setattr(sources, "BLOCK_ROWS", 2)
     stream = DocumentStream(hub, TEXT, shuffle=1)
-    shuffled = {document.content.text: document.position for document in documents_in(stream)}
+    shuffled = {
+        document.content.text: document.stored_position for document in documents_in(stream)
+    }
     assert list(shuffled) != sorted(shuffled)
     numbers = [(shard, n) for shard in range(2) for n in range(5)]
     assert shuffled == {f"{'ab'[shard]}{n}": {"shard": shard, "row": n} for shard, n in numbers}
     for workers in (2, 3, 7):
         every = [
-            (document.content.text, json.dumps(document.position))
+            (document.content.text, json.dumps(document.stored_position))
             for host in range(workers)
             for document in documents_in(DocumentStream(hub, TEXT, Worker(0, 1, host, workers)))
         ]
@@ -93,7 +95,7 @@ def test_files_are_divided_and_continued_as_stored_runs_have_it(tmp_path):
     assert files.num_shards == before.num_shards == 7 and len([*files]) == 12
 
     def rows_and_marks(rows):
-        return [(row.location, rows.state_dict()["examples_iterable"]) for row in rows]
+        return [(row.location_in_words, rows.state_dict()["examples_iterable"]) for row in rows]
 
     for count in range(1, 8):
         for index in range(count):

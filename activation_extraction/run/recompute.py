@@ -93,10 +93,10 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             for placed_sample in batch.samples:
                 sample_index = readable_sample_indices[placed_sample.sample.number]
                 kept_positions = np.asarray(stored_tokens[sample_index].positions, int)
-                columns_of_tokens = placed_sample.start + kept_positions
+                columns_of_tokens = placed_sample.start_in_row + kept_positions
                 values_or_messages[sample_index] = {
                     stored_hook.name: stored_hook.for_user(
-                        values_by_hook[stored_hook.name][placed_sample.row, columns_of_tokens]
+                        values_by_hook[stored_hook.name][placed_sample.row_index, columns_of_tokens]
                     )
                     for stored_hook in chosen_samples[sample_index].hooks
                 }

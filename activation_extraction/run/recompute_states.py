@@ -129,7 +129,10 @@ def load_for_hidden_states(
             with device_errors():
                 activations = prepared_model.receive(compiled_step()(batch, [False] * 3)[0])
             for placed_sample in batch.samples:
-                row_and_columns = placed_sample.row, slice(placed_sample.start, placed_sample.stop)
+                row_and_columns = (
+                    placed_sample.row_index,
+                    slice(placed_sample.start_in_row, placed_sample.stop),
+                )
                 yield (
                     placed_sample.sample.number,
                     {

@@ -119,22 +119,22 @@ class PlacedSample(NamedTuple):
 
     Attributes:
         sample: Sample, which may have no tokens.
-        row: Index of the row in the batch.
-        start: Index of the sample's first token in the row.
+        row_index: Index of the row in the batch.
+        start_in_row: Index of the sample's first token in the row.
         mark: Mark from which a run can continue once this sample is stored, together with all
             samples before it in this batch and in earlier batches. Some samples after the mark may
             be stored already.
     """
 
     sample: Sample
-    row: int
-    start: int
+    row_index: int
+    start_in_row: int
     mark: Mark
 
     @property
     def stop(self) -> int:
         """The index in the row of the position after the sample's last token."""
-        return self.start + len(self.sample.token_ids)
+        return self.start_in_row + len(self.sample.token_ids)
 
 
 @dataclass(frozen=True)
@@ -178,17 +178,22 @@ class Batch:
         """
         if self.kept_mask is None:
             for placement in self.samples:
-                all_positions = np.arange(placement.stop - placement.start, dtype=np.int32)
-                yield (placement.row, slice(placement.start, placement.stop)), all_positions
+                all_positions = np.arange(placement.stop - placement.start_in_row, dtype=np.int32)
+                yield (
+                    (placement.row_index, slice(placement.start_in_row, placement.stop)),
+                    all_positions,
+                )
             return
         row_length = self.kept_mask.shape[1]
         # For each token of the batch, row by row, the number of kept tokens before this token.
         num_kept_tokens_before = np.concatenate([[0], np.cumsum(self.kept_mask)])
         for placement in self.samples:
-            kept_mask_of_sample = self.kept_mask[placement.row, placement.start : placement.stop]
+            kept_mask_of_sample = self.kept_mask[
+                placement.row_index, placement.start_in_row : placement.stop
+            ]
             kept_positions = np.flatnonzero(kept_mask_of_sample)
             index_of_first_kept_token = num_kept_tokens_before[
-                placement.row * row_length + placement.start
+                placement.row_index * row_length + placement.start_in_row
             ]
             yield (
                 slice(index_of_first_kept_token, index_of_first_kept_token + len(kept_positions)),

@@ -256,17 +256,17 @@ class ChatTemplate:
 
     Attributes:
         tokenizer: The tokenizer, an object of transformers.
-        sources: Jinja sources by name. The names are "default", "tool_use" (for conversations with
-            tools), or both.
+        source_by_name: Jinja sources of the templates by name. The names are "default", "tool_use"
+            (for conversations with tools), or both.
         origin: Flag and path from which the templates were read, for messages.
-        arguments: Values of further variables of the templates, besides messages and tools, by
-            name.
+        value_by_argument: Values of --chat_template_args by name, which are variables of the
+            templates besides messages and tools.
     """
 
     tokenizer: Any
-    sources: Mapping[str, str]
+    source_by_name: Mapping[str, str]
     origin: str
-    arguments: Mapping[str, Any]
+    value_by_argument: Mapping[str, Any]
 
     @classmethod
     def of_file(cls, tokenizer: Any, file: str, arguments: Mapping[str, Any]) -> "ChatTemplate":
@@ -295,7 +295,8 @@ class ChatTemplate:
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
-            sources: Jinja sources by name (see the class); empty if the model has no template.
+            sources: Jinja sources by name, "default", "tool_use" or both; empty if the model has no
+                template.
             origin: Flag and path of the model or adapter, for messages.
             arguments: Values of --chat_template_args by name.
 
@@ -314,7 +315,7 @@ class ChatTemplate:
 
         Args:
             tokenizer: The tokenizer, an object of transformers.
-            sources: Jinja sources by name (see the class).
+            sources: Jinja sources by name, "default", "tool_use" or both.
             origin: Flag and path of the templates, for messages.
             arguments: Values of --chat_template_args by name.
 
@@ -344,12 +345,12 @@ class ChatTemplate:
                 differently the second time, or if only one of two templates writes turns between
                 <|im_start|> and <|im_end|>.
         """
-        if len({START in template_source for template_source in self.sources.values()}) > 1:
+        if len({START in template_source for template_source in self.source_by_name.values()}) > 1:
             raise InputError(
                 f"{self.origin}: of its templates default and tool_use, one writes turns between "
                 f"{START} and {END} and the other does not; expected both or neither"
             )
-        for template_name in self.sources:
+        for template_name in self.source_by_name:
             trial_tools = [TRIAL_TOOL] if template_name == "tool_use" else None
             try:
                 with activity(f"rendering the chat template of {self.origin}"):
@@ -364,9 +365,10 @@ class ChatTemplate:
     @property
     def digest(self) -> str:
         """The SHA-256 of the templates and their arguments, in hexadecimal."""
-        first_template_source, *other_template_sources = self.sources.values()
+        first_template_source, *other_template_sources = self.source_by_name.values()
         templates_json = json.dumps(
-            [first_template_source, dict(self.arguments), *other_template_sources], sort_keys=True
+            [first_template_source, dict(self.value_by_argument), *other_template_sources],
+            sort_keys=True,
         )
         return hashlib.sha256(templates_json.encode()).hexdigest()
 
@@ -376,12 +378,12 @@ class ChatTemplate:
 
         The roles of tokens are found by these markers, so tokens have roles only if this is true.
         """
-        return any(START in template_source for template_source in self.sources.values())
+        return any(START in template_source for template_source in self.source_by_name.values())
 
     @cached_property
     def marks_thinking(self) -> bool:
         """Whether the templates write thinking between <think> and </think>."""
-        for template_source in self.sources.values():
+        for template_source in self.source_by_name.values():
             if THINK in template_source or END_THINK in template_source:
                 return True
         return False
@@ -469,13 +471,17 @@ class ChatTemplate:
         Returns:
             The rendered text.
         """
-        template_name = "tool_use" if tools and "tool_use" in self.sources else "default"
-        if template_name not in self.sources:
+        template_name = "tool_use" if tools and "tool_use" in self.source_by_name else "default"
+        if template_name not in self.source_by_name:
             raise ValueError("its only template is for conversations with tools, tool_use")
-        template_source = self.sources[template_name]
+        template_source = self.source_by_name[template_name]
         if "strftime_now" in template_source:
             template_source = DATE_REJECTION + template_source
         rendered_text: str = self.tokenizer.apply_chat_template(
-            messages, tools=tools, chat_template=template_source, tokenize=False, **self.arguments
+            messages,
+            tools=tools,
+            chat_template=template_source,
+            tokenize=False,
+            **self.value_by_argument,
         )
         return without_surrogates(rendered_text)

@@ -49,15 +49,16 @@ class Document:
     Attributes:
         content: Text, conversation or token ids of the row.
         doc_id: Id of the row in the data set; None if it has no id.
-        position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
-        location: Position of the row in words, for messages.
+        stored_position: Position of the row as it is stored with its samples (see
+            `SampleFacts.row`).
+        location_in_words: Position of the row in words, for messages.
         columns: Columns of the row that are stored with its samples, JSON values by name.
     """
 
     content: Content
     doc_id: DocId
-    position: dict[str, Any]
-    location: str
+    stored_position: dict[str, Any]
+    location_in_words: str
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,14 +67,14 @@ class ReadRow(NamedTuple):
 
     Attributes:
         document: Document of the row; None if the row has no content or is skipped.
-        problem: Position of a skipped row and the reason why it is skipped; "" if the row is not
-            skipped.
+        skip_reason: Position of a skipped row and the reason why it is skipped; "" if the row is
+            not skipped.
         state: State after the row, a JSON object from which reading can continue with the next row.
             The counts of skipped and empty rows are missing; `with_counts` adds them.
     """
 
     document: Document | None
-    problem: str
+    skip_reason: str
     state: dict[str, Any]
 
 
@@ -284,13 +285,13 @@ class DocumentStream:
                     source_row = stream_row
                 else:
                     source_row = self._with_row_number(stream_row, row_number)
-                self._leave_file(position_of_last_row, source_row.position)
-                position_of_last_row = source_row.position
+                self._leave_file(position_of_last_row, source_row.stored_position)
+                position_of_last_row = source_row.stored_position
             row_number += 1
             if is_row_of_worker:
-                document, skip_problem = self._document_in(source_row)
+                document, skip_reason = self._document_in(source_row)
                 state_after_row = {"rows": row_number, "dataset": position_in_stream}
-                yield ReadRow(document, skip_problem, state_after_row)
+                yield ReadRow(document, skip_reason, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
         """Calls the constructor's `leave` if the worker has read its last row of a file.
@@ -328,7 +329,7 @@ class DocumentStream:
         """
         row_schema = self._schema
         try:
-            with activity(f"{row_schema.activity} {row.location}"):
+            with activity(f"{row_schema.activity} {row.location_in_words}"):
                 value_by_column = row.read()
                 row_content = row_schema.content_of(value_by_column)
             if row_content is None:
@@ -337,18 +338,18 @@ class DocumentStream:
             kept_value_by_column = row_schema.kept_of(value_by_column)
         # A RecursionError means that the lists in a column are nested too deeply.
         except (UnusableRowError, RecursionError) as error:
-            skip_problem = f"{row.location}: {error}"
+            skip_reason = f"{row.location_in_words}: {error}"
             if not self.skip_bad_rows:
-                raise unusable_row(skip_problem) from error
-            return None, skip_problem
+                raise unusable_row(skip_reason) from error
+            return None, skip_reason
         stored_position = {**self._source_in_position}
         # A row of a hub data set is counted within the partitions that the worker reads, so its
         # position must also name these partitions.
-        if self._subset_name and "file" not in row.position:
+        if self._subset_name and "file" not in row.stored_position:
             stored_position["share"] = self._subset_name
-        stored_position |= row.position
+        stored_position |= row.stored_position
         return Document(
-            row_content, doc_id, stored_position, row.location, kept_value_by_column
+            row_content, doc_id, stored_position, row.location_in_words, kept_value_by_column
         ), ""
 
 
@@ -449,9 +450,9 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
     try:
         with hub_requests("the data set"):
             for read_row in islice(document_stream.read(document_stream.beginning), CHECKED_ROWS):
-                if not read_row.problem:
+                if not read_row.skip_reason:
                     return
-                log_skipped_row(read_row.problem, num_skipped)
+                log_skipped_row(read_row.skip_reason, num_skipped)
                 num_skipped += 1
     except RunError as error:
         # If a column is missing, all rows are unusable. So the message must not recommend

@@ -173,7 +173,7 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
     try:
         for source_row in file.kind.read_rows(file, row_group, schema):
             yield source_row
-            location_of_last_row = source_row.location
+            location_of_last_row = source_row.location_in_words
     except Exception as error:
         last_row_in_words = ""
         if location_of_last_row:

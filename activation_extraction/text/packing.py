@@ -203,11 +203,13 @@ def _batch_of_placements(placements: Sequence[PlacedSample], rows: int, length: 
     keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
     kept_mask = None if keeps_all_tokens else np.zeros((rows, length), bool)
     for placement in placements:
-        row_and_columns = placement.row, slice(placement.start, placement.stop)
-        num_segments_of_rows[placement.row] += placement.stop > placement.start
+        row_and_columns = placement.row_index, slice(placement.start_in_row, placement.stop)
+        num_segments_of_rows[placement.row_index] += placement.stop > placement.start_in_row
         token_ids[row_and_columns] = placement.sample.token_ids
-        segment_ids[row_and_columns] = num_segments_of_rows[placement.row]
-        positions[row_and_columns] = np.arange(placement.stop - placement.start)
+        segment_ids[row_and_columns] = num_segments_of_rows[placement.row_index]
+        positions[row_and_columns] = np.arange(placement.stop - placement.start_in_row)
         if kept_mask is not None:
-            kept_mask[placement.row, placement.start + placement.sample.kept_positions] = True
+            kept_mask[
+                placement.row_index, placement.start_in_row + placement.sample.kept_positions
+            ] = True
     return Batch(token_ids, segment_ids, positions, tuple(placements), kept_mask)

@@ -51,13 +51,14 @@ class SourceRow:
     """A row of a file or of a hub data set, whose columns are not decoded yet.
 
     Attributes:
-        location: Position of the row in words, for messages.
-        position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
+        location_in_words: Position of the row in words, for messages.
+        stored_position: Position of the row as it is stored with its samples (see
+            `SampleFacts.row`).
         read: Function that returns the columns of the row by name, or raises UnusableRowError.
     """
 
-    location: str
-    position: dict[str, Any]
+    location_in_words: str
+    stored_position: dict[str, Any]
     read: Callable[[], dict[str, Any]]
 
 
@@ -65,14 +66,14 @@ class Span(NamedTuple):
     """A stretch of a conversation's text with one role; it ends where the next span begins.
 
     Attributes:
-        start: Offset of the first character of the span in the text.
-        role: Index of the role in ROLES.
-        turn: Number of the turn that contains the span, counted from 0.
+        start_offset: Offset of the first character of the span in the text, in characters.
+        role_index: Index of the role in ROLES.
+        turn_number: Number of the turn that contains the span, counted from 0.
     """
 
-    start: int
-    role: int
-    turn: int
+    start_offset: int
+    role_index: int
+    turn_number: int
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ class Content:
         spans: Spans with the roles of a conversation, which together cover the text; empty if the
             content is no conversation or has no roles.
         token_ids: Token ids, int32 (tokens,); None if the content is text.
-        mask: Mask of the tokens that may be kept, bool (tokens,); None if all tokens may be kept.
+        may_keep_mask: Mask of the tokens whose activations may be stored, bool (tokens,); None if
+            this is the case for all tokens.
     """
 
     text: str = ""
     spans: Sequence[Span] = ()
     token_ids: np.ndarray | None = None
-    mask: np.ndarray | None = None
+    may_keep_mask: np.ndarray | None = None
 
 
 class Columns(NamedTuple):

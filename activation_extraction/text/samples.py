@@ -46,9 +46,9 @@ class SampleSettings:
     """The settings by which documents become samples.
 
     Attributes:
-        length: Largest number of tokens of a sample.
-        splits_documents: Whether a document with more than `length` tokens is split into several
-            samples. Otherwise it is cut to `length` tokens.
+        max_sample_tokens: Largest number of tokens of a sample.
+        splits_documents: Whether a document with more than `max_sample_tokens` tokens is split into
+            several samples. Otherwise it is cut to `max_sample_tokens` tokens.
         overlap: Number of tokens at the end of a piece that the next piece of the same document
             repeats at its start. The next piece uses them as context and never keeps them.
         choice: Choice of the tokens to keep.
@@ -56,7 +56,7 @@ class SampleSettings:
             document. A document that is cut still contains all of them.
     """
 
-    length: int
+    max_sample_tokens: int
     splits_documents: bool = False
     overlap: int = 0
     choice: TokenChoice = TokenChoice()
@@ -71,11 +71,11 @@ class SampleSettings:
         Returns:
             For each sample of the document, the indices in the document of the sample's tokens.
         """
-        if not self.splits_documents or tokens <= self.length:
-            return [range(min(tokens, self.length))]
-        piece_starts = range(0, tokens - self.overlap, self.length - self.overlap)
+        if not self.splits_documents or tokens <= self.max_sample_tokens:
+            return [range(min(tokens, self.max_sample_tokens))]
+        piece_starts = range(0, tokens - self.overlap, self.max_sample_tokens - self.overlap)
         return [
-            range(piece_start, min(piece_start + self.length, tokens))
+            range(piece_start, min(piece_start + self.max_sample_tokens, tokens))
             for piece_start in piece_starts
         ]
 
@@ -89,7 +89,7 @@ class SampleSettings:
         Returns:
             A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
         """
-        content_mask = document.content.mask
+        content_mask = document.content.may_keep_mask
         if content_mask is None and not self.overlap and self.choice.keeps_everything:
             return None
         return self.choice.eligible(tokens.total_tokens, content_mask, tokens.labels)
@@ -222,7 +222,9 @@ def _whole_samples(
     unread_rows = documents.read(state_of_documents)
     cut_pattern = None if tokenizer is None else safe_cuts(tokenizer)
     max_document_tokens = (
-        None if settings.splits_documents else settings.length - len(settings.special_tokens)
+        None
+        if settings.splits_documents
+        else settings.max_sample_tokens - len(settings.special_tokens)
     )
     read_error: RunError | None = None
     is_last_chunk = False
@@ -309,11 +311,11 @@ def _tokens_of_rows(
     remaining_tokens_of_contents = iter(tokens_of_contents)
     for read_row in rows:
         if read_row.document is None:
-            yield read_row.problem or None
+            yield read_row.skip_reason or None
             continue
         tokens_or_problem = next(remaining_tokens_of_contents)
         if isinstance(tokens_or_problem, str):
-            yield f"{read_row.document.location}: {tokens_or_problem}"
+            yield f"{read_row.document.location_in_words}: {tokens_or_problem}"
         else:
             yield tokens_or_problem if len(tokens_or_problem.ids) else None
 
@@ -354,9 +356,9 @@ def _sample_of_tokens(
             eligible_mask_of_sample[: settings.overlap] = False
         kept_subset = settings.choice.kept(sample_idx, token_ids, eligible_mask_of_sample)
     preview_start = 0
-    if piece_number and tokens.starts is not None:
-        preview_start = int(tokens.starts[token_range.start])
-    row_position = document.position
+    if piece_number and tokens.start_offsets is not None:
+        preview_start = int(tokens.start_offsets[token_range.start])
+    row_position = document.stored_position
     if settings.splits_documents:
         row_position = {**row_position, "piece": piece_number, "start": token_range.start}
     sample_facts = SampleFacts(

@@ -45,8 +45,8 @@ class Tokens:
     Attributes:
         ids: Token ids, int32 (tokens,).
         total_tokens: The number of tokens of the whole document, even if `ids` contains fewer.
-        starts: For each token, the offset in characters at which it begins in the text, int32
-            (tokens,); None if the offsets were not computed.
+        start_offsets: For each token, the offset in characters at which it begins in the text,
+            int32 (tokens,); None if the offsets were not computed.
         labels: Labels of all tokens of the document by name, int32 (total_tokens,) each. The names
             are "role", an index into ROLES, and "turn", the number of the turn from 0. Empty if the
             document is no conversation.
@@ -54,7 +54,7 @@ class Tokens:
 
     ids: np.ndarray
     total_tokens: int
-    starts: np.ndarray | None = None
+    start_offsets: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -86,7 +86,7 @@ class SpecialTokens:
         front_ids = np.array(self.front_ids, np.int32)
         end_ids = np.array(self.end_ids, np.int32)
         all_token_ids = np.concatenate([front_ids, tokens.ids, end_ids])
-        token_starts = tokens.starts
+        token_starts = tokens.start_offsets
         if token_starts is not None:
             front_starts = np.zeros_like(front_ids)
             end_starts = np.full_like(end_ids, characters)
@@ -95,7 +95,7 @@ class SpecialTokens:
             tokens,
             ids=all_token_ids,
             total_tokens=tokens.total_tokens + len(self),
-            starts=token_starts,
+            start_offsets=token_starts,
         )
 
 
