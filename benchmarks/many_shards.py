@@ -43,12 +43,12 @@ class Scenario(NamedTuple):
     Attributes:
         run: Run with a single shard. The run that is read consists of many copies of this shard.
         options: Options of the batches (see `ActivationDataset.batches`).
-        keep: Fraction of the samples that pass the filter `where`. 1 for no filter.
+        kept_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
 
     run: Run
     options: dict[str, Any]
-    keep: float = 1.0
+    kept_fraction: float = 1.0
 
 
 def scenarios(shard_bytes: int) -> dict[str, Scenario]:
@@ -60,11 +60,17 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
     # The largest size of a shard is twice the size of all activations, so the run has one shard.
     max_shard_bytes = 2 * shard_bytes
 
-    def run(hooks: int, width: int, **fields: Any) -> Run:
-        return Run(shard_bytes // hooks, hooks=hooks, width=width, shard=max_shard_bytes, **fields)
+    def run(num_hooks: int, width: int, **fields: Any) -> Run:
+        return Run(
+            shard_bytes // num_hooks,
+            num_hooks=num_hooks,
+            width=width,
+            max_shard_bytes=max_shard_bytes,
+            **fields,
+        )
 
     shuffle_options = {"shuffle": 0}
-    short_samples = run(1, 896, chat=True, length=SHORT_SAMPLE_TOKENS)
+    short_samples = run(1, 896, has_conversations=True, sample_tokens=SHORT_SAMPLE_TOKENS)
     role_options = {**shuffle_options, "roles": ["system", "user", "assistant"]}
     return {
         "one of one, width 896, shuffled": Scenario(run(1, 896), shuffle_options),
@@ -123,8 +129,8 @@ def passing_fraction(folder: Path, scenario: Scenario) -> float:
     """
     dataset = ActivationDataset(str(folder))
     batch_options = dict(scenario.options)
-    if scenario.keep < 1:
-        batch_options["where"] = mask_of(len(dataset), scenario.keep)
+    if scenario.kept_fraction < 1:
+        batch_options["where"] = mask_of(len(dataset), scenario.kept_fraction)
     batches = dataset.batches(2**16, [], **batch_options)
     return sum(len(batch) for batch in batches) / dataset.tokens
 
@@ -150,9 +156,14 @@ def measure_reader(
         "-P",
         str(READER_SCRIPT),
         f"gs://{BUCKET}/{folder}",
-        scenario.run.read,
+        scenario.run.read_hook,
     ]
-    reader_command += ["--options", json.dumps(batch_options), "--keep", str(scenario.keep)]
+    reader_command += [
+        "--options",
+        json.dumps(batch_options),
+        "--keep",
+        str(scenario.kept_fraction),
+    ]
     reader_environment = {**os.environ, "PYTHONPATH": str(checkout)}
     reader_process = subprocess.run(
         reader_command, env=reader_environment, check=True, stdout=subprocess.PIPE, text=True
@@ -207,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
         for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
             scenario_run.store(root_folder / scenario_run.folder)
             worker_count = max(
-                round(scenario_run.bytes * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
+                round(scenario_run.hook_bytes * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
             )
             is_shuffled = "shuffle" in scenario_options
             num_workers_of_scenario[scenario_name] = worker_count if is_shuffled else 1

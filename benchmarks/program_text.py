@@ -23,7 +23,8 @@ COLLECTIVE = re.compile(
 # The pattern for an array: dtype, shape, order of dimensions (minor first) and tiling, such as
 # `bf16[16,1024]{1,0:T(8,128)(2,1)}`. "S(1)" after the tiles stands for on-chip memory.
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
-# Opcodes of instructions that move no bytes, and the pattern for custom calls that move no bytes.
+# Opcodes of instructions that move no bytes. A custom call moves no bytes if it matches
+# FREE_CUSTOM_CALL.
 FREE_OPCODES = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
 FREE_CUSTOM_CALL = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
 # Text in the layout of an array that is not in HBM, but in another memory, such as on-chip memory.
@@ -131,7 +132,7 @@ class Move(NamedTuple):
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":
-        """Returns a move with `count` times the bytes and operations of this one.
+        """Returns a copy of this move with `count` times its bytes and operations.
 
         Args:
             count: The number of executions of the instruction. It may be a fraction.
@@ -151,8 +152,8 @@ class ProgramText:
         instructions: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
         mesh: Mesh axis -> size. Device numbers change slowest along the first axis.
-        layer_shares: Fraction of the model's layers that have each type of layer, in the order of
-            the branches of the conditional that chooses the type.
+        layer_shares: For each type of layer, the fraction of the model's layers that have this
+            type, in the order of the branches of the conditional that chooses the type.
     """
 
     def __init__(
@@ -167,8 +168,8 @@ class ProgramText:
         Args:
             text: The text of the compiled program.
             mesh: Mesh axis -> size. None to leave out the mesh axes of collectives.
-            layer_shares: The fraction of the model's layers that have each type of layer. Empty for
-                a model with one type of layer.
+            layer_shares: For each type of layer, the fraction of the model's layers that have this
+                type. Empty for a model with one type of layer.
             kernel_passes: The function that returns how often a Pallas kernel reads and writes its
                 arrays (see `KernelPasses`).
         """
@@ -445,8 +446,9 @@ class ProgramText:
         """Returns the mesh axes along which the devices of a collective's group differ."""
         if not self.mesh:
             return []
-        # For each mesh axis, the coordinates of all devices, (groups, devices of a group).
-        coordinates = np.unravel_index(groups(collective.line), [*self.mesh.values()])
+        # One array for each mesh axis: the coordinates of all devices along the axis, (groups,
+        # devices of a group).
+        coordinates = np.unravel_index(device_groups(collective.line), [*self.mesh.values()])
         return [
             axis
             for axis, axis_coordinates in zip(self.mesh, coordinates, strict=True)
@@ -512,7 +514,7 @@ class ProgramText:
 
         Args:
             instruction: The instruction.
-            position: The position of the operand among the instruction's operands.
+            position: The index of the operand in the instruction's operands, from 0.
             operand_bytes: The bytes of the operand.
             siblings: All instructions of the fusion that contains this one. Empty outside fusions.
             counted_names: The names of collectives whose bytes were counted at their start.
@@ -526,6 +528,8 @@ class ProgramText:
             return min(operand_bytes, _unpadded_bytes(instruction.result))
         if opcode == "dynamic-update-slice" and position == 0:
             return 0
+        # Other instructions read the bytes of the operand, under the name `operand_name`: users of
+        # the bitcast, or instructions in the called computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
             readers, operand_name = siblings, instruction.name
         elif instruction.calls:
@@ -558,7 +562,7 @@ class ProgramText:
             return 0
         result_arrays = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-            # The first results of these instructions are their operands, which are not written.
+            # The results of such an instruction begin with its operands, which are not written.
             result_arrays = result_arrays[len(instruction.operands) :]
         written_bytes = 0
         for result_position, result_array in enumerate(result_arrays):
@@ -599,11 +603,11 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
             slice, so it sends only as much as a reduce-scatter.
     """
     opcode = collective.opcode
-    group_size = groups(collective.line).shape[1]
+    group_size = device_groups(collective.line).shape[1]
     result_arrays = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
-        # The results of the instruction are its operands, the received arrays, and sometimes
-        # synchronisation flags.
+        # The results of such an instruction are its operands, the received arrays, of which there
+        # are as many as operands, and sometimes synchronisation flags.
         result_arrays = result_arrays[len(collective.operands) :][: len(collective.operands)]
     result_bytes = sum(_bytes_of_elements(result_array) for result_array in result_arrays)
     if opcode.startswith("collective-permute"):
@@ -615,7 +619,7 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
 
 
 def _instructions(body: str) -> list[Instruction]:
-    """Parses the body of a computation.
+    """Parses the text between the braces of a computation.
 
     Each instruction begins with an indented line. It may have further lines without indentation,
     because attributes of kernels contain line breaks.
@@ -643,7 +647,7 @@ def _padded_hbm_bytes(array: re.Match[str]) -> int:
     """Returns the bytes of an array in HBM, padded to the tiles of its minor dimensions.
 
     Args:
-        array: A match of ARRAY.
+        array: A match of the pattern ARRAY in the text of the program.
 
     Returns:
         The number of bytes. 0 for an array in another memory.
@@ -655,7 +659,7 @@ def _padded_hbm_bytes(array: re.Match[str]) -> int:
     tile_match = re.match(r"T\(([\d,]+)\)", tiling_text)
     if tile_match and axis_order:
         minor_first_axes = [int(axis) for axis in axis_order.split(",")]
-        tile_sizes = [int(size) for size in tile_match[1].split(",")]
+        tile_sizes = [int(size_text) for size_text in tile_match[1].split(",")]
         for axis, tile_size in zip(minor_first_axes, reversed(tile_sizes), strict=False):
             padded_shape[axis] = -(-padded_shape[axis] // tile_size) * tile_size
     return math.prod(padded_shape) * _bits(array) // 8
@@ -665,7 +669,7 @@ def _bytes_of_elements(array: re.Match[str]) -> int:
     """Returns the bytes of an array's elements without padding, in any memory.
 
     Args:
-        array: A match of ARRAY.
+        array: A match of the pattern ARRAY in the text of the program.
     """
     return math.prod(_shape(array)) * _bits(array) // 8
 
@@ -674,7 +678,7 @@ def _bits(array: re.Match[str]) -> int:
     """Returns the number of bits of an element of an array, such as 16 for the dtype "bf16".
 
     Args:
-        array: A match of ARRAY.
+        array: A match of the pattern ARRAY in the text of the program.
     """
     dtype_name = array[1]
     return 8 if dtype_name == "pred" else int(re.sub(r"\D", "", dtype_name))
@@ -685,9 +689,7 @@ def _shape(array: re.Match[str]) -> list[int]:
 
 
 def _element_count(result: str) -> int:
-    """Returns the number of elements of the first array in a result.
-
-    Returns 0 if there is no array.
+    """Returns the number of elements of the first array in a result, 0 without an array.
 
     Args:
         result: The text of an instruction's result (see `Instruction`).
@@ -697,9 +699,9 @@ def _element_count(result: str) -> int:
 
 
 def _unpadded_bytes(result: str) -> int:
-    """Returns the bytes of the first array in a result without padding, in any memory.
+    """Returns the bytes of the first array in a result without padding, 0 without an array.
 
-    Returns 0 if there is no array.
+    The array may be in any memory.
 
     Args:
         result: The text of an instruction's result (see `Instruction`).
@@ -708,7 +710,7 @@ def _unpadded_bytes(result: str) -> int:
     return _bytes_of_elements(first_array) if first_array else 0
 
 
-def groups(line: str) -> np.ndarray:
+def device_groups(line: str) -> np.ndarray:
     """Returns the groups of devices within which a collective communicates.
 
     XLA writes the groups in three ways: as lists of device numbers, as a reshaped and transposed
@@ -721,7 +723,7 @@ def groups(line: str) -> np.ndarray:
         The device numbers (groups, devices of a group), int64.
     """
 
-    def numbers(text: str) -> list[int]:
+    def numbers_in(text: str) -> list[int]:
         return [int(number_text) for number_text in re.findall(r"\d+", text)]
 
     def device_range(shape: list[int], order: str | None) -> np.ndarray:
@@ -732,14 +734,14 @@ def groups(line: str) -> np.ndarray:
             order: The order of the axes, separated by commas. None to keep their order.
         """
         device_ids = np.arange(math.prod(shape)).reshape(shape)
-        return device_ids.transpose(numbers(order)) if order else device_ids
+        return device_ids.transpose(numbers_in(order)) if order else device_ids
 
     if groups_match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
-        return np.array([numbers(group_text) for group_text in groups_match[1].split("},{")])
+        return np.array([numbers_in(group_text) for group_text in groups_match[1].split("},{")])
     range_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
     if groups_match := re.search(rf"replica_groups=\[([\d,]+)\]<={range_pattern}", line):
-        return device_range(numbers(groups_match[2]), groups_match[3]).reshape(
-            numbers(groups_match[1])
+        return device_range(numbers_in(groups_match[2]), groups_match[3]).reshape(
+            numbers_in(groups_match[1])
         )
     device_ids_pattern = rf"(?:, device_ids=\({range_pattern}\))?"
     groups_match = re.search(
@@ -747,8 +749,8 @@ def groups(line: str) -> np.ndarray:
     )
     assert groups_match, line
     mesh_axis_names = re.findall(r"'(\w+)'", groups_match[1])
-    mesh_shape = numbers(re.sub(r"'\w+'", "", groups_match[1]))
-    range_shape = numbers(groups_match[2]) if groups_match[2] else mesh_shape
+    mesh_shape = numbers_in(re.sub(r"'\w+'", "", groups_match[1]))
+    range_shape = numbers_in(groups_match[2]) if groups_match[2] else mesh_shape
     device_mesh = device_range(range_shape, groups_match[3]).reshape(mesh_shape)
     # The devices of a group differ along the axes of the group. These axes become the last axes, so
     # that they can be joined to one.

@@ -1,7 +1,8 @@
 """Measures how fast a run is read from a bucket: `python -m benchmarks.reading`. It needs PyTorch.
 
-It stores runs in bfloat16 and safetensors, serves them by benchmarks/bucket_server.py with a
-latency per request and a rate per connection, and prints MB/s of activations for these scenarios:
+It stores runs in bfloat16 and safetensors, and serves them with bucket_server.py, which limits the
+speed: every answer begins after a latency, and every connection has a largest rate. It prints MB/s
+of activations for these scenarios:
 
 - the only hook of a run, width 3584, shuffled and in order;
 - one of fourteen hooks, width 896, shuffled and in order;
@@ -12,17 +13,18 @@ latency per request and a rate per connection, and prints MB/s of activations fo
 In each round, three simple readers read the bytes of the same hooks before the scenario. They run
 in another process, so that neither process affects the memory of the other:
 
-- `bare`: 32 ranges of at most 8 MiB at a time with obstore, the client that the product uses; every
-  byte is looked at once. `share` is the scenario's speed divided by the speed of this reader;
-- `of 16`: like `bare`, but with 16 ranges of at most 2 MiB at a time;
-- sockets that receive 32 ranges of 8 MiB into reused buffers, which is the least possible work.
+- `bare` reads 32 ranges of at most 8 MiB at a time with obstore, the client that the product uses,
+  and looks at every byte once. `share` is the scenario's speed divided by the speed of this reader;
+- `of 16` is like `bare`, but reads 16 ranges of at most 2 MiB at a time;
+- `sockets` receives 32 ranges of at most 8 MiB at a time into reused buffers, which is the least
+  possible work.
 
-Every figure is of the second of two passes, and the first round is left out. The reason is that the
-buffer of 256 MiB per hook is allocated once in a run, however long it is, and on a virtual machine
-this may take longer than reading a GB of such a small run. The time of opening a run is not
-included; opening.py measures it. Figures are medians over the rounds, some with the smallest and
-the largest. The last line printed is one JSON object. The runs take 12 GB on the disk, and should
-fit into the page cache.
+Every figure describes the second of two passes, and the first round is left out. The reason is that
+a reader allocates its buffer of 256 MiB per hook once. On a virtual machine, this may take longer
+than reading 1 GB, and the runs of this benchmark are hardly larger. The time of opening a run is
+not included; opening.py measures it. Figures are medians over the rounds, and the table also shows
+the smallest and the largest `share`. The last line printed is one JSON object. The runs take 12 GB
+on the disk, and should fit into the page cache.
 """
 
 import argparse
@@ -60,8 +62,8 @@ from benchmarks.processes import print_result
 # The number of tokens of a batch.
 BATCH = 1024
 MIB = 2**20
-# For two of the simple readers, the number of ranges that are read at a time, and the largest
-# number of bytes of a range.
+# Tuples (number of ranges that are read at a time, largest number of bytes of a range), for the
+# simple readers `bare` and `of 16`.
 BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)
 # The number of tokens of a sample.
 LENGTH = 2048
@@ -75,33 +77,33 @@ TRAINED_AT = 30.0
 
 
 class Run(NamedTuple):
-    """A run to store.
+    """A description of a run of random activations, which `store` stores.
 
     Attributes:
-        bytes: Number of bytes of activations at the hook that is read.
-        hooks: Number of hooks.
+        hook_bytes: Number of bytes of activations at each hook.
+        num_hooks: Number of hooks.
         width: Width of the activations at each hook.
-        shard: Largest number of bytes of a shard.
-        chat: Whether the samples are conversations.
-        length: Number of tokens of a sample.
+        max_shard_bytes: Largest number of bytes of a shard.
+        has_conversations: Whether the samples are conversations.
+        sample_tokens: Number of tokens of a sample.
     """
 
-    bytes: int
-    hooks: int = 1
+    hook_bytes: int
+    num_hooks: int = 1
     width: int = 3584
-    shard: int = 128_000_000
-    chat: bool = False
-    length: int = LENGTH
+    max_shard_bytes: int = 128_000_000
+    has_conversations: bool = False
+    sample_tokens: int = LENGTH
 
     @property
-    def names(self) -> list[str]:
+    def hook_names(self) -> list[str]:
         """The names of the hooks."""
-        return [f"blocks.{layer}.hook_resid_post" for layer in range(self.hooks)]
+        return [f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)]
 
     @property
-    def read(self) -> str:
-        """The name of the hook that is read."""
-        return self.names[self.hooks // 2]
+    def read_hook(self) -> str:
+        """The name of the hook that is read, which is in the middle of all hooks."""
+        return self.hook_names[self.num_hooks // 2]
 
     @property
     def folder(self) -> str:
@@ -109,9 +111,9 @@ class Run(NamedTuple):
 
         All fields are part of the name, so that different runs have different folders.
         """
-        chat_suffix = "_chat" if self.chat else ""
-        length_suffix = "" if self.length == LENGTH else f"_of_{self.length}"
-        sizes_text = f"{self.hooks}x{self.width}_{self.bytes}_by_{self.shard}"
+        chat_suffix = "_chat" if self.has_conversations else ""
+        length_suffix = "" if self.sample_tokens == LENGTH else f"_of_{self.sample_tokens}"
+        sizes_text = f"{self.num_hooks}x{self.width}_{self.hook_bytes}_by_{self.max_shard_bytes}"
         return sizes_text + chat_suffix + length_suffix
 
     def store(self, folder: Path) -> None:
@@ -124,24 +126,31 @@ class Run(NamedTuple):
             data="files",
             activation_dtype="bfloat16",
             text=TextOptions(
-                max_seq_length=self.length, messages_column="messages" if self.chat else None
+                max_seq_length=self.sample_tokens,
+                messages_column="messages" if self.has_conversations else None,
             ),
             storage=StorageOptions(shard_format="safetensors"),
         )
-        storage_options = StorageOptions(shard_size_gb=self.shard / 1e9, shard_format="safetensors")
-        run_facts = RunFacts(hooks={hook_name: {"width": self.width} for hook_name in self.names})
+        storage_options = StorageOptions(
+            shard_size_gb=self.max_shard_bytes / 1e9, shard_format="safetensors"
+        )
+        run_facts = RunFacts(
+            hooks={hook_name: {"width": self.width} for hook_name in self.hook_names}
+        )
         rng = np.random.default_rng(0)
         normal_values = rng.standard_normal((4 * LENGTH, self.width), np.float32)
         value_pool = normal_values.astype(ml_dtypes.bfloat16)
         with ActivationStorage(
             folder,
-            {hook_name: hook_name for hook_name in self.names},
+            # The keys of the hooks are their names, as if --hook_names had selected them.
+            {hook_name: hook_name for hook_name in self.hook_names},
             storage_options,
             identity,
             facts=run_facts,
         ) as storage:
-            sample_bytes = self.length * self.width * 2
-            for sample_number in range(0 if storage.complete else self.bytes // sample_bytes):
+            # bfloat16 takes 2 bytes.
+            sample_bytes = self.sample_tokens * self.width * 2
+            for sample_number in range(0 if storage.complete else self.hook_bytes // sample_bytes):
                 self._add(storage, sample_number, rng, value_pool)
 
     def _add(
@@ -159,15 +168,15 @@ class Run(NamedTuple):
             rng: The generator of random numbers.
             value_pool: The pool of values, (more tokens than a sample has, width).
         """
-        sample_length = self.length
+        sample_length = self.sample_tokens
         token_ids = rng.integers(0, 150_000, sample_length, np.int32)
-        labels_of_tokens = labels_of(rng, sample_length) if self.chat else {}
+        labels_of_tokens = labels_of(rng, sample_length) if self.has_conversations else {}
         sample_facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})
         sample = Sample(sample_facts, token_ids, Mark(sample_number), labels_of_tokens)
-        slice_starts = rng.integers(len(value_pool) - sample_length, size=self.hooks)
+        slice_starts = rng.integers(len(value_pool) - sample_length, size=self.num_hooks)
         activations: dict[int | str, np.ndarray] = {
             hook_name: value_pool[None, slice_start : slice_start + sample_length]
-            for hook_name, slice_start in zip(self.names, slice_starts, strict=True)
+            for hook_name, slice_start in zip(self.hook_names, slice_starts, strict=True)
         }
         (batch,) = pack([sample], 1, sample_length)
         storage.add_batch(batch, activations)
@@ -182,8 +191,9 @@ def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
             shorter conversation is extended with tokens of its last turn.
 
     Returns:
-        "role" -> index in ROLES of each token's role, int32 (length,), and "turn" -> number of each
-        token's turn, int32 (length,).
+        A dict of two arrays, int32 (length,).
+        role: For each token, the index of its role in ROLES.
+        turn: For each token, the number of the message that contains it, from 0.
     """
     role_of_token, turn_of_token = list[int](), list[int]()
     for turn_number, (role, median_tokens) in enumerate(TURNS):
@@ -191,9 +201,10 @@ def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         # Three tokens of the template stand before the message, and two stand after it.
         role_of_token += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
         turn_of_token += [turn_number] * (num_tokens + 5)
-    num_missing = max(0, length - len(role_of_token))
-    role_of_token += role_of_token[-6:-5] * num_missing
-    turn_of_token += turn_of_token[-1:] * num_missing
+    # The tokens that are added get the role and the number of the last message.
+    num_missing_tokens = max(0, length - len(role_of_token))
+    role_of_token += role_of_token[-6:-5] * num_missing_tokens
+    turn_of_token += turn_of_token[-1:] * num_missing_tokens
     return {
         "role": np.array(role_of_token[:length], np.int32),
         "turn": np.array(turn_of_token[:length], np.int32),
@@ -266,7 +277,7 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
 
 
 def read_by_sockets(address: str, ranges: list[tuple[str, int, int]], readers: int) -> int:
-    """Reads ranges over HTTP connections of Python into reused buffers.
+    """Reads ranges into reused buffers, with one HTTP connection of Python for each reader.
 
     See `read_by_obstore` for the arguments and the result.
 
@@ -315,7 +326,7 @@ def bytes_of(batches: Iterable[Any], arrays_of: Callable[[Any], list[Any]]) -> i
 
 
 def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
-    """Returns the step of the training loop in the README.
+    """Makes an autoencoder, and returns the training step of the README for it.
 
     Args:
         hook: The name of the hook on whose activations an autoencoder is trained.
@@ -323,7 +334,7 @@ def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
         features: The number of features of the autoencoder.
 
     Returns:
-        A function that takes a batch and trains on it.
+        A function that takes a batch and trains the autoencoder on it once.
     """
     encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
@@ -342,7 +353,7 @@ def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
 
 
 def train(dataset: ActivationDataset, hook: str, features: int) -> int:
-    """Runs the README's training loop over a run.
+    """Trains an autoencoder on a run once, with the training loop of the README.
 
     Args:
         dataset: The run.
@@ -363,7 +374,7 @@ def train(dataset: ActivationDataset, hook: str, features: int) -> int:
 
 
 def step_alone(width: int, features: int, steps: int = 20) -> float:
-    """Measures training on a single batch in memory, without reading a run.
+    """Measures the speed of training steps on a single batch in memory, without reading a run.
 
     Args:
         width: The width of the activations.
@@ -371,7 +382,7 @@ def step_alone(width: int, features: int, steps: int = 20) -> float:
         steps: The number of steps.
 
     Returns:
-        The MB of activations per second, as if they were bfloat16.
+        The MB of activations per second. They are counted as if they were bfloat16, as in `train`.
     """
     batch_in_memory = {"x": torch.randn(BATCH, width)}
     train_on_batch = step_of("x", width, features)
@@ -411,9 +422,9 @@ def scenarios(
 
     def batches_of(run: Run, **options: Any) -> Scenario:
         def prepare() -> Callable[[], int]:
-            dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read])
+            dataset = ActivationDataset(f"gs://{BUCKET}/{run.folder}", [run.read_hook])
             return lambda: bytes_of(
-                dataset.batches(BATCH, **options), lambda batch: [batch[run.read]]
+                dataset.batches(BATCH, **options), lambda batch: [batch[run.read_hook]]
             )
 
         return Scenario([run], prepare)
@@ -422,12 +433,12 @@ def scenarios(
         paired_runs = paired(*(f"gs://{BUCKET}/{run.folder}" for run in (plain, larger_shards)))
         batches = paired_runs.batches(BATCH, shuffle=0)
         return lambda: bytes_of(
-            batches, lambda batch: [batch.first[plain.read], batch.second[plain.read]]
+            batches, lambda batch: [batch.first[plain.read_hook], batch.second[plain.read_hook]]
         )
 
     def training() -> Callable[[], int]:
         dataset = ActivationDataset(f"gs://{BUCKET}/{plain.folder}")
-        return lambda: train(dataset, plain.read, features)
+        return lambda: train(dataset, plain.read_hook, features)
 
     return {
         "one hook of one, shuffled": batches_of(plain, shuffle=0),
@@ -449,7 +460,7 @@ def measure(
         address: The address of the bucket's server, "HOST:PORT".
         scenario: The scenario.
         root: The local folder of all runs.
-        other_process: A pool with one process, which runs the simple readers.
+        other_process: A pool of one process, which runs the simple readers.
 
     Returns:
         A dict with these figures.
@@ -466,15 +477,15 @@ def measure(
     def rate_in_other_process(read: Callable[..., int], readers: int, max_bytes: int) -> Rate:
         file_ranges = []
         for run in scenario.runs:
-            file_ranges += ranges_of_hook(root / run.folder, run.read, max_bytes)
-        # Only the second pass over the ranges is measured (see the docstring of this module).
+            file_ranges += ranges_of_hook(root / run.folder, run.read_hook, max_bytes)
+        # Only the second pass over the ranges is measured, like the second pass of the scenario.
         other_process.submit(rate_of, read, address, file_ranges, readers).result()
         return other_process.submit(rate_of, read, address, file_ranges, readers).result()
 
     rate_of_bare_reader = rate_in_other_process(read_by_obstore, *BARE)
     rate_of_16_readers = rate_in_other_process(read_by_obstore, *OF_16)
     rate_of_socket_readers = rate_in_other_process(read_by_sockets, *BARE)
-    # Only the second pass over the runs is measured (see the docstring of this module).
+    # The first pass over the runs is not measured, because buffers may be allocated in it.
     read_first_pass = scenario.prepare()
     read_first_pass()
     read_second_pass = scenario.prepare()
@@ -484,34 +495,34 @@ def measure(
     num_requests = counts_after.requests - counts_before.requests
     downloaded_bytes = counts_after.bytes - counts_before.bytes
     return {
-        "bare": rate_of_bare_reader.speed,
-        "of_16": rate_of_16_readers.speed,
-        "sockets": rate_of_socket_readers.speed,
-        "read": scenario_rate.speed,
-        "share": scenario_rate.speed / rate_of_bare_reader.speed,
-        "share_of_16": scenario_rate.speed / rate_of_16_readers.speed,
-        "share_of_sockets": scenario_rate.speed / rate_of_socket_readers.speed,
-        "core_seconds_per_gb_bare": rate_of_bare_reader.core_seconds,
-        "core_seconds_per_gb_of_16": rate_of_16_readers.core_seconds,
-        "core_seconds_per_gb_sockets": rate_of_socket_readers.core_seconds,
-        "core_seconds_per_gb": scenario_rate.core_seconds,
-        "requests_per_gb": num_requests / scenario_rate.bytes * 1e9,
-        "downloaded": downloaded_bytes / scenario_rate.bytes,
+        "bare": rate_of_bare_reader.mb_per_second,
+        "of_16": rate_of_16_readers.mb_per_second,
+        "sockets": rate_of_socket_readers.mb_per_second,
+        "read": scenario_rate.mb_per_second,
+        "share": scenario_rate.mb_per_second / rate_of_bare_reader.mb_per_second,
+        "share_of_16": scenario_rate.mb_per_second / rate_of_16_readers.mb_per_second,
+        "share_of_sockets": scenario_rate.mb_per_second / rate_of_socket_readers.mb_per_second,
+        "core_seconds_per_gb_bare": rate_of_bare_reader.core_seconds_per_gb,
+        "core_seconds_per_gb_of_16": rate_of_16_readers.core_seconds_per_gb,
+        "core_seconds_per_gb_sockets": rate_of_socket_readers.core_seconds_per_gb,
+        "core_seconds_per_gb": scenario_rate.core_seconds_per_gb,
+        "requests_per_gb": num_requests / scenario_rate.num_bytes * 1e9,
+        "downloaded": downloaded_bytes / scenario_rate.num_bytes,
     }
 
 
 class Rate(NamedTuple):
-    """The speed of a reader.
+    """The speed of a reader in one pass.
 
     Attributes:
-        speed: MB that were read per second.
-        core_seconds: CPU seconds of the reading process for each GB.
-        bytes: Number of bytes that were read.
+        mb_per_second: MB that were read per second.
+        core_seconds_per_gb: CPU seconds of the reading process for each GB that was read.
+        num_bytes: Number of bytes that were read.
     """
 
-    speed: float
-    core_seconds: float
-    bytes: int
+    mb_per_second: float
+    core_seconds_per_gb: float
+    num_bytes: int
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
@@ -530,7 +541,7 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
     )
 
 
-def summary(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
+def summarise(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
     """Summarises the figures of several rounds.
 
     Args:
@@ -578,9 +589,9 @@ def main(argv: list[str] | None = None) -> None:
     parsed_flags = parser.parse_args(argv)
     torch.set_num_threads(1)
     run_bytes = int(parsed_flags.mb * 1e6)
-    plain_run, chat_run = Run(run_bytes), Run(run_bytes, chat=True)
-    run_of_fourteen_hooks = Run(int(parsed_flags.mb_of_fourteen * 1e6), hooks=14, width=896)
-    run_of_larger_shards = Run(run_bytes, shard=200_000_000)
+    plain_run, chat_run = Run(run_bytes), Run(run_bytes, has_conversations=True)
+    run_of_fourteen_hooks = Run(int(parsed_flags.mb_of_fourteen * 1e6), num_hooks=14, width=896)
+    run_of_larger_shards = Run(run_bytes, max_shard_bytes=200_000_000)
     summaries_of_latency: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary_folder:
         root_folder = parsed_flags.folder or Path(temporary_folder)
@@ -611,10 +622,12 @@ def main(argv: list[str] | None = None) -> None:
                         measure(server_address, scenario, root_folder, other_process)
                         for _ in range(1 + parsed_flags.rounds)
                     ]
-                    # The first round is left out (see the docstring of this module).
-                    summaries_of_latency[latency][scenario_name] = summary(figures_of_rounds[1:])
+                    # The first round is left out, because buffers may be allocated in it.
+                    summaries_of_latency[latency][scenario_name] = summarise(figures_of_rounds[1:])
                     print(
-                        line(latency, scenario_name, summaries_of_latency[latency][scenario_name]),
+                        table_line(
+                            latency, scenario_name, summaries_of_latency[latency][scenario_name]
+                        ),
                         flush=True,
                     )
     training_speed = round(step_alone(plain_run.width, parsed_flags.features), 1)
@@ -622,13 +635,13 @@ def main(argv: list[str] | None = None) -> None:
     print_result({"latency": summaries_of_latency, "training_alone": training_speed})
 
 
-def line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
-    """Returns the line of a scenario in the table.
+def table_line(latency: float, name: str, figures: dict[str, list[float]]) -> str:
+    """Returns the line of the table for one scenario at one latency.
 
     Args:
         latency: The latency in milliseconds.
         name: The name of the scenario.
-        figures: The figures of the scenario, as `summary` returns them.
+        figures: The figures of the scenario, as `summarise` returns them.
     """
     share_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
     # The first element of a summary is the median.

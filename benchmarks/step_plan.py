@@ -1,7 +1,8 @@
 """Computes the cost of a step on each TPU from the compiled program, without running it.
 
-`read_step` sums the bytes that program_text.py counts in the compiled text, and adds the
-floating-point operations that the model needs. `times_of` divides both by the peak rates of a chip.
+The cost shows how fast a run could be at best on TPUs that are not at hand. `read_step` sums the
+bytes that program_text.py counts in the compiled text, and computes the number of floating-point
+operations that the model needs. `times_of` divides both by the peak rates of a chip.
 """
 
 import math
@@ -39,9 +40,9 @@ class Sent(NamedTuple):
     """The bytes that a device sends along some mesh axes in a step.
 
     Attributes:
-        axes: Mesh axes.
-        bytes: Bytes that a device sends.
-        hidden_bytes: Part of these bytes that the device sends while matrix products or kernels
+        axes: Mesh axes along which the bytes are sent.
+        bytes: Number of bytes.
+        hidden_bytes: Number of these bytes that the device sends while matrix products or kernels
             run.
     """
 
@@ -75,14 +76,14 @@ class StepPlan:
 
 
 class StepTimes(NamedTuple):
-    """The seconds that the parts of a step take on each device at its peak rates.
+    """The seconds that the parts of a step take on each device at the device's peak rates.
 
     Attributes:
         products: Seconds for the operations in `StepPlan.flops`.
         kernel: Seconds for the operations in `StepPlan.kernel_flops`.
         hbm: Seconds for reading and writing HBM.
-        hidden: Seconds for sending while matrix products or kernels run. Sending may take longer
-            than they do.
+        hidden: Seconds for sending while matrix products or kernels run. It may be more than the
+            seconds of these products and kernels.
         exposed: Seconds for sending while nothing else runs.
     """
 
@@ -112,7 +113,8 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
     """
     hidden_seconds = exposed_seconds = 0.0
     for sent_along_axes in step.sent:
-        # `link_speed` includes the query axis of JAX's mesh in the model axis.
+        # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
+        # the model axis.
         mesh_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.axes}
         sending_speed = min(
             (link_speed(layout, axis, chip, linked) for axis in mesh_axes),
@@ -137,7 +139,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         compiled: The compiled program, as JAX returns it.
 
     Raises:
-        InputError: If programs for this kind of chip cannot be parsed.
+        InputError: If the text of programs for these chips cannot be parsed.
     """
     model, layout = program.model, program.layout
     chip_name = _chip_name(program)
@@ -146,7 +148,8 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     num_rows_of_step = program.shape[0] * program.rows.hosts
     row_length = program.shape[1]
     assert layout.mesh is not None
-    # `times_of` divides all operations by the peak rate of the model's dtype.
+    # `times_of` divides all operations by the peak rate in the model's dtype. In a bfloat16 model,
+    # an operation of a float32 autoencoder therefore counts as several operations.
     float32_passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
     # The operations that the autoencoders need for each token.
     encoding_flops_per_token = 0.0
@@ -207,8 +210,9 @@ def passes_of_expert_kernel(
 ) -> list[float] | None:
     """Returns how often a kernel of expert_kernel.py reads its operands and writes its result.
 
-    The kernels compute only tiles that contain rows of tokens, and read only the layer at hand from
-    the stacked weights. So most of these numbers are fractions or averages.
+    The kernels compute only tiles that contain rows of tokens, and read only one layer of the
+    weights, whose array contains all layers. So most of the returned numbers are fractions or
+    averages.
 
     Args:
         name: The name of the kernel in the compiled text.
@@ -248,7 +252,7 @@ def passes_of_expert_kernel(
 def _flops_of_delta_rule(program: Program) -> float:
     """Returns the operations of the kernel of gated delta nets in all layers on one device.
 
-    Returns 0 for a model without gated delta nets.
+    The number is 0 for a model without gated delta nets.
 
     Args:
         program: The program of the step.
@@ -324,10 +328,10 @@ def _padded_flops_of_product(product: Any, tile: int) -> int:
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of the jaxprs in it, but does not enter Pallas kernels.
+    """Yields the equations of a jaxpr and of jaxprs nested in it, but not those in Pallas kernels.
 
     Args:
-        program: The jaxpr.
+        program: The jaxpr, which may be closed.
     """
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation

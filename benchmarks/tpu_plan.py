@@ -146,9 +146,9 @@ def times(compiled: Compiled) -> StepTimes:
 
 
 def moved_once(compiled: Compiled) -> float:
-    """Returns the bytes that a layer would move in the HBM of one chip, on average over all layers.
+    """Returns the bytes of HBM that a layer on one chip would move if each array moved only once.
 
-    Each array is assumed to move only once.
+    The number is the average over all layers.
 
     Args:
         compiled: The compiled step.
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def print_move(move: Move) -> None:
-    """Prints a line about an instruction: its bytes, its kind and its operation in JAX.
+    """Prints a line about an instruction: bytes of HBM, bytes sent, kind and operation in JAX.
 
     Args:
         move: The bytes that the instruction moves.

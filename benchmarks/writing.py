@@ -76,7 +76,7 @@ class Case(NamedTuple):
 
     @property
     def hook_names(self) -> dict[int | str, str]:
-        """The full name of each hook, by its key in pickles, which is the number of its layer."""
+        """A dict: key of a hook, which is the number of its layer here -> name of the hook."""
         return {layer: f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)}
 
     @property
@@ -90,8 +90,8 @@ class Case(NamedTuple):
         """Returns random values of one batch, as a step of the model returns them.
 
         Returns:
-            Activations (num_hooks, ROWS, LENGTH, HIDDEN), or for codes their records, int32
-            (num_hooks, ROWS, LENGTH, numbers of a record).
+            Activations (num_hooks, ROWS, LENGTH, HIDDEN). For codes, a record of each token's codes
+            instead, int32 (num_hooks, ROWS, LENGTH, numbers of a record).
         """
         rng = np.random.default_rng(0)
         if self.kind == CODES:
@@ -104,12 +104,19 @@ class Case(NamedTuple):
         return activations if self.kind == "float32" else activations.astype(ml_dtypes.bfloat16)
 
     def _records(self, rng: np.random.Generator) -> np.ndarray:
-        """Returns random records of codes (common/codes.py)."""
+        """Returns a random record of codes for each token, whose layout common/codes.py defines.
+
+        Args:
+            rng: The generator of random numbers.
+
+        Returns:
+            The records, int32 (num_hooks, ROWS, LENGTH, numbers of a record).
+        """
         records_shape = (self.num_hooks, ROWS, LENGTH, record_width(CODE_FEATURES))
         records = np.empty(records_shape, np.int32)
         records[..., 0] = CODE_FEATURES
         float_records = records.view(np.float32)
-        # The squared error and the norm.
+        # The squared error of the autoencoder for a token, and the norm of the token's activation.
         float_records[..., 1:RECORD_IDS] = 1 + rng.random((*records_shape[:-1], 2), np.float32)
         # Each feature is chosen from a range of its own, so that the ids are ascending.
         range_starts = np.arange(CODE_FEATURES) * (FEATURES // CODE_FEATURES)
@@ -136,19 +143,19 @@ class Case(NamedTuple):
         storage_options = StorageOptions(
             SHARD_GB, self.shard_format, overwrite=True, waiting_shards_gb=8 * SHARD_GB
         )
-        identity, facts = Identity(activation_dtype=self.kind), RunFacts()
+        identity, run_facts = Identity(activation_dtype=self.kind), RunFacts()
         if self.kind == CODES:
             names_of_codes = tuple(self.hook_names.values())
             identity = Identity(activation_dtype="bfloat16", code_hooks=names_of_codes)
-            facts = RunFacts(hooks={key: {"width": FEATURES} for key in self.hook_names})
+            run_facts = RunFacts(hooks={key: {"width": FEATURES} for key in self.hook_names})
         with ActivationStorage(
-            folder, self.hook_names, storage_options, identity, remote, facts
+            folder, self.hook_names, storage_options, identity, remote, run_facts
         ) as storage:
             for batch in batches:
                 storage.add_batch(batch, values_of_hook)
 
     def write_bare_file(self, path: Path, values: np.ndarray, num_batches: int) -> None:
-        """Writes one file with the values of a shard, as bare threads do.
+        """Writes one file with the values of a shard. This is the work of one of the bare threads.
 
         Args:
             path: The path of the file.
@@ -157,8 +164,8 @@ class Case(NamedTuple):
         """
         arrays_in_file: dict[str, np.ndarray] = {}
         for layer, hook_name in self.hook_names.items():
-            samples = [*values[layer]] * num_batches
-            arrays_in_file |= self._bare_arrays(str(hook_name), np.concatenate(samples))
+            rows_of_batches = [*values[layer]] * num_batches
+            arrays_in_file |= self._bare_arrays(str(hook_name), np.concatenate(rows_of_batches))
         if self.shard_format == "safetensors":
             safetensors.numpy.save_file(arrays_in_file, path)
         else:
@@ -166,11 +173,12 @@ class Case(NamedTuple):
             path.write_bytes(igzip.compress(pickled_bytes, 1))
 
     def _bare_arrays(self, hook_name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays of a hook in a file, by their names.
+        """Returns the arrays of a hook in a file: name of an array -> array.
 
         Args:
-            hook_name: The full name of the hook.
-            rows: The activations or the records of all tokens of the file, one row per token.
+            hook_name: The name of the hook.
+            rows: The activations or, for codes, the records of all tokens of the file, one row for
+                each token.
         """
         if self.kind == FLOAT8:
             encoded_activations = Float8Array.of(rows)
@@ -230,8 +238,8 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
             up to whole batches.
 
     Returns:
-        The rows of the table, one for each way: the case, the way, the medians of its figures, and
-        the speed as a share of the bare threads' speed.
+        The rows of the table, one for each way. Each row is a dict with the fields of the case, the
+        way, the medians of its figures, and its speed divided by the speed of bare threads.
     """
     batch_bytes = ROWS * LENGTH * case.value_bytes_per_token
     num_batches = math.ceil(gigabytes * 1e9 / batch_bytes)
@@ -247,11 +255,12 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
         return tool_figures
 
     def write_bare_files() -> None:
-        # Each file takes the path of an earlier one, so that memory for all files is not needed.
+        # There are as many paths as threads, and a new file replaces the earlier file with its
+        # path. So the files, which are in memory by default, do not fill it.
         num_threads = len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(num_threads) as threads:
-            written_files = [
-                threads.submit(
+        with ThreadPoolExecutor(num_threads) as thread_pool:
+            write_futures = [
+                thread_pool.submit(
                     case.write_bare_file,
                     folder / f"bare_{file_number % num_threads}",
                     values,
@@ -259,8 +268,8 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
                 )
                 for file_number, first_batch in enumerate(range(0, num_batches, batches_per_file))
             ]
-            for written_file in written_files:
-                written_file.result()
+            for write_future in write_futures:
+                write_future.result()
 
     function_of_way: dict[str, Callable[[], Figures]] = {
         "ours, to files": partial(measure_this_tool, None),

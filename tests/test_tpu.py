@@ -26,7 +26,7 @@ from activation_extraction.model.mesh import build_layout
 from activation_extraction.model.released import released_config
 from activation_extraction.run.topologies import CHIP_KINDS, topology_of
 from benchmarks.inputs import SHAPES
-from benchmarks.program_text import COLLECTIVE, groups
+from benchmarks.program_text import COLLECTIVE, device_groups
 from benchmarks.tpu_plan import Compiled, chips, compile_for, moved_once, times
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optimized")]
@@ -77,7 +77,7 @@ def collectives(compiled: Compiled) -> list[tuple[str, bool]]:
 def crosses_data(compiled: Compiled, line: str) -> bool:
     mesh = compiled.model.layout.mesh
     assert mesh is not None
-    places = np.unravel_index(groups(line), mesh.devices.shape)
+    places = np.unravel_index(device_groups(line), mesh.devices.shape)
     data = places[mesh.axis_names.index("data")]
     return bool((data != data[:, :1]).any())
 
