@@ -20,9 +20,8 @@ from activation_extraction.store.local_files import write_file
 from activation_extraction.store.run_log import FORMAT_VERSION
 
 CARD_NAME = "dataset_card.md"
-DATA_FROM_FILES = (
-    "files"  # value of `Identity.data` if the data come from files and not from the hub
-)
+# The value of `Identity.data` if the data come from files and not from the hub.
+DATA_FROM_FILES = "files"
 # Numbers of samples that separate the hub's size categories, such as "1K<n<10K".
 SIZE_LIMITS = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
 # The last line of a card. It contains the SHA-256 of all lines before it.
@@ -117,7 +116,7 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
     yield f"size_categories: {_quoted(size_category(len(dataset)))}"
     yield "tags:"
     yield from (f"- {_quoted(hub_tag)}" for hub_tag in hub_tags)
-    # Because of this section, the page of the data set shows the tables of samples.
+    # This section makes the hub show the tables of samples on the page of the data set.
     yield "configs:"
     yield "- config_name: samples"
     yield '  data_files: "**/*.samples.parquet"'
@@ -274,7 +273,12 @@ def _configuration(dataset: ActivationDataset) -> dict[str, Any]:
 
 
 def _public_name(path: str) -> str:
-    """Returns a name on the hub as it is; for a local path or a URL, returns its last part."""
+    """Returns a name for readers of the card, without folders and secrets of the author.
+
+    Args:
+        path: A name on the hub, which is returned as it is, or a local path or a URL, of which the
+            last part is returned.
+    """
     is_path_or_url = "://" in path or path[:1] in "/.~"
     return _last_part(path) if is_path_or_url else path
 
@@ -285,7 +289,7 @@ def _last_part(path: str) -> str:
 
 
 def _code(text: object) -> str:
-    """Returns text as Markdown code, which may stand in a table."""
+    """Returns text as inline code in Markdown. It may be used in tables, because `|` is escaped."""
     return f"`{visible(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 

@@ -117,10 +117,12 @@ def _loss_mask(
     if LOSS_MASK in dataset.identity.text.keep_columns:
         mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
         piece_of_document = piece_of(dataset.samples["row"][sample_index].as_py())
-        first_token = 0 if piece_of_document is None else piece_of_document[1]
+        first_token_of_sample = 0 if piece_of_document is None else piece_of_document[1]
         if not isinstance(mask_of_document, list):
             mask_of_document = []
-        sample_mask = np.array(mask_of_document[first_token : first_token + len(sample_tokens)])
+        sample_mask = np.array(
+            mask_of_document[first_token_of_sample : first_token_of_sample + len(sample_tokens)]
+        )
         if sample_mask.shape != (len(sample_tokens),) or not np.isin(sample_mask, (0, 1)).all():
             sample_and_column = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{sample_and_column}: expected a 0 or 1 for each of the row's tokens")
@@ -337,11 +339,11 @@ class SpecForgeFormat(DraftFormat):
                 exactly three layers, without the embedding.
         """
         exported_hooks = super().choose_hooks(dataset, chosen_hooks)
-        stream_hooks = streams_by_number(exported_hooks)
+        hook_by_number = streams_by_number(exported_hooks)
         if (
             FINAL_NORM_HOOK not in exported_hooks
-            or len(stream_hooks) != EAGLE3_LAYERS
-            or 0 in stream_hooks
+            or len(hook_by_number) != EAGLE3_LAYERS
+            or 0 in hook_by_number
         ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "

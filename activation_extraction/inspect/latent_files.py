@@ -111,7 +111,8 @@ class DelphiFormat(ExportFormat):
                 token_batch.position
                 < sample_lengths[sample_of_token] // self.row_tokens * self.row_tokens
             )
-            # Index of each token in a whole row, among all tokens of the run in whole rows.
+            # Index of each token among the tokens of the run that are in whole rows. The values at
+            # other tokens of the chunk are not used.
             index_among_row_tokens = row_token_count + np.cumsum(is_row_token) - 1
             token_ids_of_chunks.append(token_batch.token_ids[is_row_token])
             for hook_name, hook_codes in token_batch.items():

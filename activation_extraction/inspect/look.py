@@ -27,7 +27,7 @@ STATUS_PATIENCE = 20.0
 
 def look(
     config: Config,
-    load: Callable[[dict[str, Any]], Recompute] | None = None,
+    load_model: Callable[[dict[str, Any]], Recompute] | None = None,
     load_text: LoadText | None = None,
     load_states: LoadStates | None = None,
 ) -> int:
@@ -35,7 +35,7 @@ def look(
 
     Args:
         config: The configuration, in which one of the four flags is set.
-        load: A function that takes the content of metadata.json, loads the model for --verify, and
+        load_model: A function that takes the content of metadata.json, loads the model for --verify, and
             returns a `Recompute`. None to recompute no samples.
         load_text: A function that takes the content of metadata.json, loads the text for --export,
             and returns a `RunText`. None if the flag needs no text.
@@ -49,7 +49,7 @@ def look(
     Raises:
         InputError: If there is no run, or the flag cannot be applied to this run.
         RunError: If --report or --export fails, for example because a shard is damaged.
-        FolderError: If a request to a folder of the run fails for a reason that may pass.
+        FolderError: If a request to a folder of the run fails, and a later attempt may succeed.
     """
     output_flags, looking_flags = config.output, config.looking
     try:
@@ -71,7 +71,7 @@ def look(
         states_folder = _states_of_another_program(output_root)
         if states_folder is not None:
             return verify_hidden_states(states_folder, load_states, looking_flags.verify_samples)
-        return verify(output_root, load, looking_flags.verify_samples)
+        return verify(output_root, load_model, looking_flags.verify_samples)
     except FolderError as error:
         if error.final:
             raise InputError(str(error)) from error

@@ -97,19 +97,21 @@ def _token_ids(
     for folder_name, commit in dataset.shards.shards:
         host_folder, run_log = root.child(folder_name), folders[folder_name]
         stored_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
-        ids_or_messages: Sequence[np.ndarray | str]
+        token_ids_or_messages: Sequence[np.ndarray | str]
         if run_text.reread is None:
-            ids_or_messages = [sample.token_ids for sample in stored_samples]
+            token_ids_or_messages = [sample.token_ids for sample in stored_samples]
         else:
-            ids_or_messages = run_text.reread(stored_samples)
-        for stored_tokens, ids_or_message in zip(stored_samples, ids_or_messages, strict=True):
-            if not isinstance(ids_or_message, str):
-                yield stored_tokens.sample_idx, ids_or_message
+            token_ids_or_messages = run_text.reread(stored_samples)
+        for stored_tokens, token_ids_or_message in zip(
+            stored_samples, token_ids_or_messages, strict=True
+        ):
+            if not isinstance(token_ids_or_message, str):
+                yield stored_tokens.sample_idx, token_ids_or_message
             elif len(stored_tokens.positions):
                 shard_file = file_path(folder_name, commit.file)
                 raise RunError(
                     f"{shard_file}: sample {stored_tokens.sample_idx}: its text cannot be read "
-                    f"again: {ids_or_message}"
+                    f"again: {token_ids_or_message}"
                 )
 
 
@@ -257,15 +259,15 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     )
     corpus_slice = {"start": 0, "length": document_count}
     text_options = dataset.identity.text
-    expected_tokens = text_options.positions.expected(text_options.max_seq_length)
-    positions_per_document = max(math.ceil(expected_tokens), 1)
+    expected_token_count = text_options.positions.expected(text_options.max_seq_length)
+    positions_per_document = max(math.ceil(expected_token_count), 1)
     # Stage 0 computes the id of its data set from this text.
     identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice}"
-    digest_of_id = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
+    dataset_digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {
         "kind": "nla_dataset",
         "schema_version": 1,
-        "dataset_id": f"base_{model_path.split('/')[-1]}_L{layer_number}_{digest_of_id}",
+        "dataset_id": f"base_{model_path.split('/')[-1]}_L{layer_number}_{dataset_digest}",
         "stage": "base",
         "row_count": rows,
         "extraction": {

@@ -61,7 +61,7 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
         hooks: The reports on the hooks of one kind.
     """
     layer_numbers = [hook_report.layer for hook_report in hooks]
-    # A row for each level in LEVELS, (6, hooks).
+    # Quantiles of the norms, with a row for each probability in LEVELS, (6, hooks).
     norm_quantiles = np.transpose([hook_report.norms for hook_report in hooks])
     percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = norm_quantiles
     axes.vlines(layer_numbers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)

@@ -34,7 +34,7 @@ PROBLEM_STATES = {"damaged", "silent", "failed"}
 
 @dataclass(frozen=True)
 class HostState:
-    """The state of one host of a run. Times are Unix seconds.
+    """The state of one host of a run. Times are in seconds since 1970 (Unix time).
 
     Attributes:
         name: The name of the host's folder; "" for the output itself.
@@ -56,7 +56,7 @@ class HostState:
             unknown.
         waited: The seconds for which computing waited because the memory for shards was full. The
             keys are the phases in which the oldest shard was during the wait.
-        expected_end: The time at which the run will reach --max_samples or --max_tokens at its
+        expected_end: The time at which the host will reach its --max_samples or --max_tokens at its
             present speed. None if the time is unknown.
         share: The stored fraction of --max_samples or of --max_tokens, whichever is larger. None
             without these limits.
@@ -103,10 +103,10 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
         say(json.dumps({**aggregated_metadata, "problems": problem_messages}))
     else:
         _print_table(states_of_hosts, aggregated_metadata)
-        if names_of_unstarted := [
+        if unstarted_folder_names := [
             host.name for host in states_of_hosts if host.state == "not started"
         ]:
-            say(f"not started: {', '.join(names_of_unstarted)}")
+            say(f"not started: {', '.join(unstarted_folder_names)}")
         if totals_of_run.skipped_rows:
             say(f"skipped: {counted(totals_of_run.skipped_rows, 'row')} that could not be used")
         if totals_of_run.empty_rows:
@@ -314,15 +314,15 @@ def aggregate(
         - written: The current Unix time.
     """
     is_complete = all(host.state == "complete" for host in hosts)
-    description_by_name = {}
+    hook_description_by_name = {}
     for run_log in folders.values():
         for commit in run_log.in_order:
-            description_by_name.update(
+            hook_description_by_name.update(
                 {hook_description["name"]: hook_description for hook_description in commit.hooks}
             )
     hook_descriptions = []
     for hook_name, hook_statistics in totals.statistics.items():
-        hook_description = description_by_name[hook_name]
+        hook_description = hook_description_by_name[hook_name]
         names_and_width = {
             field_name: hook_description[field_name] for field_name in ("key", "name", "width")
         }

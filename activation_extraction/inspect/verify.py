@@ -61,20 +61,20 @@ def verify(
     )
     run_identity = Identity() if first_metadata is None else identity_of(first_metadata, METADATA)
     has_no_model = first_metadata is not None and not run_identity.model_digest
-    recompute_functions = None
+    recomputation = None
     if load_model is not None and has_no_model:
         raise InputError(
             f"--model_path: {root.url} records no model, because another program stored its "
             "activations; verify it without --model_path"
         )
     if load_model is not None and first_metadata is not None:
-        recompute_functions = load_model(first_metadata)
+        recomputation = load_model(first_metadata)
         allowed_differences = tolerance(
-            run_identity, first_metadata.get("backend") == recompute_functions.platform
+            run_identity, first_metadata.get("backend") == recomputation.platform
         )
     problem_messages = list(check_folders(logs_by_folder))
     shards_and_samples = check_shards(
-        root, logs_by_folder, 0 if recompute_functions is None else sample_count
+        root, logs_by_folder, 0 if recomputation is None else sample_count
     )
     checked_shards: list[CheckedShard] = []
     chosen_samples: list[ChosenSample] = []
@@ -85,19 +85,19 @@ def verify(
         checked_shard.problem for checked_shard in checked_shards if checked_shard.problem
     ]
     problem_messages += check_numbers(logs_by_folder, checked_shards)
-    if recompute_functions is not None:
-        problem_messages += _compare(chosen_samples, recompute_functions, allowed_differences)
+    if recomputation is not None:
+        problem_messages += _compare(chosen_samples, recomputation, allowed_differences)
         recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
     else:
         omission_reason = "no model is recorded" if has_no_model else "give --model_path"
         recomputed_in_words = f"nothing recomputed ({omission_reason})"
-    stored_count = sum(checked_shard.commit.count for checked_shard in checked_shards)
+    stored_sample_count = sum(checked_shard.commit.count for checked_shard in checked_shards)
     stored_gigabytes = sum(checked_shard.commit.bytes for checked_shard in checked_shards) / 1e9
     say(
         *problem_messages,
         f"{'FAILED' if problem_messages else 'in order'}: "
         f"{counted(len(logs_by_folder), 'folder')}, "
-        f"{counted(len(checked_shards), 'shard')}, {counted(stored_count, 'sample')}, "
+        f"{counted(len(checked_shards), 'shard')}, {counted(stored_sample_count, 'sample')}, "
         f"{stored_gigabytes:,.3f} GB; {recomputed_in_words}; "
         f"{counted(len(problem_messages), 'problem')}",
     )
@@ -180,8 +180,11 @@ def _pick_samples(
         A list for each shard, which contains the indices of the picked samples in the shard, in
         ascending order.
     """
-    stored_count = sum(commit.count for _, commit in folders_and_commits)
-    picked_numbers = sorted(random.sample(range(stored_count), min(sample_count, stored_count)))
+    stored_sample_count = sum(commit.count for _, commit in folders_and_commits)
+    # Numbers of the picked samples, counted over all shards from 0.
+    picked_numbers = sorted(
+        random.sample(range(stored_sample_count), min(sample_count, stored_sample_count))
+    )
     indices_by_shard = []
     previous_sample_count = 0  # number of samples in the shards before the current one
     for _, commit in folders_and_commits:
@@ -257,7 +260,7 @@ def _compare(
 
     Args:
         chosen_samples: The stored samples to recompute.
-        recompute: The function that recomputes them.
+        recompute: The object whose function recomputes them.
         allowed_differences: The largest differences that rounding explains.
     """
     values_or_messages = recompute.compute_values(chosen_samples)

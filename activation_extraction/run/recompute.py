@@ -33,8 +33,8 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
 
     Args:
         config: The configuration of --verify. It contains the paths of the model and the adapter,
-            the options of computing and, if the data set has been moved, its new path. The data set
-            is opened only if the run does not store all tokens.
+            the options of the computation and, if the data set has been moved, its new path. The
+            data set is opened only if the run does not store all tokens.
         metadata: The content of metadata.json, which determines the hooks and dtypes.
 
     Returns:
@@ -108,10 +108,13 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
 def _model_as_stored(
     options: ModelOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> ModelOptions:
-    """Returns the options of the model for recomputing, with the revision and dtype of the run.
+    """Returns the options of the model with which samples are recomputed.
+
+    They contain the dtype of the run and, if --verify names no revision, the model's commit that
+    the run has recorded.
 
     Args:
-        options: The options of --verify.
+        options: The options of the model that are given to --verify.
         identity: The identity of the run.
         metadata: The content of metadata.json.
     """
@@ -122,10 +125,12 @@ def _model_as_stored(
 def _hooks_as_stored(
     options: HookOptions, identity: Identity, metadata: Mapping[str, Any]
 ) -> HookOptions:
-    """Returns the options of hooks for recomputing, which compute the hooks that the run stores.
+    """Returns the options of the hooks with which samples are recomputed.
+
+    With them, the model computes the values at all hooks that the run stores.
 
     Args:
-        options: The options of --verify.
+        options: The options of the hooks that are given to --verify.
         identity: The identity of the run.
         metadata: The content of metadata.json.
     """

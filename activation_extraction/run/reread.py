@@ -2,9 +2,10 @@
 
 Recomputing a token, or showing the text before it, needs all earlier tokens of its sample. A run
 with --positions, --roles or a similar flag does not store all of them. This module makes all tokens
-of the sample again from the data set, starting at a mark before the sample. It compares the kept
-tokens with the stored ones. inputs.py checks that the tokenizer, the chat template and the data are
-still the same. recompute.py uses the token ids, and inspect/nla_files.py the decoded text.
+of the sample again from the data set, starting at a mark before the sample. It compares the tokens
+that these flags keep with the stored tokens. inputs.py checks that the tokenizer, the chat template
+and the data are still the same. recompute.py uses the token ids, and inspect/nla_files.py the
+decoded text.
 """
 
 import json
@@ -147,7 +148,7 @@ def _text_of_run(
 
     Returns:
         A tuple of:
-            The text.
+            An object that makes the samples of the run again from its data set.
             The configuration of the run with the present paths.
     """
     identity = identity_of(metadata, METADATA)
@@ -176,7 +177,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     """Reads samples again from the data set, as `Reread` describes.
 
     Args:
-        text: The text, whose inputs have been checked.
+        text: The text of the run, whose inputs have been checked.
         stored_samples: The stored tokens of the samples to read.
 
     Returns:

@@ -48,8 +48,9 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     """Prints what this host has stored so far, and which hosts had too little data.
 
     The counts include the shards of earlier processes. The first host, and with --verbose every
-    host, also prints the time of each activity and how to read the stored run. All hosts must call
-    this together.
+    host, also prints the time of each activity and how to read the stored run. After a --repair,
+    the repaired shards are printed instead. All hosts must call this function together, because
+    they exchange messages.
 
     Args:
         run: The run, which has ended on this host.

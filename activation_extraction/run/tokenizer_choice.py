@@ -58,33 +58,33 @@ class ChosenTemplates(NamedTuple):
 
 
 def choose_tokenizer(
-    model: Repository, adapter: Repository | None, vocabulary: int
+    model: Repository, adapter: Repository | None, vocabulary_size: int
 ) -> ChosenTokenizer:
     """Returns the adapter's tokenizer if it gives other token ids, otherwise the model's.
 
     Args:
         model: The files of the model.
         adapter: The files of its adapter. None without an adapter.
-        vocabulary: The number of token ids that the model has.
+        vocabulary_size: The number of token ids that the model has.
 
     Raises:
         InputError: If a tokenizer cannot be read, or if it has more token ids than the model.
     """
     if adapter is None or vocabulary_file(adapter.tokenizer_files()) is None:
-        return _load(model, vocabulary)
-    adapter_tokenizer = _load(adapter, vocabulary)
+        return _load(model, vocabulary_size)
+    adapter_tokenizer = _load(adapter, vocabulary_size)
     if vocabulary_file(model.tokenizer_files()) is not None:
-        model_tokenizer = _load(model, vocabulary)
+        model_tokenizer = _load(model, vocabulary_size)
         if same_ids(adapter_tokenizer.backend, model_tokenizer.backend):
             return model_tokenizer
     log.info("tokenizer: that of %s, which differs from the model's", adapter.flag_and_path)
     return adapter_tokenizer
 
 
-def _load(repository: Repository, vocabulary: int) -> ChosenTokenizer:
+def _load(repository: Repository, vocabulary_size: int) -> ChosenTokenizer:
     tokenizer_files = repository.tokenizer_files()
     return ChosenTokenizer(
-        repository, load_tokenizer(tokenizer_files, repository.flag_and_path, vocabulary)
+        repository, load_tokenizer(tokenizer_files, repository.flag_and_path, vocabulary_size)
     )
 
 
