@@ -35,8 +35,8 @@ def look(
 
     Args:
         config: The configuration, in which one of the four flags is set.
-        load_model: A function that takes the content of metadata.json, loads the model for --verify, and
-            returns a `Recompute`. None to recompute no samples.
+        load_model: A function that takes the content of metadata.json, loads the model for
+            --verify, and returns a `Recompute`. None to recompute no samples.
         load_text: A function that takes the content of metadata.json, loads the text for --export,
             and returns a `RunText`. None if the flag needs no text.
         load_states: A function that takes token ids and a width, prepares the model for hidden
