@@ -39,6 +39,9 @@ A run and its processes:
     fingerprint  A digest of the size of a file and of some of its blocks, or of all blocks if it is
                  small. It shows whether two runs read the same file.
 
+A program with a loop of its own is a user's program that computes activations itself and stores
+them with `ActivationStorage`. Its run has no data set.
+
 From a data set to the model:
 
     row          An entry of a data set or of a table of samples. A row of a batch contains the

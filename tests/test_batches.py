@@ -181,7 +181,7 @@ def test_memory_stays_within_the_buffer(large_run, local, hooks, skip_first):
     Files on the local disk are mapped, and their pages are not counted: they are the page cache's.
     """
     names, dataset = list(large_run.hooks)[:hooks], pickle.loads(pickle.dumps(large_run))
-    dataset.shards.local = local
+    dataset.shards.is_local = local
     buffer, size = 1600, 32
     row = hooks * 256 * 4 + 16
     assert dataset.tokens > 2.5 * buffer

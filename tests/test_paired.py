@@ -56,7 +56,7 @@ def test_every_token_of_random_pairs_that_passes_random_filters(seed, tmp_path):
     assert len(pair) == len(common)
     assert pair.unpaired_samples == tuple(len(run.rows) - len(common) for run in runs)
     for run in pair.runs:
-        run.shards.local = seed % 2 == 0  # otherwise, several chunks are read at the same time
+        run.shards.is_local = seed % 2 == 0  # otherwise, several chunks are read at the same time
     chance = np.random.default_rng([seed, 1])
     skip_first = int(chance.choice([0, 0, 2]))
     one_for_all = seed % 4 == 1

@@ -308,7 +308,7 @@ class Batches(Iterator[T]):
         shuffle_seed = options.shuffle
         hook_count = max(sum(len(source.options.hooks) for source in sources), 1)
         row_bytes = max(sum(source.row_bytes for source in sources), 1)
-        are_local = all(source.shards.local for source in sources)
+        are_local = all(source.shards.is_local for source in sources)
         are_read_by_ranges = all(source.shards.by_ranges for source in sources)
         max_chunk_bytes = MAX_READ_BYTES
         min_chunk_tokens = 1

@@ -146,7 +146,10 @@ class ActivationDataset(Samples):
             (folder_name, commit) for folder_name, commit in folders_and_commits if commit.count
         ]
         self.shards = OpenShards(
-            run_folder.full_url, run_folder.local, shards_with_samples, ByHook(hook_values, aliases)
+            run_folder.full_url,
+            run_folder.is_local,
+            shards_with_samples,
+            ByHook(hook_values, aliases),
         )
 
     def __len__(self) -> int:
@@ -386,7 +389,10 @@ class ActivationDataset(Samples):
             max_norm=self._limits(chosen_hooks, options.max_norm),
             buffer=options.buffer
             or default_buffer(
-                options, len(chosen_hooks), self.shards.row_bytes(chosen_hooks), self.shards.local
+                options,
+                len(chosen_hooks),
+                self.shards.row_bytes(chosen_hooks),
+                self.shards.is_local,
             ),
             dtype=floating_name(options.dtype),
             roles=None if options.roles is None else self._known_roles(options.roles),

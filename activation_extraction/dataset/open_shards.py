@@ -94,7 +94,7 @@ class OpenShards:
 
     Attributes:
         url: URL of the run, with its secrets.
-        local: Whether the run is on this machine.
+        is_local: Whether the run is on this machine.
         shards: For each shard, a tuple of the name of the host's folder ("" for the output folder
             itself) and the commit of the shard.
         hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
@@ -110,7 +110,7 @@ class OpenShards:
     """
 
     url: str
-    local: bool
+    is_local: bool
     shards: list[tuple[str, Commit]]
     hooks: ByHook[HookValues]
 
@@ -127,7 +127,7 @@ class OpenShards:
         max_open_shards = _max_open_files()
         if not self.by_ranges:
             max_open_shards = 1
-        elif not self.local:
+        elif not self.is_local:
             max_open_shards = MAX_FRONT_BYTES // max(
                 map(front_bytes, self.commits), default=MAX_FRONT_BYTES
             )
@@ -141,7 +141,7 @@ class OpenShards:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OpenShards, (self.url, self.local, self.shards, self.hooks)
+        return OpenShards, (self.url, self.is_local, self.shards, self.hooks)
 
     def get(self, shard: int) -> SafetensorsFile:
         """Returns an open shard. It is opened only once if several threads need it.
@@ -177,7 +177,7 @@ class OpenShards:
         """
         commit = self.commits[shard]
         range_checksums = commit.files[commit.file].ranges
-        if self.local or range_checksums is None or range_checksums.tokens > chunk_tokens:
+        if self.is_local or range_checksums is None or range_checksums.tokens > chunk_tokens:
             return 1
         return range_checksums.tokens
 

@@ -137,7 +137,7 @@ class AlignedRuns:
         """
         runs_and_hooks = list(zip(self.runs, hooks, strict=True))
         row_bytes = sum(run.shards.row_bytes(hook_names) for run, hook_names in runs_and_hooks)
-        are_local = all(run.shards.local for run in self.runs)
+        are_local = all(run.shards.is_local for run in self.runs)
         buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), row_bytes, are_local
         )

@@ -73,7 +73,7 @@ def look(
             return verify_hidden_states(states_folder, load_states, looking_flags.verify_samples)
         return verify(output_root, load_model, looking_flags.verify_samples)
     except FolderError as error:
-        if error.final:
+        if error.is_final:
             raise InputError(str(error)) from error
         raise
 
@@ -88,6 +88,6 @@ def _states_of_another_program(root: Folder) -> StatesFolder | None:
         The folder with hidden states, or None if there are none or if the folder is in a bucket.
     """
     root_listing = root.listing()
-    if not root.local or own_files(root_listing) or host_folders(root_listing):
+    if not root.is_local or own_files(root_listing) or host_folders(root_listing):
         return None
     return find_states_folder(Path(local_path(root.full_url)))

@@ -44,7 +44,7 @@ def show_report(root: Folder, file: str) -> int:
     if file:
         report_path = Path(file)
     else:
-        report_path = Path(local_path(root.full_url) if root.local else "", "report.html")
+        report_path = Path(local_path(root.full_url) if root.is_local else "", "report.html")
     for package_name in ("matplotlib", "jinja2"):
         if find_spec(package_name) is None:
             raise InputError(f"--report: needs {package_name}; {install_extra('report')}")

@@ -210,6 +210,6 @@ class RemoteFiles:
         try:
             return self._folder.files()
         except FolderError as error:
-            if error.final:
+            if error.is_final:
                 raise InputError(f"{self._flag} {error}") from error
             raise

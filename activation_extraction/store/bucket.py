@@ -301,7 +301,7 @@ class Bucket:
             case Meaning.REFUSED:
                 return FolderError(failure_reason)
             case Meaning.MAY_PASS:
-                return FolderError(failure_reason, final=False)
+                return FolderError(failure_reason, is_final=False)
 
 
 @lru_cache(64)

@@ -134,7 +134,7 @@ class Folder:
         url: URL or path of the folder without secrets, for messages and for files.
         patience: Seconds for which a request is repeated after its first failure.
         by_flag: Name of the flag in parentheses, after a space, for messages; "" without a flag.
-        local: Whether the folder is on this machine.
+        is_local: Whether the folder is on this machine.
         retries: Number of failed attempts so far, over all requests.
 
     Raises:
@@ -151,7 +151,7 @@ class Folder:
         self.retries = 0
         self._is_failing = False  # whether a request has failed since the last success
         scheme, separator, _ = self.full_url.partition("://")
-        self.local = not separator or scheme in ("file", "local")
+        self.is_local = not separator or scheme in ("file", "local")
         try:
             self._files = self._open(scheme)
         except InputError:
@@ -162,7 +162,7 @@ class Folder:
             self._pin(self._files)
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | HubFolder | ForeignFolder:
-        if self.local:
+        if self.is_local:
             return LocalFolder(Path(os.path.abspath(local_path(self.full_url) or "/")))
         if scheme in BUCKET_KINDS:
             return Bucket(self.full_url, self.patience)
@@ -173,7 +173,7 @@ class Folder:
         try:
             self._retry("opening", files.pin)
         except FolderError as error:
-            if error.final:
+            if error.is_final:
                 raise InputError(str(error)) from error
             raise
         self.full_url = files.url
@@ -350,17 +350,17 @@ class Folder:
             FolderError: If the write failed for another reason.
         """
         byte_views = _views(file_content)
-        time_left = patience or self.patience_for(file_content)
+        write_patience = patience or self.patience_for(file_content)
 
         def send() -> str | None:
             return self._files.write(name, byte_views, expected)
 
         def send_watched() -> str | None:
-            return watched(send, time_left, f"{self.url}: writing {name}")
+            return watched(send, write_patience, f"{self.url}: writing {name}")
 
         send_request = send_watched if isinstance(self._files, Bucket) else send
         return self._retry(
-            f"writing {name}", send_request, once=expected != ANY, patience=time_left
+            f"writing {name}", send_request, once=expected != ANY, patience=write_patience
         )
 
     def remove(self, name: str) -> None:
@@ -421,9 +421,9 @@ class Folder:
                         "Google Cloud Storage, S3 and Azure do"
                     )
         except (InputError, FolderError) as error:
-            # If the store does not answer anymore (`error.final` is False), a request to delete the
-            # file is useless.
-            if not isinstance(error, FolderError) or error.final:
+            # If the store does not answer anymore (`error.is_final` is False), it would not answer
+            # a request to delete the file either.
+            if not isinstance(error, FolderError) or error.is_final:
                 with suppress(Exception):  # the failure of the check is the one to report
                     self._files.remove(test_file_name)
             raise
@@ -470,7 +470,7 @@ class Folder:
                 if isinstance(folder_error, ChangedError):
                     raise ChangedError(error_message) from error
                 # A local disk would fail in the same way again.
-                if folder_error.final or self.local:
+                if folder_error.is_final or self.is_local:
                     raise FolderError(error_message) from error
                 self.retries += 1
                 next_action = f"trying again for up to {self.patience:g} s{self.by_flag}"
@@ -525,7 +525,7 @@ class Attempts:
                 f"{failing_folder.url}: {self._request_name} kept failing for "
                 f"{seconds_since_start:.0f} s"
                 f"{failing_folder.by_flag}: {reason}",
-                final=False,
+                is_final=False,
             )
         time.sleep(self._pause_seconds * random.uniform(0.5, 1))
         self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE)

@@ -343,7 +343,7 @@ class HookValues(ABC):
     def differences(
         self, stored: Any, recomputed: Any, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Yields a message for each difference between a sample's values that is not allowed.
+        """Yields a message for each difference that is larger than the tolerance allows.
 
         Args:
             stored: Stored values of the sample, as `for_user` returns them.
@@ -681,9 +681,9 @@ class CodeValues(HookValues):
         finish_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            local_offsets = feature_offsets - first_feature
+            offsets_from_first_feature = feature_offsets - first_feature
             row_codes = Codes(
-                local_offsets,
+                offsets_from_first_feature,
                 finish_feature_ids(),
                 finish_feature_values(),
                 finish_error_rows(),

@@ -250,4 +250,4 @@ class HubFolder:
             if http_status == 401:
                 failure_reason = "the hub does not accept your token (HF_TOKEN)"
             is_failure_final = meaning_of(http_status) is not Meaning.MAY_PASS
-            raise FolderError(failure_reason, final=is_failure_final) from error
+            raise FolderError(failure_reason, is_final=is_failure_final) from error

@@ -49,13 +49,13 @@ class FolderError(RunError):
     """A request to a folder failed.
 
     Attributes:
-        final: Whether the same request would fail again. If False, the request failed for a reason
-            that may pass, such as a lost connection.
+        is_final: Whether the same request would fail again. If False, the request failed for a
+            reason that may pass, such as a lost connection.
     """
 
-    def __init__(self, message: str, final: bool = True) -> None:
+    def __init__(self, message: str, is_final: bool = True) -> None:
         super().__init__(message)
-        self.final = final
+        self.is_final = is_final
 
 
 class ChangedError(FolderError):
@@ -66,7 +66,7 @@ class ChangedError(FolderError):
     """
 
     def __init__(self, message: str = CHANGED) -> None:
-        super().__init__(message, final=False)
+        super().__init__(message, is_final=False)
 
 
 def check_size(file_bytes: int, max_bytes: int | None) -> None:

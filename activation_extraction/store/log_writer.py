@@ -447,8 +447,8 @@ class LogWriter:
         """Writes the last metadata.json of this process, after all commits.
 
         Args:
-            complete: Whether the run is complete, so that files that belong to no commit are
-                deleted.
+            complete: Whether the run is complete. If True, files of shards that belong to no commit
+                are deleted first.
 
         Raises:
             FolderError: If a committed file of a complete run is missing or has changed.

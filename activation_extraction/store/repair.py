@@ -1,8 +1,9 @@
 """A repair of a run: finds bad and missing shards, whose samples are then stored again.
 
 `RepairPlanner` checks the shards and plans the repair, and `Repair` is the part of the plan that
-only a repair needs. log_writer.py and shard_writer.py carry the plan out. A repair begins like
-every process (run_log.py): it writes its id into metadata.json and reads the log.
+only a repair needs. log_writer.py and shard_writer.py carry the plan out. Like every process that
+writes (run_log.py), a repair writes its id into metadata.json, and then reads the log, before it
+changes anything else.
 
 - *Bad shards.* A shard is bad if its content was read and differs from its commit, or if one of its
   files certainly does not exist. A shard is also bad if it contains a sample that an earlier good
@@ -14,13 +15,14 @@ every process (run_log.py): it writes its id into metadata.json and reads the lo
   The change may be a commit that an earlier process had sent and that has arrived since, or the
   work of another repair. Entries at the end of the log are replaced first, the last entry before
   the others, so that a repair that is killed meanwhile leaves no new gap.
-- *Bad shards at the end of the log* are gone then, and the run continues after the good shards.
+- *Bad shards at the end of the log* no longer exist after they are withdrawn, and the run continues
+  after the good shards.
 - *Gaps* are the numbers of bad and missing shards that come before a good one. The data is read
   again from the furthest mark before which no sample is missing. It is read up to the largest
   sample that is stored or lies before a mark; if the run was complete, up to its last sample. Every
   sample in between that no good shard contains is stored under the numbers of the gaps, in order.
-  The last gap is kept for the last shard, and samples that do not fit in the gaps get new numbers
-  before that. Later samples are left to the run that continues.
+  The last gap is filled last. If the samples do not fit in the gaps, shards with new numbers are
+  stored before the last gap is filled. Later samples are left to the run that continues.
 - *Open gaps.* As long as a gap is open, no process can continue the run. A repair that was killed
   is finished by the next repair. All shards of a repair get the mark at which the repair began,
   because all samples before a mark must be stored.
@@ -276,8 +278,8 @@ class RepairPlanner:
             InputError: If a shard was stored with other settings.
         """
         metadata_url = f"{self.folder.url}/{METADATA}"
-        stored_digests = {commit.identity for commit in _commits_of(run_log, run).values()}
-        if stored_digests - {self.identity.digest, ""}:
+        stored_identity_digests = {commit.identity for commit in _commits_of(run_log, run).values()}
+        if stored_identity_digests - {self.identity.digest, ""}:
             raise InputError(
                 f"{metadata_url}: is damaged or missing, and the shards were stored with other "
                 "settings than those of this repair; give the same flags or arguments as before"
@@ -285,7 +287,9 @@ class RepairPlanner:
         if not self._has_warned_of_new_metadata:
             self._has_warned_of_new_metadata = True
             comparison_note = (
-                "nothing compares them with the run" if "" in stored_digests else "as before"
+                "nothing compares them with the run"
+                if "" in stored_identity_digests
+                else "as before"
             )
             log.warning(
                 "%s is written again with the settings of this repair: %s",
@@ -316,7 +320,7 @@ class RepairPlanner:
                 raise FolderError(
                     f"{checked_shard.problem}; shard {checked_shard.commit.number} could not be "
                     "checked, so the repair ends",
-                    check_failure.final,
+                    check_failure.is_final,
                 ) from check_failure
             if checked_shard.problem:
                 log.warning("%s/%s", self.folder.url, checked_shard.problem)
@@ -375,9 +379,9 @@ class RepairPlanner:
         }
         last_good_shard_number = max(good_commit_by_number, default=0)
         damaged_shard_numbers = {
-            number_of(damaged_name)
-            for damaged_name in run_log.damaged_files
-            if damaged_name != METADATA
+            number_of(damaged_file_name)
+            for damaged_file_name in run_log.damaged_files
+            if damaged_file_name != METADATA
         }
         existing_shard_numbers = damaged_shard_numbers | set(_commits_of(run_log, run))
         shard_numbers_at_end = sorted(

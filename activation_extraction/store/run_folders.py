@@ -320,7 +320,7 @@ class RunFolders:
             if self.remote is not None:
                 self.remote.check_conditions()
         except FolderError as error:
-            if error.final:
+            if error.is_final:
                 raise InputError(f"--upload_to_gcs: {error}") from error
             raise
 
@@ -411,7 +411,7 @@ class RunFolders:
         bucket.
         """
         for root in self.roots:
-            if root.local or self.worker.host == 0:
+            if root.is_local or self.worker.host == 0:
                 root.remove(AGGREGATE)
 
 

@@ -409,7 +409,7 @@ class RunLog:
         damaged_files: Message on each JSON file that cannot be read, by the name of the file.
         metrics: Numbers in the last line of metrics.jsonl, by name.
         url: URL of the folder, without secrets.
-        local: Whether the folder is on this machine.
+        is_local: Whether the folder is on this machine.
     """
 
     metadata: dict[str, Any] | None = None
@@ -420,7 +420,7 @@ class RunLog:
     damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""
-    local: bool = True
+    is_local: bool = True
 
     @classmethod
     def read(cls, folder: Folder) -> "RunLog":
@@ -460,7 +460,7 @@ class RunLog:
     def moved_to(self) -> str | None:
         """The URL of the folder to which the shards were uploaded; None if they are here."""
         remote_url = (self.metadata or {}).get("remote")
-        has_shards_here = not self.local or local_path(remote_url or "") == local_path(self.url)
+        has_shards_here = not self.is_local or local_path(remote_url or "") == local_path(self.url)
         return None if has_shards_here else remote_url
 
     @property
@@ -543,7 +543,7 @@ def _read_once(folder: Folder) -> RunLog:
         damaged_files=damaged_files,
         metrics=last_metrics(folder, file_sizes.get(METRICS, 0)),
         url=folder.url,
-        local=folder.local,
+        is_local=folder.is_local,
     )
     if run_log.missing_files:
         # The files may have been written after the listing, so the folder is listed again.

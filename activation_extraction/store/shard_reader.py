@@ -107,7 +107,7 @@ class ShardBytes:
         self._where = where
         self._mib_blocks = Blocks(0, commit.bytes, MIB, commit.files[commit.file].crc32c)
         self._mapped_file: np.ndarray | None = None
-        if folder.local:
+        if folder.is_local:
             self._mapped_file = np.frombuffer(_whole(folder, commit, where), np.uint8)
             self._is_unchecked = np.ones(-(-commit.bytes // MIB), bool)
 
@@ -239,8 +239,8 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     file_url = f"{folder.url}/{commit.file}"
     shard_bytes = ShardBytes(folder, commit, file_url)
     if read_by_ranges(commit):
-        range_checksums = None if folder.local else commit.files[commit.file].ranges
-        max_front_bytes = 0 if folder.local else front_bytes(commit)
+        range_checksums = None if folder.is_local else commit.files[commit.file].ranges
+        max_front_bytes = 0 if folder.is_local else front_bytes(commit)
         opened_shard = SafetensorsFile(
             shard_bytes.begin, commit.bytes, file_url, range_checksums, max_front_bytes
         )
@@ -340,7 +340,7 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
         FolderError: If the file cannot be read.
     """
     file_content: bytes | mmap.mmap
-    if not folder.local:
+    if not folder.is_local:
         file_content = _read(folder, commit, commit.file, where, max_bytes=commit.bytes)
     else:
         try:
@@ -398,7 +398,7 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
         RunError: If the file is missing or was replaced.
         FolderError: If the file cannot be read.
     """
-    has_versions = not folder.local and commit.url == folder.url
+    has_versions = not folder.is_local and commit.url == folder.url
     try:
         recorded_version = commit.files[name].version if has_versions else None
         read_function = folder.read_range if "start" in options else folder.read
@@ -453,7 +453,7 @@ def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
         _check_digest(file_content, file_facts.sha256, file_url)
     except RunError:
         # In a bucket, the file was read in its recorded version, so it cannot have been replaced.
-        if folder.local:
+        if folder.is_local:
             _check_json(folder, commit, file_url)
         raise
     return file_content, file_url
