@@ -333,7 +333,7 @@ class TextOptions:
     )
     text_column: str = flag(
         "the column with the text of each row. If a row lacks it but has the columns train and "
-        "test of an ARC-AGI task, they become a prompt",
+        "test of an ARC-AGI task, these columns become a prompt",
         "text",
         determines_shards=True,
     )
@@ -363,15 +363,15 @@ class TextOptions:
         metavar="NAME=VALUE",
     )
     ids_column: str | None = flag(
-        "the column with a list of token ids in each row, instead of --text_column. They are used "
-        "unchanged, without a tokenizer",
+        "the column with a list of token ids in each row, instead of --text_column. The ids are "
+        "used unchanged, without a tokenizer",
         excludes=("text_column", "messages_column"),
         determines_shards=True,
     )
     mask_column: str | None = flag(
         "with --ids_column: the column with a list of 0 or 1 for each token id. Tokens with 0 are "
         "context, which the model reads but the run does not store. In a column with the name "
-        "attention_mask, they are padding, which the model does not read either",
+        "attention_mask, tokens with 0 are padding, which the model does not read either",
         default_is="all tokens are stored",
         needs="ids_column",
         determines_shards=True,
@@ -397,8 +397,8 @@ class TextOptions:
     )
     long_documents: str = flag(
         "how to treat documents that are longer than --max_seq_length. cut: leave out the rest of "
-        "the document; split: divide the document into several samples, each of which "
-        "--max_samples counts, and to each of which --positions applies",
+        "the document; split: divide the document into several samples. --max_samples and "
+        "--positions then apply to these samples",
         "cut",
         choices=("cut", "split"),
         determines_shards=True,
@@ -454,8 +454,8 @@ class ComputingOptions:
         "the number of rows that a host computes in each step. Several samples share a row. auto: "
         "as many rows as fit in the memory of the devices and of the host, at most 512; on a CPU, "
         "auto is the same as the default",
-        default_is="8; on a CPU 2,048 tokens, which are 2,048 / --max_seq_length rows, but at "
-        "least 1 and at most 8, rounded up to a multiple of the number of devices",
+        default_is="8; on a CPU 2,048 / --max_seq_length, but at least 1 and at most 8, rounded up "
+        "to a multiple of the number of devices",
         parse=rows,
         metavar="ROWS|auto",
     )
@@ -464,7 +464,8 @@ class ComputingOptions:
         "weights are split as little as possible (over the axes data, fsdp, expert and model); "
         "1d: all devices along the axis model; 2d: data x model, where the size of data is the "
         "number of hosts, or 2 on a single host with an even number of 8 or more devices; "
-        "3d: pipeline x data x model. --mesh_axes explains the axes",
+        "3d: pipeline x data x model, where pipeline and model have the size 4; with fewer than 64 "
+        "devices as 2d. --mesh_axes explains the axes",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
     )
