@@ -160,7 +160,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         name=folder_name,
         machine=host_folder.machine,
         host=host_folder.host or 0,
-        state="damaged" if run_log.files else "not started",
+        state="damaged" if run_log.file_sizes else "not started",
         **{count_name: getattr(host_totals, count_name) for count_name in COUNTED},
         last_commit=max((commit.committed for commit in commits), default=None),
         utilisation=run_log.metrics.get("model_flops_utilisation"),

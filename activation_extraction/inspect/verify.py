@@ -377,6 +377,6 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
             for problem_of_totals in total_problems(run_log.in_order, folder_metadata):
                 yield f"{metadata_path}: {problem_of_totals}"
             committed_files = {commit.file for commit in run_log.in_order}
-            for file_name in sorted(run_log.files.keys() - committed_files):
+            for file_name in sorted(run_log.file_sizes.keys() - committed_files):
                 if SHARD_FILE.fullmatch(file_name):
                     yield f"{file_path(folder_name, file_name)}: has no JSON"

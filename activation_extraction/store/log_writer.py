@@ -156,7 +156,7 @@ class LogWriter:
             self.follow(StoragePlan() if begins_anew else planner(run_log))
             if self._plan.up_to_date:
                 return self._plan
-            if not self.begin(self._plan.run or new_run_id, run_log.version):
+            if not self.begin(self._plan.run or new_run_id, run_log.metadata_version):
                 continue
             run_log = RunLog.read(self.folder)
             # Versions of the entries that are replaced by reservations, by the numbers of the
@@ -167,7 +167,7 @@ class LogWriter:
                 # planner does not see them.
                 for entry_file_name in run_log.damaged_files:
                     if entry_file_name != METADATA:
-                        entry_version = run_log.versions[entry_file_name]
+                        entry_version = run_log.entry_versions[entry_file_name]
                         versions_to_withdraw[number_of(entry_file_name)] = entry_version
                 run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))

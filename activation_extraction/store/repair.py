@@ -398,7 +398,7 @@ class RepairPlanner:
             if shard_number not in good_commit_by_number
         )
         withdrawn_versions = {
-            shard_number: run_log.versions.get(commit_name(shard_number))
+            shard_number: run_log.entry_versions.get(commit_name(shard_number))
             for shard_number in (*shard_numbers_at_end, *gap_shard_numbers)
         }
         continuation_mark = furthest_mark(

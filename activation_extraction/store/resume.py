@@ -184,7 +184,7 @@ def plan_run(identity: Identity, limits: Mapping[str, int | None], run_log: RunL
         raise InputError(f"{damage_message}; {damage_remedy}")
     if run_log.identity is not None:
         refuse_difference(run_log.url, identity.compare(run_log.identity))
-    elif any(file_name.startswith("shard_") for file_name in own_files(run_log.files)):
+    elif any(file_name.startswith("shard_") for file_name in own_files(run_log.file_sizes)):
         raise InputError(
             f"{run_log.url}: already holds shards, but no {METADATA}; {identity.repair_option} "
             "writes it again; or give another folder"

@@ -138,7 +138,7 @@ def read_folders(root: Folder) -> dict[str, RunLog]:
         )
     log_by_folder = {}
     for host_folder_name, run_log in zip(folder_names, logs_of_folders, strict=True):
-        if own_files(run_log.files):
+        if own_files(run_log.file_sizes):
             log_by_folder[host_folder_name] = run_log
     if not log_by_folder:
         raise InputError(f"{root.url}: holds no run")

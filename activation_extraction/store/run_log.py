@@ -399,13 +399,13 @@ class RunLog:
 
     Attributes:
         metadata: Content of metadata.json. None if the file is missing or damaged.
-        version: Version of metadata.json. None if the file is missing, or the store has no
+        metadata_version: Version of metadata.json. None if the file is missing, or the store has no
             versions.
         commits: Commits of the run that metadata.json names, by their numbers. Without metadata,
             the commits of all runs.
-        versions: Version of each entry that was read, by the name of its file; None if the store
-            has no versions. Missing files have no key.
-        files: Sizes of all files in the folder in bytes, by name.
+        entry_versions: Version of each entry that was read, by the name of its file; None if the
+            store has no versions. Missing files have no key.
+        file_sizes: Sizes of all files in the folder in bytes, by name.
         damaged_files: Message on each JSON file that cannot be read, by the name of the file.
         metrics: Numbers in the last line of metrics.jsonl, by name.
         url: URL of the folder, without secrets.
@@ -413,10 +413,10 @@ class RunLog:
     """
 
     metadata: dict[str, Any] | None = None
-    version: str | None = None
+    metadata_version: str | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
-    versions: dict[str, str | None] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
+    entry_versions: dict[str, str | None] = field(default_factory=dict)
+    file_sizes: dict[str, int] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""
@@ -468,7 +468,9 @@ class RunLog:
         """The names of committed files that are missing, or whose size differs from the commit."""
         names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
         return [
-            name for name, file_facts in names_and_facts if self.files.get(name) != file_facts.bytes
+            name
+            for name, file_facts in names_and_facts
+            if self.file_sizes.get(name) != file_facts.bytes
         ]
 
     @property
@@ -536,10 +538,10 @@ def _read_once(folder: Folder) -> RunLog:
     commits |= _read_commits(folder, unlisted_names, metadata, entry_versions, damaged_files)
     run_log = RunLog(
         metadata=metadata,
-        version=metadata_version,
+        metadata_version=metadata_version,
         commits=commits,
-        versions=entry_versions,
-        files=file_sizes,
+        entry_versions=entry_versions,
+        file_sizes=file_sizes,
         damaged_files=damaged_files,
         metrics=last_metrics(folder, file_sizes.get(METRICS, 0)),
         url=folder.url,
@@ -547,7 +549,7 @@ def _read_once(folder: Folder) -> RunLog:
     )
     if run_log.missing_files:
         # The files may have been written after the listing, so the folder is listed again.
-        return replace(run_log, files=folder.files())
+        return replace(run_log, file_sizes=folder.files())
     return run_log
 
 

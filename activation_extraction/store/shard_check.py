@@ -114,7 +114,7 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
         RunError: If a file is missing or has another size.
     """
     for file_name, recorded_facts in commit.files.items():
-        actual_bytes = run_log.files.get(file_name)
+        actual_bytes = run_log.file_sizes.get(file_name)
         if actual_bytes != recorded_facts.bytes:  # the listing may be outdated
             listed_file = store.head(file_name)
             actual_bytes = None if listed_file is None else listed_file.size

@@ -66,7 +66,7 @@ class ShardQueue(Generic[T]):
     ) -> None:
         self.bytes_waiting = 0
         self.waited = dict.fromkeys(PHASES, 0.0)
-        self._commit = commit
+        self._commit_shard = commit
         self._max_bytes = max_bytes
         self._on_wait = on_wait
         self._failure: Exception | None = (
@@ -189,7 +189,7 @@ class ShardQueue(Generic[T]):
         """
         try:
             if self._failure is None:
-                self._commit(shard.files_future.result())
+                self._commit_shard(shard.files_future.result())
         except BaseException as error:  # after any failure, no later shard may be committed
             self._failure = self._error_of(error)
         finally:
