@@ -190,7 +190,8 @@ def _block_plans(
 def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
     """Returns the shards of this host as one array, without copying them.
 
-    The shards are joined along the axis of tokens, even if they contain different rows.
+    The shards are joined along the axis of tokens, even if they contain different rows. So the
+    result only serves to run `take`, which reads each shard on its own device.
 
     Args:
         mesh: The devices of this host, with the axis "device".

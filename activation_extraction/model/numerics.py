@@ -1,8 +1,9 @@
-"""Computes matrix products in float32, rounds them, and moves arrays of two-byte dtypes as bits.
+"""Computes matrix products in float32, rounds them, and views two-byte dtypes as uint16.
 
 Every matrix product of the model, outside of kernels, is computed by `einsum` or
 `einsum_of_parts`. The products accumulate in float32, and the caller rounds the result once. Arrays
-of two-byte dtypes that are only moved, not computed with, are moved as uint16.
+of two-byte dtypes are viewed as uint16 while they are only moved and not computed with, because
+XLA for CPUs cannot move bfloat16 arrays efficiently (see `to_bits`).
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
-"""Declares the parameters of modules by letters, one letter for each axis.
+"""Declares the parameters of Flax modules by letters, one letter for each axis.
 
 A letter gives the size of the axis (from the configuration) and its logical axis (from
-LOGICAL_AXES), as in Flax's partitioning. weights.py reads the values of parameters from a
-checkpoint, and mesh.py maps logical axes to the axes of the mesh. qwen2_jax.py and delta_net.py
-explain the letters.
+LOGICAL_AXES), as in Flax's partitioning. So the letters of a parameter determine its shape and how
+it is split over devices. weights.py reads the values of parameters from a checkpoint, and mesh.py
+maps logical axes to the axes of the mesh. qwen2_jax.py and delta_net.py explain the letters.
 """
 
 import math

@@ -40,9 +40,10 @@ class Rope:
         blended_range: First and last value of the range in which a frequency is a mixture of the
             divided and the undivided frequency. With YaRN, the values are indices of frequencies;
             with Llama 3.1, numbers of turns over the trained context. None for other types.
-        trained_length: Length of the context before scaling in tokens, with YaRN and Llama 3.1. 0
+        trained_length: Number of tokens in the context before scaling, with YaRN and Llama 3.1. 0
             for other types.
-        rotated_share: Share of the dimensions of a head that are rotated, which are the first ones.
+        rotated_share: Share of a head's dimensions that are rotated. The other dimensions are the
+            last ones of the head.
         attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
             as in transformers. None if there is none.
     """

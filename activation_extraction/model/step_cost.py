@@ -145,7 +145,7 @@ class CostModel:
         # The number of weight values on a device. Weights and activations have the model's dtype.
         # The values of activations are counted per token in `values_per_token`.
         num_weight_values = float(
-            sum(_values_on_device(layout, spec) for spec in self.weights.values())
+            sum(_values_on_device(layout, weight_spec) for weight_spec in self.weights.values())
         )
         if layout.size("fsdp") > 1:
             # The next layer is gathered while a layer is computed, so there are two whole layers.
@@ -196,17 +196,17 @@ class CostModel:
             layout: The layout of the mesh.
         """
         moved_bytes = sum(
-            self._weight_traffic(layout, path, spec)
-            for path, spec in self.weights.items()
-            if path[0] == "layers"
+            self._weight_traffic(layout, parameter_path, weight_spec)
+            for parameter_path, weight_spec in self.weights.items()
+            if parameter_path[0] == "layers"
         )
         return (moved_bytes + self._bytes_along_expert(layout)) / self.model.num_layers
 
     def _moved_bytes(self, layout: Layout) -> float:
         """Returns the bytes that a device reads from and writes to its memory in a step."""
         moved_bytes = self._bytes_along_expert(layout)
-        for path, spec in self.weights.items():
-            moved_bytes += self._weight_traffic(layout, path, spec)
+        for parameter_path, weight_spec in self.weights.items():
+            moved_bytes += self._weight_traffic(layout, parameter_path, weight_spec)
         return moved_bytes
 
     def _weight_traffic(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
@@ -268,11 +268,15 @@ class CostModel:
         num_values_of_layer_type = Counter[str]()
         # If layers are of different types, the second part of a parameter's path is the type.
         has_several_layer_types = len({*self.model.config.layer_types}) > 1
-        for path, spec in self.weights.items():
-            if path[0] == "layers":
-                layer_type = path[1] if has_several_layer_types else ""
-                num_values_of_all_layers = _values_on_device(layout, spec, unsplit_axis="fsdp")
-                num_values_of_layer_type[layer_type] += num_values_of_all_layers // spec.shape[0]
+        for parameter_path, weight_spec in self.weights.items():
+            if parameter_path[0] == "layers":
+                layer_type = parameter_path[1] if has_several_layer_types else ""
+                num_values_of_all_layers = _values_on_device(
+                    layout, weight_spec, unsplit_axis="fsdp"
+                )
+                num_values_of_layer_type[layer_type] += (
+                    num_values_of_all_layers // weight_spec.shape[0]
+                )
         return max(num_values_of_layer_type.values(), default=0)
 
     def _gathered_bytes(self, layout: Layout) -> float:
@@ -283,10 +287,10 @@ class CostModel:
         """
         uses_embedding_as_head = self.model.predicts and self.model.config.tie_word_embeddings
         num_received_values = 0
-        for path, spec in self.weights.items():
-            if path[0] != "embed_tokens" or uses_embedding_as_head:
-                num_received_values += _values_on_device(layout, spec, unsplit_axis="fsdp")
-                num_received_values -= _values_on_device(layout, spec)
+        for parameter_path, weight_spec in self.weights.items():
+            if parameter_path[0] != "embed_tokens" or uses_embedding_as_head:
+                num_received_values += _values_on_device(layout, weight_spec, unsplit_axis="fsdp")
+                num_received_values -= _values_on_device(layout, weight_spec)
         return self.model.dtype.itemsize * num_received_values
 
     def _bytes_along_model(self, layout: Layout) -> float:

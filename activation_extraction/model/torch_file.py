@@ -30,8 +30,8 @@ def read_torch_file(path: Path, flag_and_path: str) -> Any:
         The saved object: plain containers and values, with NumPy arrays in place of tensors.
 
     Raises:
-        InputError: If the file is not such an archive, or contains other objects than tensors and
-            plain containers and values.
+        InputError: If the file was not written by torch.save, is damaged, or contains other objects
+            than tensors and plain containers and values.
     """
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
