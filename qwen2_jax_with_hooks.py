@@ -78,7 +78,7 @@ class HookedModel(nn.Module):
     @property
     def runs_to_the_end(self) -> bool:
         """Returns whether a hook comes after the last layer."""
-        return self.hooks[-1].kind.at_end
+        return self.hooks[-1].kind.is_after_layers
 
     @property
     def predicts(self) -> bool:

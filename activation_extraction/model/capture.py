@@ -65,19 +65,19 @@ class Capture:
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
-        sizes: Letter of an axis -> its size, for all letters of `HookKind.letters`.
+        axis_sizes: Letter of an axis -> its size, for all letters of `HookKind.letters`.
         dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
         layout: The mesh over which arrays are split.
     """
 
     hooks: tuple[Hook, ...]
-    sizes: Mapping[str, int]
+    axis_sizes: Mapping[str, int]
     dtype: Any
     layout: Layout
 
     def vector_type(self, kind: HookKind) -> VectorType:
         """Returns the width and the dtype of the values at a kind of hook."""
-        return kind.vector_type(self.sizes, self.dtype)
+        return kind.vector_type(self.axis_sizes, self.dtype)
 
     def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
         """Groups the hooks by their vector type.
@@ -91,7 +91,7 @@ class Capture:
         return hooks_by_type
 
     def plan(self, layers: range) -> Plan:
-        """Plans the slots to which a loop over layers writes.
+        """Plans the slots of the buffers to which a loop over layers writes.
 
         Every layer writes the values of all kinds, although a kind may have a hook at some layers
         only. At a layer where the kind has a hook, its values are written to the slot of this hook.
@@ -106,7 +106,9 @@ class Capture:
         Returns:
             The plan, in which the slots of each kind have the shape (layers,).
         """
-        kind_by_order = {hook.order: hook.kind for hook in self.hooks if not hook.kind.at_end}
+        kind_by_order = {
+            hook.order: hook.kind for hook in self.hooks if not hook.kind.is_after_layers
+        }
         hooks_by_type = self.hooks_by_type()
         kind_orders = sorted(kind_by_order)
         slots_by_kind = []
@@ -126,7 +128,7 @@ class Capture:
         )
 
     def plan_stages(self, stages: int, length: int) -> Plan:
-        """Plans the slots for the stages of a pipeline, each of which has its own buffers.
+        """Plans the slots of the buffers for a pipeline, in which each stage has its own buffers.
 
         Args:
             stages: The number of stages.
@@ -145,9 +147,9 @@ class Capture:
         )
 
     def plan_end(self) -> Plan:
-        """Plans the slots of the hooks that come after the last layer."""
+        """Plans the slots of the buffers for the hooks that come after the last layer."""
         hooks_by_type = self.hooks_by_type()
-        end_hooks = [hook for hook in self.hooks if hook.kind.at_end]
+        end_hooks = [hook for hook in self.hooks if hook.kind.is_after_layers]
         end_slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in end_hooks]
         end_kinds = tuple(hook.kind for hook in end_hooks)
         return Plan(end_kinds, tuple(np.int32(end_slot) for end_slot in end_slots))
@@ -245,7 +247,7 @@ class Capture:
         """Returns the values at all hooks after one loop over all layers.
 
         Args:
-            buffers: The full buffers.
+            buffers: The buffers, to which all layers have written.
 
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, B, T, width).
@@ -259,15 +261,16 @@ class Capture:
         return values_by_vector_type
 
     def values_of_stages(
-        self, buffers: Buffers, rows: int, length: int, at_end: Mapping[HookKind, Array]
+        self, buffers: Buffers, rows: int, length: int, end_bits_by_kind: Mapping[HookKind, Array]
     ) -> dict[VectorType, Array]:
         """Returns the values at all hooks after the stages of a pipeline.
 
         Args:
-            buffers: The full buffers of all stages.
+            buffers: The buffers of all stages, to which all layers have written.
             rows: The number of rows of all micro-batches together.
             length: The number of layers in a stage.
-            at_end: Kind of hook after the last layer -> the bits of its values, (rows, T, width).
+            end_bits_by_kind: Kind of hook after the last layer -> the bits of its values,
+                (rows, T, width).
 
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
@@ -276,7 +279,7 @@ class Capture:
         for vector_type, type_hooks in self.hooks_by_type().items():
             bit_arrays_to_join = []
             stage_number_by_hook = [
-                hook.layer // length for hook in type_hooks if not hook.kind.at_end
+                hook.layer // length for hook in type_hooks if not hook.kind.is_after_layers
             ]
             if stage_number_by_hook:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
@@ -291,8 +294,8 @@ class Capture:
                     for stage_number, hook_count in enumerate(hook_counts_by_stage)
                 ]
             for hook in type_hooks:
-                if hook.kind.at_end:
-                    end_bits = self.layout.constrain(at_end[hook.kind], *LEAVING_AXES)
+                if hook.kind.is_after_layers:
+                    end_bits = self.layout.constrain(end_bits_by_kind[hook.kind], *LEAVING_AXES)
                     bit_arrays_to_join.append(end_bits[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
                 jnp.concatenate(bit_arrays_to_join), vector_type.dtype

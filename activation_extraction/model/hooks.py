@@ -89,8 +89,8 @@ class HookKind:
         modules: The names of the same values in Hugging Face: module paths that end in ".input" or
             ".output".
         aliases: The other names in TransformerLens.
-        at_end: Whether the kind comes after the last layer. False for kinds in layers and for the
-            kind before the first layer.
+        is_after_layers: Whether the kind comes after the last layer. False for kinds in layers and
+            for the kind before the first layer.
         type_words: Words of the types in ModelConfig.layer_types. A layer has a hook of this kind
             if its type contains one of these words. () if every layer has a hook of this kind.
         dtype: The name of the dtype of the values; None for activations, whose dtype the user
@@ -104,7 +104,7 @@ class HookKind:
     intermediate: str
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    at_end: bool = False
+    is_after_layers: bool = False
     type_words: tuple[str, ...] = ()
     dtype: str | None = None
     width_factor: int = 1
@@ -170,7 +170,7 @@ class HookKind:
                 for layer in range(depth)
                 if not layer_types or self.exists_in(layer_types[layer])
             ]
-        return range(depth - 1, depth) if self.at_end else range(1)
+        return range(depth - 1, depth) if self.is_after_layers else range(1)
 
 
 class Hook(NamedTuple):
@@ -205,8 +205,8 @@ class Hook(NamedTuple):
     def matching(self, pattern: str) -> list[str]:
         """Returns the names of the hook that a glob matches.
 
-        A hook of a large kind matches only if the glob is one of its names, or if the glob and its
-        canonical name end in the same word after the last dot.
+        A hook of a large kind matches only if the glob is one of the hook's names, or if the glob
+        and the hook's canonical name end in the same word after the last dot.
 
         Args:
             pattern: The glob.
@@ -252,15 +252,15 @@ class HookTable:
         kinds: The kinds of hooks, in the order in which they are computed.
         layer_types: The type of each layer of the model. () for a family, in which every layer has
             the hooks of all kinds.
-        vocabulary: The number of tokens in the model's vocabulary; 0 if it is unknown.
+        vocabulary_size: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
     kinds: tuple[HookKind, ...]
     layer_types: tuple[str, ...] = ()
-    vocabulary: int = 0
+    vocabulary_size: int = 0
 
     def without_predictions(self) -> "HookTable":
-        """Returns the table without the kinds that need logits, for a model without a head."""
+        """Returns the table without the kinds that need logits, for a model without an LM head."""
         kept_kinds = tuple(hook_kind for hook_kind in self.kinds if not hook_kind.is_prediction)
         return replace(self, kinds=kept_kinds)
 
@@ -350,8 +350,8 @@ class HookTable:
             ):
                 return InputError(
                     f"--hook_names {pattern}: matches only {hook.name}, which takes "
-                    f"{2 * self.vocabulary:,} bytes per token in bfloat16; if you want it, ask for "
-                    f"{hook.name}"
+                    f"{2 * self.vocabulary_size:,} bytes per token in bfloat16; if you want it, "
+                    f"ask for {hook.name}"
                 )
         all_names = [hook_name for hook in hooks_of_model for hook_name in hook.names()]
         near_miss_hint = near_miss(pattern, all_names)
@@ -481,7 +481,8 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         type_words_by_layers_word[GATED] = attention_words
     if delta_config is not None:
         type_words_by_layers_word[LINEAR] = (LINEAR,)
-        # In Hugging Face, a projection is the output of a module only if it is stored separately.
+        # The rows of APART and INTERLEAVED have different names in Hugging Face, where a projection
+        # is the output of a module only if it is stored separately.
         type_words_by_layers_word[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
         type_words_by_layers_word[SPARSE] = (SPARSE,)
@@ -517,7 +518,7 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
             )
         )
-    make_end_kind = partial(HookKind, at_end=True)
+    make_end_kind = partial(HookKind, is_after_layers=True)
     hook_kinds += [
         make_end_kind("ln_final.hook_normalized", "D", "final.normalized"),
         make_end_kind("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
