@@ -31,7 +31,7 @@ Tensors = dict[str, np.ndarray]  # name of a tensor -> its values
 Config = Mapping[str, Any]  # the content of a publisher's configuration file
 Fields = dict[str, Any]  # name of a field of `Autoencoder` -> its value
 REQUIRED_TENSORS = "W_enc", "b_enc", "W_dec", "b_dec"
-# Llamascopium's tensor with the logarithms of the thresholds.
+# The name of Llamascopium's tensor with the logarithms of the thresholds.
 LOG_THRESHOLD = "log_jumprelu_threshold"
 # Llamascopium stores the average norm of the activations at a hook in a tensor whose name is this
 # prefix and the name of the hook.
@@ -43,10 +43,10 @@ VALUES_AT_ONCE = 2**22  # the number of values that `_check_finite` checks at a 
 # A publisher's name of a tensor -> the field of `Autoencoder`. SAELens and Qwen-Scope use the names
 # of the fields.
 FIELD_OF_TENSOR = {
-    # The names in files of sparsify.
+    # The names of tensors in files of sparsify.
     "encoder.weight": "W_enc",
     "encoder.bias": "b_enc",
-    # The names in files of Llamascopium.
+    # The names of tensors in files of Llamascopium.
     "W_E": "W_enc",
     "b_E": "b_enc",
     "W_D": "W_dec",
@@ -66,7 +66,7 @@ class Autoencoder:
 
         pre      = x @ W_enc.T + b_enc                      (F,)
         score    = pre * score_factor                       (F,)
-        active   = score > threshold, and pre > 0 if `relu`
+        active   = score > threshold, and pre > 0 if `uses_relu`
         values   = pre where active and, with k, where score is among the k largest; 0 elsewhere
         output   = values @ W_dec + b_dec                   (O,)
         result   = output + input @ W_skip.T
@@ -89,7 +89,7 @@ class Autoencoder:
             object is deleted.
         dtype: The dtype of matrix products, float32 or bfloat16.
         k: The largest number of active features of a token; None if it is not limited.
-        relu: Whether only features with a positive `pre` are active.
+        uses_relu: Whether only features with a positive `pre` are active.
         threshold: The threshold of each feature, (F,); None for no threshold.
         score_factor: The factor of each feature by which `pre` is multiplied before features are
             compared with each other and with thresholds, (F,); None for 1.
@@ -113,7 +113,7 @@ class Autoencoder:
     repository: Repository
     dtype: np.dtype
     k: int | None = None
-    relu: bool = True
+    uses_relu: bool = True
     threshold: np.ndarray | None = None
     score_factor: np.ndarray | None = None
     W_skip: np.ndarray | None = None
@@ -127,7 +127,7 @@ class Autoencoder:
 
     @property
     def arrays(self) -> Tensors:
-        """The arrays of this autoencoder, by the names of their fields."""
+        """Name of a field of this autoencoder -> its array, for the fields that are arrays."""
         return {
             field_name: field_value
             for field_name, field_value in vars(self).items()
@@ -354,7 +354,7 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
         "hook": hook_name,
         "target_hook": hook_name,
         "k": int(k_match[1]),
-        "relu": False,
+        "uses_relu": False,
     }
 
 
@@ -607,7 +607,7 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
     files.supported_setting(yaml_config, "model_kind", "transcoder_set")
     return {
         **tensors,
-        "relu": "threshold" not in tensors,
+        "uses_relu": "threshold" not in tensors,
         "hook": hook_name_prefix + yaml_config.get("feature_input_hook", "mlp.hook_in"),
         "target_hook": hook_name_prefix + yaml_config.get("feature_output_hook", "hook_mlp_out"),
         "dtype": "float32",

@@ -246,7 +246,9 @@ def _hook_of_width(
     return matching_hook
 
 
-def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
+def encode(
+    encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
+) -> Array:
     """Encodes activations by an autoencoder, and returns the codes as records.
 
     common/codes.py describes the format of a record.
@@ -257,7 +259,7 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
         encoder: The autoencoder at its hooks.
         weights: The arrays of the autoencoder on the devices.
         x: The values at the hook that is read, (B, T, D).
-        target: The values at the hook that is reconstructed, (B, T, O).
+        target_values: The values at the hook that is reconstructed, (B, T, O).
         layout: The mesh over which arrays are split.
 
     Returns:
@@ -269,7 +271,7 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
         field_name: layout.gather(weight, AXES[field_name])
         for field_name, weight in weights.items()
     }
-    values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target]
+    values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target_values]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
         sharded_hook_values = [
@@ -282,7 +284,9 @@ def encode(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: 
         return in_blocks(records_of_block, values_at_hooks, tokens_per_block, layout)
 
 
-def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout: Layout) -> Array:
+def _records(
+    encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
+) -> Array:
     """Returns the records of the codes of a block of tokens.
 
     The docstring of `Autoencoder` has the formula with its names pre, score, active and result.
@@ -293,7 +297,7 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
         encoder: The autoencoder at its hooks.
         weights: The arrays of the autoencoder on the devices.
         x: The block's values at the hook that is read, (B, T, D).
-        target: The block's values at the hook that is reconstructed, (B, T, O).
+        target_values: The block's values at the hook that is reconstructed, (B, T, O).
         layout: The mesh over which arrays are split.
 
     Returns:
@@ -313,7 +317,7 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
         score = pre * weights["score_factor"]
     if autoencoder.threshold is not None:
         active &= score > weights["threshold"]
-    if autoencoder.relu:
+    if autoencoder.uses_relu:
         active &= pre > 0
     score = jnp.where(active, score, -jnp.inf)
     top_scores, feature_ids = largest(score, encoder.max_codes, layout)
@@ -338,9 +342,9 @@ def _records(encoder: Encoder, weights: Weights, x: Array, target: Array, layout
         result = undo_normalisation(result)
     if autoencoder.W_skip is not None:
         result += einsum("BTD,OD->BTO", rounded_input.astype(product_dtype), weights["W_skip"])
-    target = target.astype(jnp.float32)
-    squared_error = jnp.square(target - result).sum(axis=-1, keepdims=True)
-    target_norm = jnp.sqrt(jnp.square(target).sum(axis=-1, keepdims=True))
+    target_values = target_values.astype(jnp.float32)
+    squared_error = jnp.square(target_values - result).sum(axis=-1, keepdims=True)
+    target_norm = jnp.sqrt(jnp.square(target_values).sum(axis=-1, keepdims=True))
     feature_values = top_scores
     if autoencoder.score_factor is not None:
         feature_values = top_scores / jnp.take(weights["score_factor"], feature_ids)
