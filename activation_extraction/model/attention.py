@@ -227,8 +227,8 @@ def blocked_attention(
     branch_number_by_block = _branch_numbers(segments, first_query, span_lengths, window)
     segments_by_block = segments.q.reshape(-1, QUERY_BLOCK)
     block_count = len(segments_by_block)
-    # All query heads that read a key/value head are computed in one matrix product. The rows of its
-    # left matrix are the queries of a block for all of these heads.
+    # The query heads that read the same key/value head are computed in one matrix product. Its left
+    # operand has a row for each of these heads and each query of a block.
     grouped_queries = to_bits(q).reshape(
         -1, QUERY_BLOCK, kv_head_count, head_count // kv_head_count * head_dim
     )

@@ -33,7 +33,7 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {
 
 # The value of --compilation_cache for no cache.
 NO_CACHE = "off"
-# The event that jax.monitoring reports if a program is in the cache.
+# The event that jax.monitoring reports when a program is taken from the cache.
 CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 # A regular expression for JAX's warnings about a cache that is damaged or cannot be used.
 CACHE_WARNING = "Error (reading|writing) persistent compilation cache"
@@ -94,8 +94,8 @@ def use_compilation_cache(flag: str | None, output: Path, several_hosts: bool) -
         return
     jax.config.update("jax_compilation_cache_dir", cache_folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # JAX compiles a program again if its file in the cache is damaged. `watch_compiling` logs JAX's
-    # warnings about damaged files.
+    # JAX compiles a program again if its file in the cache is damaged. JAX's warnings about damaged
+    # files are not shown, because `watch_compiling` logs them.
     warnings.filterwarnings("ignore", CACHE_WARNING)
     if "://" in cache_folder:
         # JAX would also put XLA's own caches into this folder, but they do not support URLs.

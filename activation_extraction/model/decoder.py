@@ -228,9 +228,10 @@ class Decoder:
     def _separate(self, layer_type: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
         """Separates the stacks that layers read in place from the stacks that a loop copies from.
 
-        A loop copies the parameters of a layer out of their stacks. The weights of experts are too
-        large for that, so they are read in place. No stack is read in place if weights are gathered
-        for each layer, or if each stage of a pipeline has its own weights.
+        A stack is the array of a parameter for all layers of a type. A loop copies the parameters
+        of a layer out of their stacks. The weights of experts are too large to be copied, so
+        layers read them in place. No stack is read in place if weights are gathered for each layer,
+        or if each stage of a pipeline has its own weights.
 
         Args:
             layer_type: The type of the layers.
@@ -295,7 +296,7 @@ class Decoder:
 
 
 def _stacked_zeros(box: Any, count: int) -> Any:
-    """Returns zeros as the stack of one parameter for several layers.
+    """Returns zeros for one parameter of several layers, stacked in one array.
 
     Args:
         box: Flax's box with the shape, the dtype and the logical axes of one layer's parameter.
@@ -349,7 +350,7 @@ def stage_length(types: Sequence[str], stages: int) -> int:
 
 
 def intermediate(intermediates: dict[str, Any], name: str) -> Array | None:
-    """Returns one of a layer's intermediates.
+    """Returns an intermediate, which is an array that a layer computes besides its result.
 
     Args:
         intermediates: The intermediates of the layer, nested by module.

@@ -80,7 +80,7 @@ def pallas_delta_rule(
     )
     decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
     decays_and_betas = jnp.moveaxis(_whole_blocks(decays_and_betas), 1, 3)  # shape (B, K, 2G, T)
-    # q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
+    # The shapes are q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
     # The grid has a program for each row b, key head k and block of tokens n.
@@ -108,7 +108,7 @@ def pallas_delta_rule(
 
 
 def _whole_blocks(x: Array) -> Array:
-    """Pads an array (B, T, ...) with zeros at the end of T to a multiple of TWO_CHUNKS tokens."""
+    """Appends zeros to the axis T of an array (B, T, ...), up to a multiple of TWO_CHUNKS."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % TWO_CHUNKS), *[(0, 0)] * (x.ndim - 2)])
 
 
@@ -301,8 +301,8 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
         log_decay: The log decays, (2C, 1).
 
     Returns:
-        The share of a token's change of S that is left at another token of its chunk, with the two
-        chunks side by side, (C, 2C).
+        In row I and column J, the share of token J's change of S that is left at token I of the
+        same chunk, with the two chunks side by side, (C, 2C). It is 0 if J comes after I.
         A list of two arrays (C, 1), one for each chunk: the share of S before the chunk that is
         left at each token.
     """

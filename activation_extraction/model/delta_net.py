@@ -177,10 +177,10 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     Returns:
         The result, with the shape of x, float32.
     """
-    # Each tap converts x to float32. If x were converted once for all taps, XLA would write it to
-    # HBM in float32.
     weight = weight.astype(jnp.float32)
     tap_count = weight.shape[-1]
+    # Each tap converts x to float32. If x were converted once for all taps, XLA would write it to
+    # HBM in float32.
     weighted_sum = x.astype(jnp.float32) * weight[..., -1]
     for tap_distance in range(1, tap_count):
         is_same_segment = _shifted(segment_ids, tap_distance) == segment_ids

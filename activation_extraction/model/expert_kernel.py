@@ -108,9 +108,9 @@ def pallas_experts(
     weighted_expert_rows = _run_weighted(
         tile_and_group_table, stacks, _run_gated(tile_and_group_table, stacks, x)
     )
-    parts = parts if len(tile_and_group_table.fetches_by_group) % parts == 0 else 1
-    fetches_by_part = jnp.split(tile_and_group_table.fetches_by_group, parts)
-    fetch_counts_by_part = jnp.split(tile_and_group_table.fetch_count_by_group, parts)
+    part_count = parts if len(tile_and_group_table.fetches_by_group) % parts == 0 else 1
+    fetches_by_part = jnp.split(tile_and_group_table.fetches_by_group, part_count)
+    fetch_counts_by_part = jnp.split(tile_and_group_table.fetch_count_by_group, part_count)
     sums_by_part = [
         _run_added(weighted_expert_rows, part_fetches, part_fetch_counts)
         for part_fetches, part_fetch_counts in zip(
@@ -429,8 +429,8 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     group_count, _, rows_per_group = fetches.shape
     hidden_size = math.prod(rows.shape[1:])
 
-    # A step of the grid fetches its own group. The last step only adds up the group before, so its
-    # index is limited.
+    # A step of the grid fetches its own group. The last step has no group of its own, because it
+    # only adds up the group before it, so its index is that of the last group.
     def fetch_index(step: Any, _: Any) -> tuple[Any, ...]:
         return jnp.minimum(step, group_count - 1), 0, 0
 

@@ -241,8 +241,8 @@ def _sum_in_ring(
     # Kernels fetch rows from arrays of this shape. It is cheaper to reshape the tokens of this
     # device before they are sent than the tokens of all devices afterwards.
     x = x.reshape(token_count, -1, math.gcd(hidden_size, LANES))
-    # For each direction, the half of the tokens that goes this way, and the number of places in the
-    # ring by which a hop moves it.
+    # For each direction around the ring, the half of the tokens that goes this way, and the number
+    # of places in the ring by which one transfer moves it.
     half_slices_and_shifts = [(slice(half_token_count), 1), (slice(half_token_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:

@@ -313,8 +313,8 @@ class Scales:
         Raises:
             InputError: If a stored value or a scale is not a finite number.
         """
-        # An element for each axis: an array with the number of the scale for each index of the part
-        # along this axis.
+        # One array for each axis of the tensor: for each index of the part along the axis, the
+        # number of its scale.
         scale_numbers_by_axis = []
         for axis_slice, axis_size, values_per_scale in zip(
             index, self.shape, self.values_per_scale, strict=True
@@ -364,7 +364,7 @@ class Scales:
                     * scales_per_row
                 )
                 table_indices += row_table_offsets.astype(index_dtype)[:, None]
-                # The mode "raise" would copy the values once more.
+                # In its default mode, "raise", np.take would copy the values once more.
                 np.take(
                     value_table,
                     table_indices,

@@ -47,8 +47,9 @@ Key = int | str  # the key of a hook in the shards, which is its layer or its na
 # some tokens of the batch are kept, they are an object of the class `KeptTokens` instead.
 Activations = dict[VectorType, Array] | KeptTokens
 # A function that computes one step. Its arguments are the batch of this host (None if the host has
-# no rows left) and three flags of this host. It returns the activations, and the number of hosts
-# that set each flag, (flags,) int32. It does not wait until the devices have computed these arrays.
+# no rows left), and three flags of this host, whose meaning the caller determines. It returns the
+# activations, and the number of hosts that set each flag, (flags,) int32. It does not wait until
+# the devices have computed these arrays.
 Step = Callable[[Batch | None, Sequence[bool]], tuple[Activations, Array]]
 
 
@@ -246,7 +247,7 @@ def compile_step(forward: Forward) -> Step:
             step_params, *map(host_rows.feed, arrays_to_feed)
         )
         if batch is not None and batch.kept_mask is not None:
-            # The kept tokens are selected now, before the next step is sent to the devices.
+            # The kept tokens are selected now, so that the devices do it before the next step.
             activations = take_kept(activations, batch.kept_mask)
         return activations, flag_counts
 
