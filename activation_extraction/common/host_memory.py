@@ -137,14 +137,14 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
             group_path_by_tree_type["cgroup"] = group_path
     for mount_line in _kernel_file(MOUNTS).splitlines():
         mount_fields, _, file_system_fields = mount_line.partition(" - ")
-        mounted_path, mount_point = (_unescaped(field) for field in mount_fields.split()[3:5])
+        root_of_mount, mount_point = (_unescaped(field) for field in mount_fields.split()[3:5])
         file_system_type, _, mount_options = file_system_fields.split(maxsplit=2)
         if file_system_type not in group_path_by_tree_type:
             continue
         if file_system_type == "cgroup" and "memory" not in mount_options.split(","):
             continue
         tree_folder = Path(mount_point)
-        relative_path = os.path.relpath(group_path_by_tree_type[file_system_type], mounted_path)
+        relative_path = os.path.relpath(group_path_by_tree_type[file_system_type], root_of_mount)
         group_folder = tree_folder / relative_path
         # In a container, often only a part of the tree is mounted, which begins at the container's
         # group. If the path of this process's group does not lead to a folder in this part, the

@@ -78,9 +78,9 @@ class Tensor:
         Returns:
             A tuple of the offset of the first byte and the offset after the last byte.
         """
-        first_byte = self.offset + start * self.row_bytes
-        stop_byte = self.offset + stop * self.row_bytes
-        return first_byte, stop_byte
+        start_offset = self.offset + start * self.row_bytes
+        stop_offset = self.offset + stop * self.row_bytes
+        return start_offset, stop_offset
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from activation_extraction.text.rows import (
 )
 from activation_extraction.text.structs import without_nulls
 
-# Other names of the roles, for example in ShareGPT's format -> the names in MESSAGE_ROLES.
+# Other name of a role, for example in ShareGPT's format -> the name in MESSAGE_ROLES.
 ROLE_ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -75,7 +75,7 @@ class MessagesColumn:
     """Reads conversations from a column of messages, and from the column `tools` if a row has it.
 
     Attributes:
-        activity: Verb that describes the reading in messages (see `Reader`).
+        activity: Description of the reading for the log and for errors (see `Reader`).
         name: Name of the column of messages.
         template: Chat template that renders the messages.
     """
@@ -210,7 +210,7 @@ def _with_converted_arguments(
 
     Args:
         message: The message.
-        convert: Function that returns the converted arguments of a call.
+        convert: Function that takes the arguments of a call and returns them converted.
     """
 
     def convert_call(call: Any) -> Any:
@@ -258,7 +258,7 @@ class ChatTemplate:
         tokenizer: The tokenizer, an object of transformers.
         source_by_name: Jinja sources of the templates by name. The names are "default", "tool_use"
             (for conversations with tools), or both.
-        origin: Flag and path from which the templates were read, for messages.
+        origin: Flag and path from which the templates were read, for error messages.
         value_by_argument: Values of --chat_template_args by name, which are variables of the
             templates besides messages and tools.
     """
@@ -297,7 +297,7 @@ class ChatTemplate:
             tokenizer: The tokenizer, an object of transformers.
             sources: Jinja sources by name, "default", "tool_use" or both; empty if the model has no
                 template.
-            origin: Flag and path of the model or adapter, for messages.
+            origin: Flag and path of the model or adapter, for error messages.
             arguments: Values of --chat_template_args by name.
 
         Raises:
@@ -316,7 +316,7 @@ class ChatTemplate:
         Args:
             tokenizer: The tokenizer, an object of transformers.
             sources: Jinja sources by name, "default", "tool_use" or both.
-            origin: Flag and path of the templates, for messages.
+            origin: Flag and path of the templates, for error messages.
             arguments: Values of --chat_template_args by name.
 
         Raises:

@@ -31,13 +31,13 @@ from activation_extraction.text.rows import (
 from activation_extraction.text.sample_facts import DocId
 from activation_extraction.text.sources import Rows, ShuffledRows, hub_row
 
-# If a hub data set has fewer partitions (Parquet files) per share, its files are divided into row
-# groups, which makes the shares more even. The partitions of local Parquet files are row groups
-# already.
+# If a hub data set has fewer partitions (Parquet files) per share than this number, its files are
+# divided into row groups, which makes the shares more even. The partitions of local Parquet files
+# are row groups already.
 MIN_PARTITIONS_PER_SHARE = 16
-# The number of rows at the beginning of a data set of which at least one must be usable.
+# With --skip_bad_rows, at least one of this many first rows of a data set must be usable.
 CHECKED_ROWS = 1000
-# The number of skipped rows to warn about. Later ones are not, since there may be millions.
+# Only this many skipped rows are logged as warnings, since there may be millions.
 LOGGED_ROWS = 10
 SKIP_ADVICE = "add --skip_bad_rows (and leave out --overwrite) to skip such rows and continue"
 
@@ -49,7 +49,7 @@ class Document:
     Attributes:
         content: Text, conversation or token ids of the row.
         doc_id: Id of the row in the data set; None if it has no id.
-        stored_position: Position of the row as it is stored with its samples (see
+        stored_position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
         location_in_words: Position of the row in words, for messages.
         columns: Columns of the row that are stored with its samples, JSON values by name.
@@ -304,7 +304,7 @@ class DocumentStream:
             self._on_last_row_of_file([last])
 
     def _with_row_number(self, columns: dict[str, Any], row_number: int) -> SourceRow:
-        """Returns a row of a hub data set with its number as its position.
+        """Returns a row of a hub data set, whose position is the number of the row.
 
         Args:
             columns: The columns of the row by name.
@@ -322,7 +322,8 @@ class DocumentStream:
         Returns:
             A tuple of:
                 The document; None if the row has no content or is skipped.
-                The position of a skipped row and the reason why it is skipped; "" for another row.
+                The position of a skipped row and the reason why it is skipped; "" if the row is
+                not skipped.
 
         Raises:
             RunError: If the row cannot be used and `skip_bad_rows` is false.

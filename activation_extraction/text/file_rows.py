@@ -379,7 +379,7 @@ def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]
 
 MAX_LINE = 2**27  # the largest number of characters or bytes of a line, or of a field of CSV
 MAX_ARRAY_BYTES = 2**30  # the largest size in bytes of a file that is a JSON array
-# Last characters of complete lines. An element of bytes is an integer, so their codes follow.
+# The characters that end a line, then their codes, because the elements of `bytes` are integers.
 NEWLINES = ("\n", "\r", 10, 13)
 # Separators that some CSV files contain instead of commas -> their names for messages.
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}

@@ -53,12 +53,12 @@ class Mark:
         return cls(**stored_value_by_field)
 
     def after(self, tokens: int) -> "Mark":
-        """Returns the next mark, which is one sample later.
+        """Returns the mark after the next sample.
 
-        It counts no skipped or empty rows between the two marks.
+        Skipped or empty rows between the two marks are not counted in the returned mark.
 
         Args:
-            tokens: Number of tokens whose activations are stored of the sample between the marks.
+            tokens: Number of tokens of the next sample whose activations are stored.
         """
         return replace(
             self, samples=self.samples + 1, skip=self.skip + 1, tokens=self.tokens + tokens

@@ -40,9 +40,10 @@ def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Samp
 
 
 def rows_of_group(length: int) -> int:
-    """Returns the largest number of tokens of a group of samples, divided by the tokens of a row.
+    """Returns the size limit of a group of samples, in rows.
 
-    A group of this size may need more rows than that, because packing leaves padding.
+    Without padding, the tokens of a group would fill at most this number of rows. The group may
+    need more rows, because packing leaves padding.
 
     Args:
         length: The number of tokens of a row.
@@ -80,7 +81,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         nonlocal mark_at_end, read_error
         try:
             # The value of `yield from` is the mark that a generator returns, and None for another
-            # iterable. mypy is told to ignore that it only knows the second case.
+            # iterable. mypy only knows the second case, so its error is ignored.
             mark_at_end = yield from samples  # type: ignore[func-returns-value]
         except ChangedDataError:  # the earlier samples of the group may be wrong as well
             raise
@@ -122,7 +123,9 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 
 
 def _sample_groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
-    """Yields groups, each with as many consecutive samples as fit into it.
+    """Divides samples into groups of consecutive samples, each as large as the limits allow.
+
+    The limits are `rows_of_group` and GROUP_SAMPLES.
 
     Args:
         samples: The samples.

@@ -29,7 +29,7 @@ class TextColumn:
     """Reads the text of a column.
 
     Attributes:
-        activity: Verb that describes the reading in messages (see `Reader`).
+        activity: Description of the reading for the log and for errors (see `Reader`).
         name: Name of the column.
     """
 
@@ -67,10 +67,10 @@ class TextColumn:
 
 @dataclass(frozen=True)
 class IdsColumn:
-    """Reads token ids from a column, and from another column a mask of the tokens to keep.
+    """Reads token ids from a column, and a mask of padding or context from another column.
 
     Attributes:
-        activity: Verb that describes the reading in messages (see `Reader`).
+        activity: Description of the reading for the log and for errors (see `Reader`).
         name: Name of the column with lists of token ids.
         mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In
             the column ATTENTION_MASK, 0 means padding, which is removed from the token ids. In any
@@ -175,7 +175,7 @@ class ArcTask:
     only rows without that column.
 
     Attributes:
-        activity: Verb that describes the reading in messages (see `Reader`).
+        activity: Description of the reading for the log and for errors (see `Reader`).
         template: Chat template that renders the prompt as a message of the user; None to use
             the prompt without a template.
     """

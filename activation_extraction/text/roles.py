@@ -132,7 +132,7 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
         UnusableRowError: If the blocks do not agree with the messages.
     """
     separate_turns = [Turn(message["role"], [message]) for message in messages]
-    merged_turns: list[Turn] = []  # with consecutive tool messages as one turn
+    merged_turns: list[Turn] = []  # consecutive tool messages are in the same turn
     for role, consecutive_messages in groupby(messages, itemgetter("role")):
         if role == "tool":
             merged_turns.append(Turn(role, list(consecutive_messages)))
@@ -150,11 +150,12 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
 
 
 def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
-    """Returns whether the headers of blocks are headers that a template may write for some turns.
+    """Returns whether a template may write blocks with certain headers for certain turns.
 
     Args:
         headers: The header of each block.
-        turns: The turns that the blocks would contain, one turn in each block.
+        turns: The turns of the blocks, in the same order. If their number is not the number of the
+            headers, the result is False.
     """
     if len(headers) != len(turns):
         return False

@@ -52,7 +52,7 @@ class SourceRow:
 
     Attributes:
         location_in_words: Position of the row in words, for messages.
-        stored_position: Position of the row as it is stored with its samples (see
+        stored_position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
         read: Function that returns the columns of the row by name, or raises UnusableRowError.
     """
@@ -114,8 +114,8 @@ class Reader(Protocol):
     """Reads the content of rows from certain columns.
 
     Attributes:
-        activity: Verb that describes the reading in messages, such as "reading". The position of
-            the row follows the verb.
+        activity: Description of the reading for the log and for errors, such as "reading". The
+            position of the row follows it.
         columns: Names of the columns that the reader needs.
     """
 
@@ -137,7 +137,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class RowSchema:
-    """The columns that are read of each row of a data set, and the readers of the content.
+    """Declares which columns of the rows of a data set are read, and which readers read them.
 
     Attributes:
         readers: Readers of the content. A row is read by the first reader that can read it. If no
@@ -155,7 +155,7 @@ class RowSchema:
 
     @property
     def activity(self) -> str:
-        """The verb that describes the reading in messages (see `Reader.activity`)."""
+        """The description of the reading for the log and for errors (see `Reader.activity`)."""
         return self.readers[0].activity
 
     def columns_among(self, names: Sequence[str]) -> list[str]:
@@ -251,7 +251,7 @@ class RowSchema:
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:
-    """Converts a value that --keep_columns stores into a JSON value.
+    """Returns the JSON value that --keep_columns stores for a column of a row.
 
     Args:
         row: The columns of the row by name.

@@ -1,4 +1,4 @@
-"""Declares the facts of a sample: its number, the row of the data set it comes from, and the like.
+"""Declares the facts of a sample, such as its number and the row of the data set it comes from.
 
 The facts are stored beside the tokens and activations of the sample. samples.py makes the facts
 from the rows of a data set. Programs that compute activations themselves pass the facts to

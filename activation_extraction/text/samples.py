@@ -51,7 +51,7 @@ class SampleSettings:
             several samples. Otherwise it is cut to `max_sample_tokens` tokens.
         overlap: Number of tokens at the end of a piece that the next piece of the same document
             repeats at its start. The next piece uses them as context and never keeps them.
-        choice: Choice of the tokens to keep.
+        choice: Choice of the kept tokens, which are the tokens whose activations are stored.
         special_tokens: Special tokens that are added around a document. They count as tokens of the
             document. A document that is cut still contains all of them.
     """
@@ -236,7 +236,7 @@ def _whole_samples(
         try:
             for read_row in islice(unread_rows, max_chunk_rows):
                 chunk_rows.append(read_row)
-        except RunError as error:  # raised after the samples of the rows before it are yielded
+        except RunError as error:  # it is raised after the samples of earlier rows are yielded
             read_error = error
         is_last_chunk = read_error is not None or len(chunk_rows) < max_chunk_rows
         document_contents = [

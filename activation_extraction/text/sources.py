@@ -248,7 +248,8 @@ def hub_row(
         columns: Columns of the row by name, as `datasets` returns them.
         features: Types of the columns, as `datasets` declares them; None if they are unknown.
         location: Position of the row in words, for messages. The row's id is added to it.
-        position: Position of the row as it is stored with its samples (see `SampleFacts.row`).
+        position: Position of the row in the form that is stored with the row's samples (see
+            `SampleFacts.row`).
     """
     id_in_words = f", id {columns['id']!r:.80}" if "id" in columns else ""
     return SourceRow(location + id_in_words, position, partial(as_structs, columns, features))

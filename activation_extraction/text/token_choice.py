@@ -85,11 +85,11 @@ class TokenChoice:
         Args:
             sample_idx: The `sample_idx` of the sample, on which a random choice depends.
             token_ids: The token ids of the sample, int32 (tokens,).
-            eligible_mask: Mask of the tokens to which the rule applies, bool (tokens,); None if it
-                applies to all tokens.
+            eligible_mask: Mask of the tokens to which the rule of --positions applies, bool
+                (tokens,); None if it applies to all tokens.
 
         Returns:
-            The positions, int32, ascending.
+            The positions in the sample, counted from 0, int32, ascending.
         """
         candidate_positions = np.arange(len(token_ids), dtype=np.int32)
         if eligible_mask is not None:

@@ -168,10 +168,10 @@ def _load_error(path: Path, error: Exception) -> InputError:
 
 
 def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
-    """Returns whether two tokenizers are known to give every text the same token ids.
+    """Returns whether the settings of two tokenizers show that all texts get the same token ids.
 
-    Only the settings of the tokenizers are compared. If they differ, the result is False, although
-    the tokenizers may still give the same token ids.
+    If the settings differ, the result is False, although the tokenizers may still give all texts
+    the same token ids.
 
     Args:
         one: The first tokenizer.
@@ -181,7 +181,7 @@ def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the settings of a tokenizer that determine the token ids of a text, by name."""
+    """Returns the names and values of the tokenizer's settings that determine token ids."""
     settings_for_ids: dict[str, Any] = json.loads(tokenizer.to_str(), object_hook=_without_defaults)
     for setting_name in KEYS_NOT_COMPARED:
         settings_for_ids.pop(setting_name, None)

@@ -81,7 +81,7 @@ class SpecialTokens:
 
         Args:
             tokens: The tokens of a text, without labels.
-            characters: The number of characters of the text.
+            characters: The number of characters of the text, at which the tokens after it begin.
         """
         front_ids = np.array(self.front_ids, np.int32)
         end_ids = np.array(self.end_ids, np.int32)
@@ -202,13 +202,13 @@ def _tokens_of_sections(
     max_tokens: int | None,
     with_offsets: bool,
 ) -> Tokens:
-    """Returns the tokens of a content, joined from the tokens of its sections.
+    """Returns the tokens of a document, joined from the tokens of the sections of its text.
 
     Args:
-        content: The content.
-        sections: The slice of the content's text for each section.
-        encodings: The tokenizer's results for the sections of this content and of the contents
-            after it. One result is taken from the iterator for each section of this content.
+        content: The content of the document.
+        sections: The slice of the document's text for each section.
+        encodings: The tokenizer's results for the sections of this document and of the documents
+            after it. One result is taken from the iterator for each section of this document.
         max_tokens: The number of tokens to return, from the beginning; None to return all tokens.
         with_offsets: Whether the results contain the offsets of the tokens in the section.
     """
@@ -323,12 +323,12 @@ def _section_slices(text: str, cuts: re.Pattern[str] | None) -> list[slice]:
 
 
 def _labels_of_tokens(content: Content, offsets: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the role and turn of each token of a content.
+    """Returns the role and turn of each token of a document.
 
     If a token begins in text of the template and ends in a message, it belongs to the message.
 
     Args:
-        content: The content.
+        content: The content of the document.
         offsets: Offsets in characters at which each token begins and ends, int32 (tokens, 2).
 
     Returns:
