@@ -143,7 +143,7 @@ class LogWriter:
             overwrite: Whether to begin a new run even if another run is stored.
 
         Returns:
-            The plan of this process. If its `up_to_date` is True, nothing is left to do, and
+            The plan of this process. If its `is_up_to_date` is True, nothing is left to do, and
             nothing was written.
 
         Raises:
@@ -154,7 +154,7 @@ class LogWriter:
             run_log = RunLog.read(self.folder)
             begins_anew = overwrite and self.run != new_run_id
             self.follow(StoragePlan() if begins_anew else planner(run_log))
-            if self._plan.up_to_date:
+            if self._plan.is_up_to_date:
                 return self._plan
             if not self.begin(self._plan.run or new_run_id, run_log.metadata_version):
                 continue
@@ -175,7 +175,7 @@ class LogWriter:
                 versions_to_withdraw |= self._plan.repair.withdrawn_versions
             if not self._withdraw_all(versions_to_withdraw):
                 continue  # an entry has changed, so the log is read and checked again
-            if self._plan.complete or self.reserve(self._plan.next_number):
+            if self._plan.is_complete or self.reserve(self._plan.next_shard_number):
                 return self._plan
 
     def _withdraw_all(self, entry_versions: Mapping[int, str | None]) -> bool:

@@ -408,7 +408,7 @@ class RepairPlanner:
             plan_without_repair = StoragePlan(
                 [*good_commit_by_number.values()],
                 run=run,
-                next_number=last_good_shard_number + 1,
+                next_shard_number=last_good_shard_number + 1,
                 mark=continuation_mark,
             )
             return replace(
@@ -420,14 +420,14 @@ class RepairPlanner:
         plan_without_repair = plan_rest(
             replace(run_log, commits=good_commit_by_number), self.limits
         )
-        has_wrong_totals = plan_without_repair.complete and any(
+        has_wrong_totals = plan_without_repair.is_complete and any(
             total_problems(good_commit_by_number.values(), stored_metadata)
         )
         return replace(
             plan_without_repair,
             run=run,
             mark=continuation_mark,
-            up_to_date=plan_without_repair.up_to_date
+            is_up_to_date=plan_without_repair.is_up_to_date
             and not (withdrawn_versions or has_wrong_totals),
             repair=Repair(
                 withdrawn_versions, samples_to_add=self._samples_to_add(plan_without_repair)

@@ -49,10 +49,11 @@ class StoragePlan:
         commits: Commits of the stored shards, in the order of their numbers. Bad shards, which a
             repair withdraws, are left out.
         run: Id of the run. None if a new run begins.
-        next_number: Number of the first new shard, from 1. Numbers of missing shards are not new.
+        next_shard_number: Number of the first new shard, from 1. Numbers of missing shards do not
+            count as new.
         mark: Mark from which the run continues. None for the beginning of the data.
-        complete: Whether no sample is left to store.
-        up_to_date: Whether nothing is left to do, not even an update of metadata.json.
+        is_complete: Whether no sample is left to store.
+        is_up_to_date: Whether nothing is left to do, not even an update of metadata.json.
         skipped_rows: Number of skipped rows that metadata.json records if the run is complete. It
             includes the rows after the last sample. 0 if the run is not complete, because the marks
             of the commits then count the rows.
@@ -63,10 +64,10 @@ class StoragePlan:
 
     commits: list[Commit] = field(default_factory=list)
     run: str | None = None
-    next_number: int = 1
+    next_shard_number: int = 1
     mark: Mark | None = None
-    complete: bool = False
-    up_to_date: bool = False
+    is_complete: bool = False
+    is_up_to_date: bool = False
     skipped_rows: int = 0
     empty_rows: int = 0
     repair: "Repair | None" = None
@@ -137,7 +138,7 @@ class ShardNumbers:
 
     def __init__(self, plan: StoragePlan) -> None:
         self._gap_numbers = [*plan.gaps]
-        self._next_number = plan.next_number
+        self._next_number = plan.next_shard_number
 
     def take(self) -> int:
         """Returns the number of the next shard.
@@ -236,7 +237,7 @@ def plan_rest(run_log: RunLog, limits: Mapping[str, int | None]) -> StoragePlan:
             count_name: stored_metadata.get(count_name, 0)
             for count_name in ("skipped_rows", "empty_rows")
         }
-        return replace(plan_to_continue, complete=True, up_to_date=True, **row_counts)
+        return replace(plan_to_continue, is_complete=True, is_up_to_date=True, **row_counts)
     return plan_to_continue
 
 

@@ -249,7 +249,7 @@ class ActivationStorage:
     @property
     def complete(self) -> bool:
         """Whether earlier processes have completed the run, so that no sample can be added."""
-        return self.plan.complete
+        return self.plan.is_complete
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -275,7 +275,7 @@ class ActivationStorage:
             RunError: If another process is writing to the folder.
             StorageError: If a file cannot be written.
         """
-        if self._state != "planned" or self.plan.up_to_date:
+        if self._state != "planned" or self.plan.is_up_to_date:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +287,7 @@ class ActivationStorage:
                     self.folder,
                 )
             self._follow(self._log_writer.take_over(self._planner, self.options.overwrite))
-            if self.plan.up_to_date:
+            if self.plan.is_up_to_date:
                 return self._unlock()
             self._state = "open"
             self._metrics_file.begin(anew=self.options.overwrite)
@@ -576,7 +576,7 @@ class ActivationStorage:
         missing_count = 0
         if complete and self.plan.repair is not None:
             missing_count = self.plan.repair.samples_missing(self._next_number)
-        complete = (complete and not missing_count) or self.plan.complete
+        complete = (complete and not missing_count) or self.plan.is_complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
         has_finished = False
