@@ -70,7 +70,7 @@ def verify(
     if load_model is not None and first_metadata is not None:
         recomputation = load_model(first_metadata)
         allowed_differences = tolerance(
-            run_identity, first_metadata.get("backend") == recomputation.platform
+            run_identity, first_metadata.get("backend") == recomputation.jax_platform
         )
     problem_messages = list(check_folders(logs_by_folder))
     shards_and_samples = check_shards(

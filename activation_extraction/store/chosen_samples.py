@@ -96,13 +96,13 @@ class Recompute(NamedTuple):
     """The recomputation of stored samples with the model of their run.
 
     Attributes:
-        platform: JAX's name of the platform that computes the values, such as "tpu".
+        jax_platform: JAX's name of the platform that computes the values, such as "tpu".
         compute_values: Function that takes samples and returns an item for each of them: a dict
             from the full name of each hook to the values of the stored tokens, in the form of
             `ChosenSample.values`, or the reason why the sample cannot be recomputed.
     """
 
-    platform: str
+    jax_platform: str
     compute_values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 

@@ -91,7 +91,7 @@ class ForeignFolder:
         byte_range: tuple[int, int] | None,
     ) -> tuple[bytes, str | None] | None:
         if max_bytes is not None and (file_entry := self.head(name)) is not None:
-            check_size(file_entry.size, max_bytes)
+            check_size(file_entry.byte_count, max_bytes)
         start_byte, stop_byte = byte_range or (None, None)
         # Without this option, fsspec would read more bytes than each range contains if the file is
         # in a bucket of the Hugging Face hub.
@@ -205,7 +205,7 @@ class Folder:
     def files(self) -> dict[str, int]:
         """Returns the sizes in bytes of the files in the folder, by name."""
         return {
-            file_name: file_or_folder.size
+            file_name: file_or_folder.byte_count
             for file_name, file_or_folder in self.listing().items()
             if file_or_folder is not None
         }

@@ -306,14 +306,14 @@ class Identity:
             The field with both values, of which the value in `stored` is the first. None if there
             is no difference, so that the stored run may be continued.
         """
-        stored_values = stored.to_json()
+        stored_fields = stored.to_json()
         for field_name, field_value in self.to_json().items():
             if shared_only:
                 may_differ = field_name in PER_HOST | MAY_TURN_ON
             else:
                 may_differ = field_name in MAY_TURN_ON and bool(field_value)
-            if field_value != stored_values[field_name] and not may_differ:
-                return Difference(field_name, stored_values[field_name], field_value)
+            if field_value != stored_fields[field_name] and not may_differ:
+                return Difference(field_name, stored_fields[field_name], field_value)
         return None
 
     @property

@@ -36,12 +36,12 @@ class FileEntry(NamedTuple):
     """A file in a listing.
 
     Attributes:
-        size: Size in bytes.
+        byte_count: Size of the file in bytes.
         version: Version of the file, which changes with every write. None if the store has no
             versions.
     """
 
-    size: int
+    byte_count: int
     version: str | None = None
 
 

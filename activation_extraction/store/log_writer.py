@@ -121,7 +121,7 @@ class LogWriter:
         self._description = description
         self._local_folder = local_folder
         self._keeps_shards = keeps_shards
-        self._reserved_name = ""
+        self._reserved_file_name = ""
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
@@ -324,8 +324,8 @@ class LogWriter:
             Whether the number was reserved. False if another process of the run has committed the
             shard in the meantime.
         """
-        self._reserved_name = commit_name(number)
-        return self._write_json(self._reserved_name, reservation(self.run, self.id)) is None
+        self._reserved_file_name = commit_name(number)
+        return self._write_json(self._reserved_file_name, reservation(self.run, self.id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
         """Replaces the log's entry of a bad shard by a reservation.
@@ -467,23 +467,26 @@ class LogWriter:
             FolderError: If a committed file is missing or has changed.
         """
         commits_of_run = [*self._plan.commits, *self.new_commits]
-        committed_names = {
+        committed_file_names = {
             file_name for commit in commits_of_run for file_name in (commit.name, *commit.files)
         }
         # The reservation is kept, because it prevents earlier processes from committing a shard.
-        committed_names.add(self._reserved_name)
-        undeleted_names = []
+        committed_file_names.add(self._reserved_file_name)
+        undeleted_file_names = []
         for file_name in own_files(self.folder.files(), temporary=True):
-            if file_name.startswith(("shard_", ".shard_")) and file_name not in committed_names:
+            if (
+                file_name.startswith(("shard_", ".shard_"))
+                and file_name not in committed_file_names
+            ):
                 self.check()
                 if not self.folder.remove_once(file_name):
-                    undeleted_names.append(file_name)
-        if undeleted_names:
+                    undeleted_file_names.append(file_name)
+        if undeleted_file_names:
             log.warning(
                 "%s: %s: it is not known whether the store has deleted this, which belongs to no "
                 "shard of the run and harms nothing; delete it once nobody writes to the folder",
                 self.folder.url,
-                ", ".join(undeleted_names),
+                ", ".join(undeleted_file_names),
             )
         entry_by_name = self.folder.listing()
         for commit in commits_of_run:
@@ -491,8 +494,8 @@ class LogWriter:
                 file_entry = entry_by_name.get(file_name)
                 if file_entry is None:
                     difference_in_words = "is missing"
-                elif file_entry.size != file_facts.bytes:
-                    difference_in_words = f"has {file_entry.size} bytes"
+                elif file_entry.byte_count != file_facts.bytes:
+                    difference_in_words = f"has {file_entry.byte_count} bytes"
                 elif commit.owner == self.id and file_entry.version != file_facts.version:
                     difference_in_words = "was replaced"
                 else:

@@ -117,7 +117,7 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
         actual_bytes = run_log.file_sizes.get(file_name)
         if actual_bytes != recorded_facts.bytes:  # the listing may be outdated
             listed_file = store.head(file_name)
-            actual_bytes = None if listed_file is None else listed_file.size
+            actual_bytes = None if listed_file is None else listed_file.byte_count
         if actual_bytes is None:
             upload_url = run_log.moved_to
             upload_note = f" here, it was uploaded to {upload_url}" if upload_url else ""
