@@ -49,7 +49,7 @@ def export_format_of(name: str, export_dtype: str | None = None) -> ExportFormat
             for the default.
 
     Raises:
-        InputError: If the files of the format cannot contain `export_dtype`.
+        InputError: If `export_dtype` is given for a format other than speculators.
     """
     if name == SpeculatorsFormat.flag_value:
         return SpeculatorsFormat(export_dtype)
@@ -75,7 +75,7 @@ def export(
     """Exports a run to a new folder, and prints how the other program reads the folder.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         export_format: The format of the files.
         target_folder: The path of the folder, which must not exist.
         patterns: Names or globs of the hooks to export. None for all hooks that the format accepts.
@@ -166,7 +166,7 @@ def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
     """Opens the dataset of a run, and checks that all hosts have finished.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         folders: The run log of each folder of the run, by the folder's name.
 
     Raises:

@@ -230,7 +230,10 @@ class SpeculatorsFolder(StatesFolder):
 
     @cached_property
     def _data_set(self) -> Any:
-        """The column `input_ids` of the data set, a pyarrow.ChunkedArray; None without data set."""
+        """The column `input_ids` of the data set, a pyarrow.ChunkedArray.
+
+        None if the folder contains no data set.
+        """
         import pyarrow
 
         state_file = self.path / "state.json"

@@ -52,7 +52,7 @@ def with_texts(
 
     Args:
         chunks: All tokens of the run, in stored order.
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         folders: The run log of each folder of the run, by the folder's name.
         dataset: The run.
         run_text: The functions that read the token ids again and decode them.
@@ -81,7 +81,7 @@ def _token_ids(
     """Yields the number of each sample and all its token ids, in stored order.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         folders: The run log of each folder of the run, by the folder's name.
         dataset: The run.
         run_text: The function that reads the token ids again, if the run does not store them all.

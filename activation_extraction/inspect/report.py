@@ -28,7 +28,7 @@ def show_report(root: Folder, file: str) -> int:
     """Writes the report, and a dataset card beside it, and prints their paths.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         file: The path of the HTML file. "" for report.html in the output if the run is local,
             otherwise in the working directory.
 
@@ -69,7 +69,7 @@ def _open_dataset(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
     """Opens a run as a dataset.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         folders: The run log of each folder, by the folder's name.
 
     Raises:

@@ -1,7 +1,7 @@
 """Draws the charts of a report as SVG images, which contain no text from the stored data.
 
-report.jinja calls these functions. Each function is decorated with `_image`. So its caller leaves
-out the first parameter, the axes, and gets the image as a data URL.
+report.jinja calls the functions that draw the charts. They are decorated with `_image`, so a caller
+leaves out their first parameter, the axes, and gets the image as a data URL.
 """
 
 import io

@@ -204,7 +204,7 @@ class HookReport:
         name: The name of the hook.
         kind: The name without the layer, by which the charts group hooks. OTHER if the name
             contains no layer.
-        layer: The layer. If the kind is OTHER, the number of the hook in stored order.
+        layer: The number of the layer. If the kind is OTHER, the number of the hook.
         norms: The quantiles of the norms: the 1 %, 25 %, 50 %, 75 % and 99 % quantiles and the
             largest norm (see LEVELS), float64 (6,).
         by_position: The median norm in each range of `sample.position_ranges`, float64 (ranges,).

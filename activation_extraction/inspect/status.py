@@ -83,7 +83,7 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     """Prints the state of every host and the totals.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         writes_totals: Whether to write the totals to the output.
         as_json: Whether to print one JSON object instead of a table and lines.
 

@@ -1,9 +1,10 @@
 """Checks everything that a run has stored, for --verify.
 
-This module compares the files with their JSON files, checks that every sample number is stored
-exactly once, and recomputes a few samples. It reports the first problem of each shard, and all
-problems of the JSON files, the sample numbers and the recomputed samples. store/shard_check.py
-checks the files of one shard, and run/recompute.py recomputes samples.
+This module compares the files of each shard with the JSON file that lists them, checks that every
+sample number is stored exactly once, and compares a few samples with recomputed ones. It reports
+the first problem of each shard, and all problems of the JSON files, the sample numbers and the
+recomputed samples. store/shard_check.py checks the files of one shard, and run/recompute.py
+recomputes samples.
 """
 
 import random
@@ -43,7 +44,7 @@ def verify(
     """Checks everything that a run has stored, and prints all problems.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         load_model: A function that takes the content of metadata.json, loads the model of the run
             and returns a `Recompute`. None to recompute no samples.
         sample_count: The number of random samples to recompute.
@@ -110,7 +111,7 @@ def check_shards(
     """Checks all shards, several at the same time, and yields the results in stored order.
 
     Args:
-        root: The output of the run.
+        root: The folder with the output of all hosts.
         folders: The run log of each folder, by the folder's name.
         sample_count: The number of random samples to choose from all shards together.
 

@@ -254,7 +254,7 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
     """Compares all layers of rows with the states of their samples, and shows a progress bar.
 
     Args:
-        rows: Rows by number.
+        rows: Contents of the rows' files, by the number of the row.
         model: Model that computes the states.
 
     Returns:
@@ -749,7 +749,7 @@ def _part_in_words(
     """Returns a phrase about the states of a layer that belong to one sample.
 
     Args:
-        alignment: States of the layer that are consecutive states of one sample.
+        alignment: States of the layer that match states of one sample at one offset.
         layer_row_number: Number of the row that contains the layer.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.

@@ -191,7 +191,9 @@ def _shortfall_message(run: Run) -> str:
 
 
 def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
-    """Returns a line with the time of each activity.
+    """Returns a line with the speed of this process and the seconds for which it waited.
+
+    The waits are for data, for the computation, for copies from the devices, and for storing.
 
     Args:
         run: The run.

@@ -1,8 +1,8 @@
 """Lists the machines that --plan knows: rented machines with TPUs or GPUs.
 
-A `Topology` describes the devices and hosts of one machine, which suffices to choose a mesh. For a
-TPU, it also suffices to compile programs. Compiling needs libtpu, the TPU compiler, but no TPU.
-estimate.py uses it.
+A `Topology` describes the devices and hosts of one machine. With this description, estimate.py
+chooses a mesh without the machine. For a TPU, estimate.py also compiles the program of a run, which
+needs libtpu, the TPU compiler, but no TPU.
 """
 
 import math
