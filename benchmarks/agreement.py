@@ -26,8 +26,8 @@ MAX_SHARD_BYTES = 4 * 10**9
 # Dtype -> the largest allowed deviation of a value from the reference, relative to the RMS of the
 # hook. bfloat16 has only 8 significant bits, and every layer rounds several times.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
-# A contender may have this many times as many tokens with changed experts as the reference. The
-# numbers should be similar, because both programs round to the same dtype.
+# The largest ratio of two numbers of tokens with changed experts: the contender's number divided by
+# the reference's. They should be similar, because both programs round to the same dtype.
 MAX_CHANGED_RATIO = 2
 # The largest number of tokens of a document that is compared. Longer documents are left out,
 # because the activations of all compared documents of the reference stay in memory.
@@ -206,7 +206,7 @@ def _is_expert_hook(hook: str) -> bool:
 
 
 def few_more(count: int, reference_count: int) -> bool:
-    """Returns whether `count` is at most 1.25 times `reference_count`, plus 10.
+    """Returns whether `count` is at most 10 more than 1.25 times `reference_count`.
 
     Two programs that round equally often have similar numbers of tokens with changed experts, up to
     chance.

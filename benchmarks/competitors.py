@@ -80,7 +80,7 @@ def batches_of(
         computed_every: The number of successive batches of which the middle one is selected.
 
     Returns:
-        The numbers of the documents in each selected batch.
+        For each selected batch, the indices of its documents in `lengths`.
     """
     document_numbers = list(range(len(lengths)))
     if way.sorts_by_length:
@@ -281,7 +281,7 @@ def run(
     Args:
         forward: The function that computes a batch.
         documents: The token ids of each document.
-        batches: The numbers of the documents of each batch.
+        batches: For each batch, the indices of its documents in `documents`.
         shards: The shards to which documents are written.
         written_every: The number of successive computed documents of which one is written.
 

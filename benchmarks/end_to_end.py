@@ -115,7 +115,11 @@ class Bench:
 
     @property
     def layers(self) -> list[int]:
-        """The extracted layers: the default of the tool, clipped to the layers of the model."""
+        """The numbers of the extracted layers.
+
+        They are the default of --layers_to_extract, in which numbers above the number of the
+        model's last layer are replaced by this number.
+        """
         last_layer = self.config.num_hidden_layers - 1
         return sorted({min(layer, last_layer) for layer in LAYERS})
 
@@ -139,7 +143,7 @@ class Bench:
         return len(self.hooks) > len(self.layers)
 
     def flops_per_token(self, lengths: Sequence[int]) -> float:
-        """Returns the mean number of floating-point operations that a token needs.
+        """Returns the mean number of floating-point operations that the model needs for a token.
 
         Args:
             lengths: The number of tokens of each document.
@@ -445,11 +449,11 @@ def report(
             figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
             print(table_line(contender, dtype, summarised_figures, sampling))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
-    speed_ratio_of_contender: dict[str, dict[str, float]] = defaultdict(dict)
+    speed_ratio_of_competitor: dict[str, dict[str, float]] = defaultdict(dict)
     for dtype, summarised_figures in figures_of_contenders.get("ours", {}).items():
-        for contender in figures_of_contenders.keys() - {"ours"}:
-            competitor_speed = figures_of_contenders[contender][dtype]["tokens_per_second"]
-            speed_ratio_of_contender[contender][dtype] = (
+        for competitor in figures_of_contenders.keys() - {"ours"}:
+            competitor_speed = figures_of_contenders[competitor][dtype]["tokens_per_second"]
+            speed_ratio_of_competitor[competitor][dtype] = (
                 summarised_figures["tokens_per_second"] / competitor_speed
             )
         print(
@@ -460,9 +464,9 @@ def report(
             f"{summarised_figures['full_rows_of_peak']:.0%} of the peak of "
             f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
-    for contender, ratio_by_dtype in speed_ratio_of_contender.items():
+    for competitor, ratio_by_dtype in speed_ratio_of_competitor.items():
         ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
-        print(f"ours / {contender}: " + ", ".join(ratio_texts))
+        print(f"ours / {competitor}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
     value_of_flag = vars(bench.parsed_flags).copy()
     # --competitors is a path on this machine, which means nothing to readers of the result.
@@ -478,7 +482,7 @@ def report(
         },
         "peak_flops_per_second": peaks,
         "contenders": figures_of_contenders,
-        "ours_over": speed_ratio_of_contender,
+        "ours_over": speed_ratio_of_competitor,
     }
 
 

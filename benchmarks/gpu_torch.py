@@ -59,9 +59,8 @@ def tokens_per_second(
 ) -> float:
     """Measures how fast batches are computed and the outputs of layers are copied to the host.
 
-    The first three batches are computed before, without being measured. Then the batches are
-    computed one after the other, and the first one follows the last one. The host submits at most
-    four batches before it waits for the GPU.
+    First, three batches are computed without being measured. Then all batches are computed in
+    order, again and again. The host submits at most four batches before it waits for the GPU.
 
     Args:
         model: The model, with hooks (see `add_hooks`).

@@ -139,7 +139,7 @@ class Extraction:
     num_starts: int = 0
 
     def start(self, *more_flags: str) -> StartedProcess:
-        """Starts the extraction with a pause before every batch is stored.
+        """Starts the extraction in a new process, which pauses before it stores each batch.
 
         Args:
             more_flags: Flags that are added to the flags of the extraction.
@@ -327,7 +327,7 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
 
 def make_texts() -> list[str]:
-    """Returns random texts of 0 to 60 words. Their number is DOCUMENTS."""
+    """Returns a list of DOCUMENTS random texts, each of 0 to 60 words."""
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
     first_word_indices = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
@@ -450,7 +450,7 @@ def disturb(
     """Disturbs an extraction until it is complete, verifies it and reads its samples.
 
     Args:
-        folder: The folder of the script, the logs and the output.
+        folder: The folder in which the run, its logs and the script that is run are written.
         flags: The flags of the input and of the shard format.
         in_bucket: Whether the run stores in a bucket. A fifth of the bucket's requests fail while
             the extraction is disturbed.

@@ -34,7 +34,7 @@ from benchmarks.inputs import SHAPES, make_model
 from benchmarks.processes import print_result
 from qwen2_jax import Qwen2, weight_table
 
-# The number of rows and of columns of a block of weights with one scale.
+# The number of rows and of columns of a block of weights that share a scale.
 BLOCK = 128
 # The smallest scale, divided by the standard deviation of the weights. With this scale, a float8
 # number of 400 stands for a weight of 8 standard deviations. The largest float8 number is 448.

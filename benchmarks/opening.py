@@ -152,10 +152,10 @@ def measure(
     """
     with bucket_server(root, latency, RATE) as server_address:
         counts_before = counts(server_address)
-        seconds_before, core_seconds_before = time.perf_counter(), time.process_time()
+        start_time, cpu_start_time = time.perf_counter(), time.process_time()
         action(f"gs://{BUCKET}/{RUN}", hosts)
-        seconds = time.perf_counter() - seconds_before
-        core_seconds = time.process_time() - core_seconds_before
+        seconds = time.perf_counter() - start_time
+        core_seconds = time.process_time() - cpu_start_time
         counts_after = counts(server_address)
     return {
         "seconds": round(seconds, 2),

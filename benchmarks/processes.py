@@ -137,11 +137,11 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     if started_process.returncode:
         sys.stderr.writelines(line for _, line in stderr_lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {started_process.returncode}")
-    seconds = time.perf_counter() - start_time
+    process_seconds = time.perf_counter() - start_time
     seconds_of_others = max(0.0, _seconds_of_other_processes() - seconds_of_others_before)
-    disturbed_fraction = seconds_of_others / seconds / (os.cpu_count() or 1)
+    disturbed_fraction = seconds_of_others / process_seconds / (os.cpu_count() or 1)
     return FinishedProcess(
-        stdout_text, stderr_lines, seconds, peak_memory.peak_bytes, disturbed_fraction
+        stdout_text, stderr_lines, process_seconds, peak_memory.peak_bytes, disturbed_fraction
     )
 
 

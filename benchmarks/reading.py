@@ -526,7 +526,7 @@ class Rate(NamedTuple):
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
-    """Measures one call of a function that reads.
+    """Calls a function that reads bytes, and returns its speed.
 
     Args:
         read: The function, which returns the number of bytes that it has read.

@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The cost of a full step on each device.
+    """The cost of a step on each device, if the rows of the step contain no padding.
 
     Attributes:
         flops: The device's share of the floating-point operations that the model and the
@@ -192,7 +192,9 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     # Type of layers -> number of layers. All layers of a type share one array of each weight, whose
     # first axis is the layer.
     num_layers_of_type = {
-        path[1]: spec.shape[0] for path, spec in program.weights.items() if path[0] == "layers"
+        weight_path[1]: spec.shape[0]
+        for weight_path, spec in program.weights.items()
+        if weight_path[0] == "layers"
     }
     layer_counts = [
         num_layers_of_type[layer_type]

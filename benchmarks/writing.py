@@ -62,12 +62,13 @@ Figures = dict[str, float]
 
 
 class Case(NamedTuple):
-    """Values that are stored, and the format of the files.
+    """The kind of values that are stored, the number of hooks, and the format of the files.
 
     Attributes:
-        kind: One of `KINDS_OF_VALUES`. For FLOAT8, the model's activations are bfloat16.
+        kind: CODES for codes, otherwise the dtype in which activations are stored: "bfloat16",
+            "float32" or FLOAT8. For FLOAT8, the model's activations are bfloat16.
         num_hooks: The number of hooks.
-        shard_format: One of `FORMATS`.
+        shard_format: "safetensors" or "pickle".
     """
 
     kind: str
@@ -231,7 +232,8 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
     """Measures all ways to store the values of a case.
 
     Args:
-        folder: The folder in which the ways write. What they write is deleted.
+        folder: The folder in which the ways write. The runs of this tool are deleted, and the files
+            of bare threads may be replaced by later ones.
         case: The case.
         num_rounds: The number of rounds.
         gigabytes: The size of the values that a way stores in a round, in 10^9 bytes. It is rounded
