@@ -309,7 +309,7 @@ class Batches(Iterator[T]):
         hook_count = max(sum(len(source.options.hooks) for source in sources), 1)
         row_bytes = max(sum(source.row_bytes for source in sources), 1)
         are_local = all(source.shards.is_local for source in sources)
-        are_read_by_ranges = all(source.shards.by_ranges for source in sources)
+        are_read_by_ranges = all(source.shards.can_read_ranges for source in sources)
         max_chunk_bytes = MAX_READ_BYTES
         min_chunk_tokens = 1
         if not are_local:
@@ -332,21 +332,21 @@ class Batches(Iterator[T]):
                 sources[0].shards.block_tokens(chunk.shard, chunk_tokens) for chunk in chunks
             ]
             chunks = [
-                piece
+                smaller_chunk
                 for chunk, tokens_of_block in zip(chunks, block_tokens, strict=True)
-                for piece in cut_chunk(chunk, chunk_tokens, tokens_of_block)
+                for smaller_chunk in cut_chunk(chunk, chunk_tokens, tokens_of_block)
             ]
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), options.worker, options.workers
         )
         chunks = chunks_of_worker(chunks, *(self._loader_worker or ONLY_WORKER))
         if not are_read_by_ranges:
-            pieces = list[Chunk]()
+            smaller_chunks = list[Chunk]()
             for chunk in chunks:
-                pieces += shuffled_chunks(
+                smaller_chunks += shuffled_chunks(
                     cut_chunk(chunk, chunk_tokens), shuffle_seed, chunk.shard, chunk.start
                 )
-            chunks = pieces
+            chunks = smaller_chunks
         elif not are_local:
             max_bytes_ahead = MAX_REQUESTS * MAX_READ_BYTES
             chunks_ahead = max(

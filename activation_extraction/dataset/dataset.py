@@ -521,7 +521,7 @@ class ActivationDataset(Samples):
                 1, or if the run stores pickles, which threads would decompress whole for every
                 record.
         """
-        if not self.shards.by_ranges:
+        if not self.shards.can_read_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
         source = self.source(BatchOptions(1, hooks))
         for name in source.options.hooks:

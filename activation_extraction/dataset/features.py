@@ -72,11 +72,11 @@ class StrongestTokens:
             tokens: Number of the token of each value, from 0 over all shards, int64 (n,).
         """
         tokens_per_feature = self.values.shape[1]
-        is_large = values > self.values[feature_ids, -1]
-        feature_order = np.lexsort((-values[is_large], feature_ids[is_large]))
-        feature_ids = feature_ids[is_large][feature_order]
-        values = values[is_large][feature_order]
-        tokens = tokens[is_large][feature_order]
+        may_be_kept = values > self.values[feature_ids, -1]
+        feature_order = np.lexsort((-values[may_be_kept], feature_ids[may_be_kept]))
+        feature_ids = feature_ids[may_be_kept][feature_order]
+        values = values[may_be_kept][feature_order]
+        tokens = tokens[may_be_kept][feature_order]
         updated_features, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )

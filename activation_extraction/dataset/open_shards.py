@@ -101,8 +101,8 @@ class OpenShards:
         commits: Commits of the shards, in their order.
         first_samples: For each shard, the index of its first sample in the run. One further item at
             the end is the number of all samples.
-        by_ranges: Whether a range of rows can be read from every shard without reading the whole
-            shard. False if a shard is a pickle.
+        can_read_ranges: Whether a range of rows can be read from every shard without reading the
+            whole shard. False if a shard is a pickle.
         table: Function that takes the number of a shard and returns the table of its samples.
 
     Raises:
@@ -117,7 +117,7 @@ class OpenShards:
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
         self.first_samples = [0, *accumulate(commit.count for commit in self.commits)]
-        self.by_ranges = all(map(read_by_ranges, self.commits))
+        self.can_read_ranges = all(map(read_by_ranges, self.commits))
         self._check_sizes()
         self._columns: dict[str, np.ndarray] = {}
         # The cached functions do not refer to this object, because a cycle of references would keep
@@ -125,7 +125,7 @@ class OpenShards:
         self._read: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
         hook_values = list(self.hooks.values())
         max_open_shards = _max_open_files()
-        if not self.by_ranges:
+        if not self.can_read_ranges:
             max_open_shards = 1
         elif not self.is_local:
             max_open_shards = MAX_FRONT_BYTES // max(

@@ -284,10 +284,12 @@ class JoinedRuns(AlignedRuns, Samples):
         hooks_of_runs = [[name for name in chosen_hooks if name in run.hooks] for run in self.runs]
         batch_options = BatchOptions(size, **options)
         if (sample_filter := batch_options.where) is not None:
-            mask = as_mask(
+            sample_mask = as_mask(
                 sample_filter(self.samples) if callable(sample_filter) else sample_filter, len(self)
             )
-            mask_of_first_run = np.isin(np.arange(len(self.runs[0])), self._sample_indices[0][mask])
+            mask_of_first_run = np.isin(
+                np.arange(len(self.runs[0])), self._sample_indices[0][sample_mask]
+            )
             batch_options = replace(batch_options, where=mask_of_first_run)
         return self._batches(_joined, hooks_of_runs, batch_options)
 
@@ -322,7 +324,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
     pickles of the other run again.
 
     Args:
-        sources: Sources of the runs. The source of the first run has a mask.
+        sources: Sources of the runs. The source of the first run has a mask of its samples.
         sample_indices: Indices of the common samples in each run, int64 (runs, samples). A column
             is one sample. Columns have the order of the first run.
 
@@ -332,9 +334,9 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         all blocks, and this token passes the filters of all runs.
     """
     first_source, *other_sources = sources
-    is_wanted = np.asarray(first_source.mask)[sample_indices[0]]
+    is_wanted = np.asarray(first_source.sample_mask)[sample_indices[0]]
     wanted_indices = sample_indices[:, is_wanted]
-    aligns_whole_shards = not all(source.shards.by_ranges for source in other_sources)
+    aligns_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
 
     @lru_cache(int(aligns_whole_shards))  # chunks of one shard share the shard's alignment
     def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:

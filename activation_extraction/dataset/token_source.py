@@ -168,13 +168,13 @@ class TokenSource:
     Attributes:
         shards: Shards of the run.
         options: Complete options (see BatchOptions).
-        mask: Whether the tokens of each sample of the run are wanted, bool (samples,). None if the
-            tokens of all samples are wanted.
+        sample_mask: Whether the tokens of each sample of the run are wanted, bool (samples,). None
+            if the tokens of all samples are wanted.
     """
 
     shards: OpenShards
     options: BatchOptions
-    mask: np.ndarray | None = None
+    sample_mask: np.ndarray | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -201,8 +201,10 @@ class TokenSource:
         """
         columns_by_name = self.shards.columns(dict.fromkeys(["sample_idx", *names]))
         all_sample_idx, sorting_indices = self._sample_idx_and_order
-        rows = sorting_indices[np.searchsorted(all_sample_idx, sample_idx, sorter=sorting_indices)]
-        return {name: columns_by_name[name][rows] for name in names}
+        sample_indices = sorting_indices[
+            np.searchsorted(all_sample_idx, sample_idx, sorter=sorting_indices)
+        ]
+        return {name: columns_by_name[name][sample_indices] for name in names}
 
     @cached_property
     def _sample_idx_and_order(self) -> tuple[np.ndarray, np.ndarray]:
@@ -216,8 +218,10 @@ class TokenSource:
         Args:
             samples: Indices of the samples in the run.
         """
-        mask = np.isin(np.arange(self.shards.first_samples[-1]), samples)
-        return replace(self, mask=mask if self.mask is None else mask & self.mask)
+        sample_mask = np.isin(np.arange(self.shards.first_samples[-1]), samples)
+        if self.sample_mask is not None:
+            sample_mask &= self.sample_mask
+        return replace(self, sample_mask=sample_mask)
 
     def whole(self, shard: int) -> Chunk:
         """Returns a chunk that contains all tokens of a shard.
@@ -233,7 +237,8 @@ class TokenSource:
         return [
             self.whole(shard)
             for shard, _ in enumerate(self.shards.commits)
-            if self.mask is None or self.mask[first_samples[shard] : first_samples[shard + 1]].any()
+            if self.sample_mask is None
+            or self.sample_mask[first_samples[shard] : first_samples[shard + 1]].any()
         ]
 
     def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
@@ -247,18 +252,20 @@ class TokenSource:
         """
         shard_of_sample = np.searchsorted(self.shards.first_samples, samples, "right") - 1
         for shard in np.unique(shard_of_sample).tolist():
-            sample_numbers_in_shard = (
+            sample_indices_in_shard = (
                 samples[shard_of_sample == shard] - self.shards.first_samples[shard]
             )
             with as_os_errors():
-                offsets = self.shards.get(shard).offsets
+                token_offsets = self.shards.get(shard).offsets
             yield [
                 Chunk(
-                    shard, int(offsets[adjacent_samples[0]]), int(offsets[adjacent_samples[-1] + 1])
+                    shard,
+                    int(token_offsets[adjacent_samples[0]]),
+                    int(token_offsets[adjacent_samples[-1] + 1]),
                 )
                 for adjacent_samples in np.split(
-                    sample_numbers_in_shard,
-                    np.flatnonzero(np.diff(sample_numbers_in_shard) != 1) + 1,
+                    sample_indices_in_shard,
+                    np.flatnonzero(np.diff(sample_indices_in_shard) != 1) + 1,
                 )
             ]
 
@@ -303,8 +310,8 @@ class TokenSource:
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
             sample_of_token += self.shards.first_samples[shard]
             is_wanted = tokens.position >= self.options.skip_first
-            if self.mask is not None:
-                is_wanted &= self.mask[sample_of_token]
+            if self.sample_mask is not None:
+                is_wanted &= self.sample_mask[sample_of_token]
             if self.options.roles is not None:
                 is_wanted &= np.isin(field_arrays["role"], [*map(ROLES.index, self.options.roles)])
             return ShardTokens(shard, indices_in_shard, tokens, sample_of_token, is_wanted)
@@ -406,7 +413,9 @@ class TokenSource:
             refer to the tokens of the chunk that pass all filters, including `max_norm`.
         """
         options = self.options
-        has_token_filters = bool(options.skip_first or options.roles) or self.mask is not None
+        has_token_filters = (
+            bool(options.skip_first or options.roles) or self.sample_mask is not None
+        )
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
             if has_token_filters:  # the tokens determine which activations are read

@@ -23,7 +23,7 @@ from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_ro
 # If tokens stay in order, a window either keeps a block in memory, or copies the wanted tokens and
 # frees the block. It keeps the block if at least the fraction MIN_WANTED_FRACTION of its tokens is
 # wanted, and if these tokens take at least MIN_HELD_BYTES at the widest hook. Ranges are read in
-# whole MiB, so a smaller block could keep a much larger piece of memory in use.
+# whole MiB, so a smaller block could keep a much larger part of memory in use.
 MIN_WANTED_FRACTION = 0.75
 MIN_HELD_BYTES = 2**20
 
@@ -207,28 +207,25 @@ def _may_stay_in_memory(block: Block) -> bool:
     return wanted_bytes >= MIN_HELD_BYTES and len(block.rows) >= min_wanted_rows
 
 
-def cut_chunk(chunk: Chunk, piece_tokens: float, multiple: int = 1) -> list[Chunk]:
-    """Cuts a chunk into pieces of about the same length.
+def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Chunk]:
+    """Cuts a chunk into smaller chunks of about the same length.
 
     Args:
-        chunk: The chunk.
-        piece_tokens: Approximate number of tokens in a piece. A piece has at least one token.
-        multiple: Number of tokens. The length of each piece except the last is a multiple of this
-            number, and the lengths of these pieces differ by at most this number.
+        chunk: The chunk to cut.
+        part_tokens: Approximate number of tokens in a smaller chunk, which has at least one token.
+        unit_tokens: Number of tokens in a unit that is not cut. Every smaller chunk except the last
+            consists of whole units, and their numbers of units differ by at most one.
 
     Returns:
-        The pieces in order; none if the chunk is empty.
+        The smaller chunks in order; an empty list if the chunk is empty.
     """
-    multiple_count = -(-len(chunk) // multiple)
-    piece_count = min(max(round(len(chunk) / piece_tokens), 1), multiple_count)
-    piece_starts = (
-        [chunk.start + multiple_count * n // piece_count * multiple for n in range(piece_count)]
-        if piece_count
-        else []
-    )
-    return [
-        Chunk(chunk.shard, start, stop) for start, stop in pairwise([*piece_starts, chunk.stop])
+    unit_count = -(-len(chunk) // unit_tokens)
+    part_count = min(max(round(len(chunk) / part_tokens), 1), unit_count)
+    part_starts = [
+        chunk.start + unit_count * part_number // part_count * unit_tokens
+        for part_number in range(part_count)
     ]
+    return [Chunk(chunk.shard, start, stop) for start, stop in pairwise([*part_starts, chunk.stop])]
 
 
 def shuffled_chunks(chunks: list[Chunk], seed: int | None, *seed_numbers: int) -> list[Chunk]:
@@ -251,12 +248,12 @@ def chunks_of_worker(chunks: list[Chunk], worker: int, workers: int) -> list[Chu
     """Returns the chunks that one of several workers reads: every n-th chunk of n workers.
 
     Args:
-        chunks: All chunks. If there are fewer than workers, they are cut into pieces first.
+        chunks: All chunks. If there are fewer chunks than workers, the chunks are cut first.
         worker: Number of the worker, from 0.
         workers: Number of workers.
     """
     if len(chunks) < workers:
         chunks = [
-            piece for chunk in chunks for piece in cut_chunk(chunk, max(len(chunk) / workers, 1))
+            part for chunk in chunks for part in cut_chunk(chunk, max(len(chunk) / workers, 1))
         ]
     return chunks[worker::workers]
