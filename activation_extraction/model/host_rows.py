@@ -147,7 +147,7 @@ def host_rows(layout: Layout) -> HostRows:
     """Returns the shardings of rows and activations for the devices of a mesh.
 
     Args:
-        layout: The layout of the mesh, which has devices.
+        layout: The layout of the mesh, which must have devices (not an abstract mesh).
 
     Raises:
         InputError: If the hosts have different numbers of devices in the mesh.

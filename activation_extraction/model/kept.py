@@ -136,8 +136,10 @@ class _BlockPlan(NamedTuple):
         device_token_indices: Indices of the tokens that each device gathers, (devices, N) int32,
             padded with zeros. An index counts the tokens in the device's part of the rows, row by
             row, from 0.
-        indices_in_block: See `KeptBlock`.
-        indices_among_kept: See `KeptBlock`.
+        indices_in_block: Indices of the kept tokens in the gathered block of all devices, where
+            device d has the indices from d * N. The other indices are padding.
+        indices_among_kept: For each index in `indices_in_block`, the index of the token among all
+            kept tokens of this host's rows.
     """
 
     device_token_indices: np.ndarray

@@ -3,10 +3,10 @@
 `choose_mesh` follows --mesh_type, --mesh_shape and --mesh_axes. For `--mesh_type auto`,
 `cheapest_mesh` compares all meshes that fit in the devices' memory. It finds the mesh with the
 shortest step and the meshes whose steps are at most 1 % longer. Among these meshes, it chooses the
-mesh that splits weights least: the mesh with the smallest `model`, among several with the smallest
-`expert`, and then with the smallest `fsdp`. Therefore it prefers `data` alone, and it uses `model`
-if there are too few rows. It never uses `pipeline`, because `fsdp` saves the same memory without
-idle stages.
+mesh that splits weights least. This is the mesh with the smallest `model` axis; if several meshes
+have it, the one of them with the smallest `expert` axis, and then with the smallest `fsdp` axis.
+Therefore `cheapest_mesh` prefers `data` alone, and it uses `model` if there are too few rows. It
+never uses `pipeline`, because `fsdp` saves the same memory without idle stages.
 
 step_cost.py has the formulas for memory and time, and mesh.py builds the mesh.
 """
@@ -175,7 +175,7 @@ def _with_axes(
 def _fitting_shapes(dimensions: int, devices: int) -> str:
     """Lists shapes of meshes with a given number of devices, for a message.
 
-    Shapes with similar sizes come first.
+    Shapes whose axes have similar sizes come first.
 
     Args:
         dimensions: The number of axes.

@@ -62,7 +62,8 @@ class StepRequest:
             kept in the cache of this host, because a host may need only some of the weights.
         device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
             number. None to use the number on this host.
-        devices: Devices of a machine that --plan describes. None for the devices of this machine.
+        planned_devices: Devices of a machine that --plan describes. None for the devices of this
+            machine.
         autoencoders: Autoencoders that --encode names, in the order of the flag.
     """
 
@@ -72,7 +73,7 @@ class StepRequest:
     batch_shape: tuple[int, int]
     has_several_hosts: bool = False
     device_memory: float | None = None
-    devices: Sequence[Any] | None = None
+    planned_devices: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
 
 
@@ -220,7 +221,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     max_row_length, reason_for_limit = config.longest_row
     if row_length > max_row_length:
         raise InputError(f"--max_seq_length {row_length}: {reason_for_limit}")
-    devices = usable_devices(computing_options.use_data_parallel, request.devices)
+    devices = usable_devices(computing_options.use_data_parallel, request.planned_devices)
     platform = devices[0].platform
     model_dtype, activation_dtype = choose_dtypes(request, platform)
     computed_hooks, encoders = _computed_hooks(request, config)

@@ -423,7 +423,7 @@ def step_request(
         (batch_size, row_tokens),
         has_several_hosts=config.hosts.multihost,
         device_memory=device_memory,
-        devices=planned,
+        planned_devices=planned,
         autoencoders=autoencoders_of_hooks,
     )
 
