@@ -47,11 +47,16 @@ From a data set to the model:
     row          An entry of a data set or of a table of samples. A row of a batch contains the
                  tokens of one or more samples.
     column       A field of the rows of a data set or of a table of samples.
+    partition    A part of a data set that can be read by itself: a row group of a Parquet file, or
+                 any other file (`text.sources`).
     document     The content of one row of the data set: a text, a conversation, or token ids.
     sample       A document, cut to --max_seq_length tokens if it is longer, or a piece of a
                  document. Samples are numbered, and each sample is stored once.
     piece        One of the samples into which --long_documents split divides a long document.
-    position     The index of a token in its sample, from 0.
+    position     The index of a token in its sample, from 0. The position of a row is its place in
+                 the data set, such as a file and a line number (`text.sample_facts`).
+    kept token   A token whose activations are stored. All tokens of a sample are kept, unless flags
+                 such as --positions, --roles or --drop_token_ids select some of them.
     group        Consecutive samples of a worker that are packed together into rows of batches.
     batch        The rows that a host feeds to the model in one step. When activations are read, a
                  batch is some tokens with their activations (`dataset.token_batch.TokenBatch`).

@@ -185,7 +185,7 @@ class DocumentStream:
 
     A state is a JSON object from which reading can continue. It has two keys. `rows` is the number
     of rows that were read from the worker's partitions, including rows of other workers. `dataset`
-    is the position in the data set, as `Rows.state_dict` returns it; None before the first row.
+    is the state of the data set, as `Rows.state_dict` returns it; None before the first row.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class DocumentStream:
         while True:
             try:
                 stream_row = next(row_iterator)
-                position_in_stream = self._rows_in_order.state_dict()
+                state_of_rows = self._rows_in_order.state_dict()
             except StopIteration:
                 self._leave_file(position_of_last_row, {})
                 return
@@ -290,7 +290,7 @@ class DocumentStream:
             row_number += 1
             if is_row_of_worker:
                 document, skip_reason = self._document_in(source_row)
-                state_after_row = {"rows": row_number, "dataset": position_in_stream}
+                state_after_row = {"rows": row_number, "dataset": state_of_rows}
                 yield ReadRow(document, skip_reason, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:

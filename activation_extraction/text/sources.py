@@ -1,4 +1,4 @@
-"""Opens a data set as a stream of rows, which can be shuffled and read from any position.
+"""Opens a data set as a stream of rows, which can be shuffled and can continue after any row.
 
 The rows come from files, which file_list.py lists and file_rows.py reads, or from a data set of the
 hub, which the library `datasets` reads. Both streams implement the protocol `Rows`. A row of a file
@@ -41,7 +41,7 @@ BLOCK_ROWS = 1024
 
 
 class Rows(Protocol):
-    """The rows of a data set in a fixed order, which can be read from any position.
+    """The rows of a data set in a fixed order. Reading can continue after any row.
 
     `FilePartitions` and `datasets.IterableDataset` implement this protocol.
 
@@ -67,10 +67,13 @@ class Rows(Protocol):
         """Returns the same rows in more partitions, if the partitions can be divided further."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, a JSON object."""
+        """Returns the state after the row that was read last.
+
+        The state is a JSON object from which reading can continue with the next row.
+        """
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Makes the next iteration continue from a position that `state_dict` has returned."""
+        """Makes the next iteration continue from a state that `state_dict` has returned."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -94,8 +97,7 @@ class FilePartitions:
         """
         self._partitions = tuple(partitions)
         self._schema = schema
-        # A position is a tuple of the index of a partition and the number of its rows that were
-        # read.
+        # Each is a tuple of the index of a partition and the number of its rows that were read.
         self._start_position = self._current_position = (0, 0)
 
     @property
@@ -127,11 +129,12 @@ class FilePartitions:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, a JSON object.
+        """Returns the state after the row that was read last.
 
-        The position is an object under the key `examples_iterable`. Its keys are `shard_idx`, the
-        index of the partition, and `shard_example_idx`, the number of the partition's rows that
-        were read. Marks in stored runs contain these keys, which `datasets` uses as well.
+        The state is a JSON object with another object under the key `examples_iterable`. The keys
+        of this object are `shard_idx`, the index of the partition, and `shard_example_idx`, the
+        number of the partition's rows that were read. Marks in stored runs contain these keys,
+        which `datasets` uses as well.
         """
         partition_index, num_rows_read = self._current_position
         return {
@@ -139,7 +142,7 @@ class FilePartitions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Makes the next iteration continue from a position that `state_dict` has returned."""
+        """Makes the next iteration continue from a state that `state_dict` has returned."""
         stored_position = state["examples_iterable"]
         self._start_position = self._current_position = (
             stored_position["shard_idx"],
@@ -279,14 +282,14 @@ class ShuffledRows:
     partitions, the partition and the block. (The shuffle buffer of `datasets` is not used, because
     its content cannot be restored.)
 
-    When a run continues, the rows of the current block are read again. So a position of this stream
-    contains the place in the data set where the block begins. The keys of a position, which stored
-    runs contain, are:
+    When a run continues, the rows of the current block are read again. So a state, which is a JSON
+    object from which reading can continue, contains the place where the block begins. The keys of a
+    state, which stored runs contain, are:
         piece: The number of partitions that were read.
-        block: The number of the block in the partition.
+        block: The number of the block in the partition, counted from 0.
         taken: The number of rows of the block that were read.
-        begin: The position in the partition where the block begins; None for the beginning of the
-            partition.
+        begin: The state of the partition's rows at the beginning of the block (`Rows.state_dict`);
+            None if the block begins at the beginning of the partition.
     """
 
     def __init__(self, dataset: Rows, seed: int) -> None:
@@ -302,11 +305,11 @@ class ShuffledRows:
         self._current_state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the row that was read last, a JSON object."""
+        """Returns the state after the row that was read last (see the class)."""
         return dict(self._current_state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the next iteration continue from a position that `state_dict` has returned."""
+        """Makes the next iteration continue from a state that `state_dict` has returned."""
         self._current_state = dict(state)
 
     def __iter__(self) -> Iterator[SourceRow]:
@@ -317,8 +320,7 @@ class ShuffledRows:
                 num_shards=len(self._partition_order), index=partition_index
             )
             if state_at_block_start["begin"] is not None:
-                # The data set modifies the object from which it loads its position, so it gets a
-                # copy.
+                # The data set modifies the object from which it loads its state, so it gets a copy.
                 partition_rows.load_state_dict(deepcopy(state_at_block_start["begin"]))
             row_iterator = iter(partition_rows)
             block_number = state_at_block_start["block"]
