@@ -106,25 +106,25 @@ class Capture:
         Returns:
             The plan, in which the slots of each kind have the shape (layers,).
         """
-        kind_by_order = {
-            hook.order: hook.kind for hook in self.hooks if not hook.kind.is_after_layers
+        kind_by_index = {
+            hook.kind_index: hook.kind for hook in self.hooks if not hook.kind.is_after_layers
         }
         hooks_by_type = self.hooks_by_type()
-        kind_orders = sorted(kind_by_order)
+        kind_indices = sorted(kind_by_index)
         slots_by_kind = []
-        for kind_order in kind_orders:
+        for kind_index in kind_indices:
             hook_positions = [
-                (hook.layer, hook.order)
-                for hook in hooks_by_type[self.vector_type(kind_by_order[kind_order])]
+                (hook.layer, hook.kind_index)
+                for hook in hooks_by_type[self.vector_type(kind_by_index[kind_index])]
                 if hook.layer >= layers.start
             ]
             layer_slots = [
-                sum(hook_position < (layer, kind_order) for hook_position in hook_positions)
+                sum(hook_position < (layer, kind_index) for hook_position in hook_positions)
                 for layer in layers
             ]
             slots_by_kind.append(np.array(layer_slots, np.int32))
         return Plan(
-            tuple(kind_by_order[kind_order] for kind_order in kind_orders), tuple(slots_by_kind)
+            tuple(kind_by_index[kind_index] for kind_index in kind_indices), tuple(slots_by_kind)
         )
 
     def plan_stages(self, stages: int, length: int) -> Plan:

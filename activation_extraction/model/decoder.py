@@ -53,19 +53,19 @@ class Decoder:
 
     Attributes:
         config: The configuration of the model.
-        modules: Type of layer -> its module. The module maps (x, rotary, segment_ids, has_window)
-            to the residual stream after the layer and the intermediates by name. `has_window` tells
-            whether the layer's attention has a sliding window, () bool; it is None in a model
-            without windows.
+        module_by_type: Type of layer -> its module. The module maps (x, rotary, segment_ids,
+            has_window) to the residual stream after the layer and the intermediates by name.
+            `has_window` tells whether the layer's attention has a sliding window, () bool; it is
+            None in a model without windows.
     """
 
     config: ModelConfig
-    modules: Mapping[str, Any]
+    module_by_type: Mapping[str, Any]
 
     @property
     def has_several_types(self) -> bool:
         """Returns whether the model has several types of layers."""
-        return len(self.modules) > 1
+        return len(self.module_by_type) > 1
 
     def init(self, _: Array, length: int, stages: int = 1) -> Any:
         """Returns zeros as the stacked parameters of layers, with the logical axes of each array.
@@ -101,7 +101,7 @@ class Decoder:
                 without windows.
         """
         zero_ids = jnp.zeros((1, 1), jnp.int32)
-        module_dtype = self.modules[self.config.layer_types[0]].dtype
+        module_dtype = self.module_by_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
         has_window_by_layer = self.config.sliding(range(1))
         has_window = None if has_window_by_layer is None else has_window_by_layer[0]
@@ -137,7 +137,7 @@ class Decoder:
             Path of a parameter -> Flax's box of its logical axes (`names`) around a
             `jax.ShapeDtypeStruct` (`value`).
         """
-        layer_module = self.modules[layer_type].clone(layout=Layout())
+        layer_module = self.module_by_type[layer_type].clone(layout=Layout())
         nested_boxes = jax.eval_shape(
             lambda: _init(layer_module, jax.random.key(0), *self._example_inputs())
         )
@@ -209,7 +209,7 @@ class Decoder:
                 apply_layer = self._apply(
                     layer_type, params_of_layer, has_window, keep, stack_and_row_by_path
                 )
-                return few_rows_at_once(apply_layer, self.modules[layer_type])(*inputs)
+                return few_rows_at_once(apply_layer, self.module_by_type[layer_type])(*inputs)
 
             branches_by_type = [partial(run_layer, layer_type) for layer_type in sorted_type_names]
             apply_layer = partial(jax.lax.switch, type_number, branches_by_type)
@@ -244,7 +244,7 @@ class Decoder:
         """
         copied_stack_by_path = flatten_dict(params)
         stack_in_place_by_path = {}
-        if self.modules[layer_type].layout.size("fsdp", "pipeline") == 1:
+        if self.module_by_type[layer_type].layout.size("fsdp", "pipeline") == 1:
             for parameter_path, parameter_box in self.parameters(layer_type).items():
                 if "experts" in parameter_box.names:
                     stack_in_place_by_path[parameter_path] = copied_stack_by_path.pop(
@@ -275,7 +275,7 @@ class Decoder:
             A function that maps (x, rotary, segment_ids) to the residual stream after the layer and
             the result of `keep`.
         """
-        layer_module = self.modules[layer_type]
+        layer_module = self.module_by_type[layer_type]
         box_by_path = self.parameters(layer_type)
         gathered_weight_by_path = {
             parameter_path: from_bits(

@@ -289,7 +289,7 @@ def _records(
 ) -> Array:
     """Returns the records of the codes of a block of tokens.
 
-    The docstring of `Autoencoder` has the formula with its names pre, score, active and result.
+    The docstring of `Autoencoder` has the formula, with the names `pre`, `score` and `result`.
 
     Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
@@ -312,16 +312,16 @@ def _records(
     pre = einsum("BTD,FD->BTF", x.astype(product_dtype), weights["W_enc"]) + weights["b_enc"]
     pre = layout.constrain(pre, *FEATURE_AXES)
     score = pre
-    active = jnp.ones(pre.shape, bool)
+    is_active = jnp.ones(pre.shape, bool)
     if autoencoder.score_factor is not None:
         score = pre * weights["score_factor"]
     if autoencoder.threshold is not None:
-        active &= score > weights["threshold"]
+        is_active &= score > weights["threshold"]
     if autoencoder.uses_relu:
-        active &= pre > 0
-    score = jnp.where(active, score, -jnp.inf)
+        is_active &= pre > 0
+    score = jnp.where(is_active, score, -jnp.inf)
     top_scores, feature_ids = largest(score, encoder.max_codes, layout)
-    active_count = active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    active_count = is_active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     if autoencoder.k is not None:
         active_count = jnp.minimum(active_count, autoencoder.k)
     # If several features have the lowest kept score, `largest` keeps the features with the smallest
@@ -336,7 +336,7 @@ def _records(
         jnp.arange(pre.shape[-1]) <= largest_kept_tied_id
     )
     is_kept = (score > lowest_kept_score) | is_tied_and_kept
-    kept_features = jnp.where(is_kept & active, pre, 0).astype(product_dtype)
+    kept_features = jnp.where(is_kept & is_active, pre, 0).astype(product_dtype)
     result = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source_hook == encoder.target_hook:
         result = undo_normalisation(result)

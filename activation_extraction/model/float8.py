@@ -215,18 +215,18 @@ class Scales:
     """The scales of a float8 tensor.
 
     Attributes:
-        tensor: The name of the tensor.
-        shape: The shape of the tensor.
-        file: The file that contains the scales.
-        stored_name: The name of the tensor of scales in this file.
+        tensor_name: The name of the tensor in the language model.
+        tensor_shape: The shape of the tensor.
+        scales_file: The file that contains the scales.
+        scales_name: The name of the tensor of scales in this file.
         values_per_scale: For each axis of the tensor, the number of consecutive values that share
             a scale.
     """
 
-    tensor: str
-    shape: Shape
-    file: WeightFile
-    stored_name: str
+    tensor_name: str
+    tensor_shape: Shape
+    scales_file: WeightFile
+    scales_name: str
     values_per_scale: Shape
 
     @classmethod
@@ -317,7 +317,7 @@ class Scales:
         # number of its scale.
         scale_numbers_by_axis = []
         for axis_slice, axis_size, values_per_scale in zip(
-            index, self.shape, self.values_per_scale, strict=True
+            index, self.tensor_shape, self.values_per_scale, strict=True
         ):
             start_index, stop_index, _ = axis_slice.indices(axis_size)
             scale_numbers_by_axis.append(np.arange(start_index, stop_index) // values_per_scale)
@@ -348,7 +348,9 @@ class Scales:
                 piece_bytes = stored_values[matrix_index][piece_slice].view(np.uint8)
                 piece_scale_numbers = row_scale_numbers[piece_slice]
                 if (piece_bytes & NAN_BYTE).max() == NAN_BYTE:
-                    raise InputError(f"{self.file.location}: tensor {self.tensor} has NaN values")
+                    raise InputError(
+                        f"{self.scales_file.location}: tensor {self.tensor_name} has NaN values"
+                    )
                 piece_scales = matrix_scales[
                     piece_scale_numbers[0] : piece_scale_numbers[-1] + 1, :, None
                 ]
@@ -383,19 +385,21 @@ class Scales:
         Raises:
             InputError: If a scale is not a finite number.
         """
-        header_entry = self.file.tensors[self.stored_name]
+        header_entry = self.scales_file.tensors[self.scales_name]
         whole_tensor_index = tuple(slice(0, axis_size) for axis_size in header_entry.shape)
-        stored_scales = self.file.read(self.stored_name, whole_tensor_index)
+        stored_scales = self.scales_file.read(self.scales_name, whole_tensor_index)
         if stored_scales.dtype == np.uint8:
             stored_scales = stored_scales.view(DTYPES["F8_E8M0"])
         stored_scales = stored_scales.astype(np.float32)
         if not np.isfinite(stored_scales).all():
             raise InputError(
-                f"{self.file.location}: tensor {self.stored_name} has NaN or infinite scales"
+                f"{self.scales_file.location}: tensor {self.scales_name} has NaN or infinite scales"
             )
         scale_counts = [
             -(-axis_size // values_per_scale)
-            for axis_size, values_per_scale in zip(self.shape, self.values_per_scale, strict=True)
+            for axis_size, values_per_scale in zip(
+                self.tensor_shape, self.values_per_scale, strict=True
+            )
         ]
         return stored_scales.reshape(scale_counts)
 

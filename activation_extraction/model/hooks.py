@@ -178,13 +178,13 @@ class Hook(NamedTuple):
 
     Attributes:
         layer: The number of the layer.
-        order: The index of the kind in the hook table. Kinds that a layer computes earlier have
-            smaller indices.
+        kind_index: The index of the kind in the hook table. Kinds that a layer computes earlier
+            have smaller indices.
         kind: The kind of the hook.
     """
 
     layer: int
-    order: int
+    kind_index: int
     kind: HookKind
 
     @property
@@ -272,8 +272,8 @@ class HookTable:
             large: Whether to include hooks of large kinds (see `HookKind.is_large`).
         """
         return sorted(
-            Hook(layer, kind_order, hook_kind)
-            for kind_order, hook_kind in enumerate(self.kinds)
+            Hook(layer, kind_index, hook_kind)
+            for kind_index, hook_kind in enumerate(self.kinds)
             for layer in hook_kind.layers(depth, self.layer_types)
             if large or not hook_kind.is_large
         )
