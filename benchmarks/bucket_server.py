@@ -77,11 +77,11 @@ class Server(socketserver.ThreadingTCPServer):
 
     Attributes:
         latency_seconds: Seconds before each answer begins.
-        rate: Largest number of bytes per second of a connection.
+        bytes_per_second: Largest number of bytes per second of a connection.
         counts: Totals since the start of the server.
-        lock: Lock for changes of `counts`.
-        objects: Name of an object -> the file.
-        names: Names of the objects, sorted.
+        counts_lock: Lock for changes of `counts`.
+        objects: Name of an object -> the object.
+        object_names: Names of the objects, sorted.
     """
 
     daemon_threads = allow_reuse_address = True
@@ -90,15 +90,15 @@ class Server(socketserver.ThreadingTCPServer):
     def __init__(self, folder: Path, latency: float, rate: float) -> None:
         super().__init__(("127.0.0.1", 0), Connection)
         self.latency_seconds = latency / 1e3
-        self.rate = rate * 1e6
+        self.bytes_per_second = rate * 1e6
         self.counts = Counts(0, 0)
-        self.lock = Lock()
+        self.counts_lock = Lock()
         self.objects = {
             path.relative_to(folder).as_posix(): Object.of(path)
             for path in folder.rglob("*")
             if path.is_file()
         }
-        self.names = sorted(self.objects)
+        self.object_names = sorted(self.objects)
 
     def handle_error(self, *_: object) -> None:
         """Ignores errors of connections, because a client may go away at any time."""
@@ -109,7 +109,7 @@ class Server(socketserver.ThreadingTCPServer):
         Args:
             answer_bytes: The number of bytes of the listing or object in the answer.
         """
-        with self.lock:
+        with self.counts_lock:
             self.counts = Counts(self.counts.requests + 1, self.counts.bytes + answer_bytes)
 
     def listing(self, prefix: str, delimiter: str, last_entry: str) -> bytes:
@@ -123,7 +123,8 @@ class Server(socketserver.ThreadingTCPServer):
         """
         # Entry (the name of an object, or of a folder up to the delimiter) -> its XML.
         xml_of_entry: dict[str, str] = {}
-        for object_name in self.names[bisect_left(self.names, max(prefix, last_entry)) :]:
+        first_index = bisect_left(self.object_names, max(prefix, last_entry))
+        for object_name in self.object_names[first_index:]:
             if len(xml_of_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
                 break
             entry_after_prefix, delimiter_of_entry, _ = object_name[len(prefix) :].partition(
@@ -241,7 +242,7 @@ class Connection(socketserver.StreamRequestHandler):
         next_offset = start
         with open(path, "rb", buffering=0) as served_file:
             while next_offset < stop:
-                next_send_time = start_time + (next_offset - start) / self.server.rate
+                next_send_time = start_time + (next_offset - start) / self.server.bytes_per_second
                 time.sleep(max(0.0, next_send_time - time.perf_counter()))
                 num_sent_bytes = min(SENT_AT_ONCE, stop - next_offset)
                 next_offset += os.sendfile(

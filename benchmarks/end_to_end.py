@@ -104,13 +104,13 @@ class Bench:
     Attributes:
         folder: Folder of the model, the documents and the outputs.
         parsed_flags: Parsed flags of this script.
-        config: Configuration of the model.
+        model_config: Configuration of the model.
         documents: Token ids of each document.
     """
 
     folder: Path
     parsed_flags: argparse.Namespace
-    config: ModelConfig
+    model_config: ModelConfig
     documents: list[list[int]]
 
     @property
@@ -120,7 +120,7 @@ class Bench:
         They are the default of --layers_to_extract, in which numbers above the number of the
         model's last layer are replaced by this number.
         """
-        last_layer = self.config.num_hidden_layers - 1
+        last_layer = self.model_config.num_hidden_layers - 1
         return sorted({min(layer, last_layer) for layer in LAYERS})
 
     @property
@@ -133,7 +133,7 @@ class Bench:
         residual_hooks = [RESIDUAL.format(layer) for layer in self.layers]
         expert_hooks = [
             CHOSEN.format(layer)
-            for layer, layer_type in enumerate(self.config.layer_types)
+            for layer, layer_type in enumerate(self.model_config.layer_types)
             if SPARSE in layer_type.split()
         ]
         return residual_hooks + expert_hooks
@@ -148,10 +148,10 @@ class Bench:
         Args:
             lengths: The number of tokens of each document.
         """
-        hooks_of_last_layer = hook_table(self.config).of_layers(
-            [self.layers[-1]], "residual", self.config.num_hidden_layers
+        hooks_of_last_layer = hook_table(self.model_config).of_layers(
+            [self.layers[-1]], "residual", self.model_config.num_hidden_layers
         )
-        return create_model_with_hooks(self.config, hooks_of_last_layer).flops(lengths) / sum(
+        return create_model_with_hooks(self.model_config, hooks_of_last_layer).flops(lengths) / sum(
             lengths
         )
 

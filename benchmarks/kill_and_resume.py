@@ -236,14 +236,15 @@ class Sample(NamedTuple):
     """A sample that a run has stored.
 
     Attributes:
-        tokens: Tuple of the ids of the stored tokens and their positions in the sample.
+        ids_and_positions: Tuple of two lists: the ids of the stored tokens, and their positions in
+            the sample, from 0.
         facts: Row of the sample in the table of samples.
-        values: Key of a hook -> activations (tokens, width).
+        values_of_hook: Key of a hook -> activations (tokens, width).
     """
 
-    tokens: tuple[list[int], list[int]]
+    ids_and_positions: tuple[list[int], list[int]]
     facts: SampleFacts
-    values: Mapping[Any, Any]
+    values_of_hook: Mapping[Any, Any]
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:
@@ -305,8 +306,8 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
         )
     for sample_number, expected_sample in undisturbed.items():
         disturbed_sample = disturbed[sample_number]
-        if (disturbed_sample.tokens, disturbed_sample.facts) != (
-            expected_sample.tokens,
+        if (disturbed_sample.ids_and_positions, disturbed_sample.facts) != (
+            expected_sample.ids_and_positions,
             expected_sample.facts,
         ):
             raise RuntimeError(
@@ -314,11 +315,13 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
             )
 
     def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
-        values_of_samples = [samples[sample_number].values[hook] for sample_number in undisturbed]
+        values_of_samples = [
+            samples[sample_number].values_of_hook[hook] for sample_number in undisturbed
+        ]
         return np.concatenate(values_of_samples).astype(np.float64)
 
     largest_deviation = 0.0
-    for hook in next(iter(undisturbed.values())).values:
+    for hook in next(iter(undisturbed.values())).values_of_hook:
         expected_values = values_at(hook, undisturbed)
         largest_difference = abs(values_at(hook, disturbed) - expected_values).max()
         root_mean_square = np.sqrt((expected_values**2).mean())

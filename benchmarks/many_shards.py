@@ -42,12 +42,12 @@ class Scenario(NamedTuple):
 
     Attributes:
         run: Run with a single shard. The run that is read consists of many copies of this shard.
-        options: Options of the batches (see `ActivationDataset.batches`).
+        batch_options: Keyword arguments of `ActivationDataset.batches`.
         kept_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
 
     run: Run
-    options: dict[str, Any]
+    batch_options: dict[str, Any]
     kept_fraction: float = 1.0
 
 
@@ -128,7 +128,7 @@ def passing_fraction(folder: Path, scenario: Scenario) -> float:
         scenario: The scenario.
     """
     dataset = ActivationDataset(str(folder))
-    batch_options = dict(scenario.options)
+    batch_options = dict(scenario.batch_options)
     if scenario.kept_fraction < 1:
         batch_options["where"] = mask_of(len(dataset), scenario.kept_fraction)
     batches = dataset.batches(2**16, [], **batch_options)
@@ -150,7 +150,7 @@ def measure_reader(
     Returns:
         The figures that one_pass.py prints.
     """
-    batch_options = {**scenario.options, "workers": workers}
+    batch_options = {**scenario.batch_options, "workers": workers}
     reader_command = [
         sys.executable,
         "-P",

@@ -29,12 +29,12 @@ class StoredObject(NamedTuple):
     """An object of the bucket.
 
     Attributes:
-        size: Size in bytes.
+        num_bytes: Size in bytes.
         generation: Generation number, which grows with every write to the bucket.
         content: Bytes of the object. Empty if there are more than MAX_KEPT_BYTES.
     """
 
-    size: int
+    num_bytes: int
     generation: int
     content: bytes
 
@@ -74,7 +74,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         range_match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if range_match is None:
             return self._send(200, stored_object.content, stored_object)
-        object_size = stored_object.size
+        object_size = stored_object.num_bytes
         first_byte, last_byte = int(range_match[1]), min(int(range_match[2]), object_size - 1)
         range_content = stored_object.content[first_byte : last_byte + 1]
         if not stored_object.content:
@@ -110,7 +110,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         for object_name, stored_object in sorted(dict(self.objects).items()):
             if object_name.startswith(name_prefix):
                 entries_xml += (
-                    f"<Contents><Key>{escape(object_name)}</Key><Size>{stored_object.size}</Size>"
+                    f"<Contents><Key>{escape(object_name)}</Key><Size>{stored_object.num_bytes}</Size>"
                     f'<ETag>"{stored_object.generation}"</ETag>'
                     "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
                 )
@@ -156,7 +156,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
         content_length = len(content)
         if stored_object is not None:
             if self.command == "HEAD":
-                content_length = stored_object.size
+                content_length = stored_object.num_bytes
             self.send_header("ETag", f'"{stored_object.generation}"')
             self.send_header("x-goog-generation", str(stored_object.generation))
             self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")

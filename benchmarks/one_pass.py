@@ -52,7 +52,7 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     Args:
         url: The URL of the run in the bucket.
         hook: The name of the hook to read.
-        options: The options of the batches (see `ActivationDataset.batches`).
+        options: Keyword arguments of `ActivationDataset.batches`.
         keep: The fraction of the samples that pass the filter `where`. 1 for no filter.
 
     Returns:

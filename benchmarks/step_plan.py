@@ -41,13 +41,13 @@ class Sent(NamedTuple):
 
     Attributes:
         axes: Mesh axes along which the bytes are sent.
-        bytes: Number of bytes.
+        num_bytes: Number of bytes.
         hidden_bytes: Number of these bytes that the device sends while matrix products or kernels
             run.
     """
 
     axes: tuple[str, ...]
-    bytes: float
+    num_bytes: float
     hidden_bytes: float
 
 
@@ -121,7 +121,9 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
             default=chip.link_bandwidth,
         )
         hidden_seconds += sent_along_axes.hidden_bytes / sending_speed
-        exposed_seconds += (sent_along_axes.bytes - sent_along_axes.hidden_bytes) / sending_speed
+        exposed_seconds += (
+            sent_along_axes.num_bytes - sent_along_axes.hidden_bytes
+        ) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
         kernel=step.kernel_flops / chip.flops_per_second,
