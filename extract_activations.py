@@ -301,8 +301,8 @@ def take_steps(
             A tuple of:
                 The batch.
                 The activations, which are still being computed.
-                The sums over all hosts of their votes on whether to take a later step (see
-                `Lockstep`).
+                The sums of the votes of all hosts. Each host votes on whether to take a later step
+                (see `Lockstep`).
         """
         with clock.measure("compute"):
             return batch, *step(batch, lockstep.votes)
@@ -430,8 +430,8 @@ def recompute_some(config: Config) -> int:
         The exit status: 0 if there is no problem, otherwise 1.
 
     Raises:
-        InputError: If there is neither a run nor hidden states of another program. Also if the run
-            has used another model or other data, or the hidden states do not fit the model.
+        InputError: If there is neither a run nor hidden states of another program, if the run has
+            used another model or other data, or if the hidden states do not fit the model.
     """
     use_compilation_cache(
         config.computing.compilation_cache, Path(config.output.output_dir), several_hosts=False

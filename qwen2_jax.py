@@ -146,9 +146,10 @@ class SelfAttention(nn.Module):
 
         Args:
             x: The normed residual stream, (B, T, D).
-            rotary: The cosines and sines for `rotate`.
+            rotary: The cosines and sines of the rotary position embedding, which `rotate` applies.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
-            has_window: Whether this layer has a window, () bool; None in a model without windows.
+            has_window: Whether the layer attends only to a sliding window, () bool; None in a model
+                without sliding windows.
 
         Returns:
             A tuple of:
@@ -190,7 +191,8 @@ class SelfAttention(nn.Module):
 
         Args:
             attention: The function that computes attention.
-            has_window: Whether this layer has a window, () bool; None in a model without windows.
+            has_window: Whether the layer attends only to a sliding window, () bool; None in a model
+                without sliding windows.
             *inputs: The queries, keys, values and segment ids.
 
         Returns:
@@ -364,9 +366,10 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: The residual stream before the layer, (B, T, D).
-            rotary: The cosines and sines for `rotate`.
+            rotary: The cosines and sines of the rotary position embedding, which `rotate` applies.
             segment_ids: The segment of each token, (B, T) int32; 0 for padding.
-            has_window: Whether this layer has a window, () bool; None in a model without windows.
+            has_window: Whether the layer attends only to a sliding window, () bool; None in a model
+                without sliding windows.
 
         Returns:
             A tuple of:
@@ -518,8 +521,8 @@ def _weight_spec(
     parameter_shape = box.value.shape
     logical_axes = box.names
     if path[0] == "lm_head":
-        head_tensor = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
-        return WeightSpec(parameter_shape, logical_axes, (head_tensor,))
+        head_tensor_name = "model.embed_tokens.weight" if config.tie_word_embeddings else HEAD
+        return WeightSpec(parameter_shape, logical_axes, (head_tensor_name,))
     if path[0] != "layers":
         return WeightSpec(parameter_shape, logical_axes, (f"model.{path[0]}.weight",))
     has_several_types = len(set(config.layer_types)) > 1

@@ -172,7 +172,8 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
+            Vector type (the width and the dtype of some hooks) -> the values at these hooks, (hooks
+            of the type, B, T, width).
         """
         layer_plan = capture.plan(range(self.num_layers))
         end_plan = capture.plan_end()
@@ -205,7 +206,8 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            Vector type -> the values at the hooks of this type, (hooks of the type, B, T, width).
+            Vector type (the width and the dtype of some hooks) -> the values at these hooks, (hooks
+            of the type, B, T, width).
         """
         stage_count = self.stages
         row_count, row_length = token_ids.shape
@@ -273,8 +275,8 @@ class HookedModel(nn.Module):
             Returns:
                 A tuple of:
                     The carry of the next tick.
-                    The bits of the residual stream after the last stage, (B, T, D); None if no hook
-                    comes after the last layer.
+                    The residual stream after the last stage, as unsigned integers with the same
+                    bits, (B, T, D); None if no hook comes after the last layer.
             """
             x, buffers = carry
             entering_token_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
@@ -351,8 +353,8 @@ class HookedModel(nn.Module):
             positions: The position of each token in its sample, (B, T) int32.
 
         Returns:
-            A list with an array for each kind in `capture.plan_end().kinds`: the bits of its
-            values, (B, T, width).
+            A list with an array for each kind in `capture.plan_end().kinds`: its values, as
+            unsigned integers with the same bits, (B, T, width).
         """
         hidden_states, norm_intermediates = self.norm(x)
         intermediates: Intermediates = {"resid_pre": x, "final": norm_intermediates}

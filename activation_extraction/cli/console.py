@@ -51,12 +51,12 @@ class Clock:
     """Measures the time that a thread spends on each of its activities.
 
     Attributes:
-        seconds: Seconds that were spent on each activity, by its name.
+        seconds_by_activity: Seconds that were spent on each activity, by its name.
     """
 
     def __init__(self) -> None:
         self.restart()
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds_by_activity: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def measure(self, activity: str) -> Iterator[None]:
@@ -69,10 +69,10 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[activity] += time.perf_counter() - start_time
+            self.seconds_by_activity[activity] += time.perf_counter() - start_time
 
     def restart(self) -> None:
-        """Restarts `elapsed` at 0, without changing `seconds`."""
+        """Restarts `elapsed` at 0, without changing `seconds_by_activity`."""
         self._start_time = time.perf_counter()
 
     @property

@@ -144,7 +144,9 @@ class OpenShards:
         return OpenShards, (self.url, self.is_local, self.shards, self.hooks)
 
     def get(self, shard: int) -> SafetensorsFile:
-        """Returns an open shard. It is opened only once if several threads need it.
+        """Returns a shard, which is opened first if it is not open yet.
+
+        If several threads need the shard at the same time, only one of them opens it.
 
         Args:
             shard: Number of the shard, from 0.
@@ -153,7 +155,7 @@ class OpenShards:
             return self._open(shard)
 
     def row_bytes(self, hooks: Sequence[str]) -> int:
-        """Returns the bytes of memory for the values of one token at some hooks.
+        """Returns the number of bytes of memory for the values of one token at some hooks.
 
         Args:
             hooks: Canonical names of the hooks.

@@ -139,7 +139,7 @@ class TokenBatch:
 
     @property
     def positions(self) -> Any:
-        """The attribute `position` under the name that the records of pickled shards use."""
+        """The same array as `position`, under the name that it has in records of pickled shards."""
         return self.position
 
     def __iter__(self) -> Iterator[str]:
@@ -361,7 +361,7 @@ class SampleActivations(SampleFacts):
 
     @property
     def positions(self) -> np.ndarray:
-        """The attribute `position` under the name that the records of pickled shards use."""
+        """The same array as `position`, under the name that it has in records of pickled shards."""
         return self.position
 
 

@@ -418,7 +418,8 @@ class TokenSource:
         )
 
         def read(chunk: Chunk) -> tuple[Block, ...]:
-            if has_token_filters:  # the tokens determine which activations are read
+            # The tokens are read first if they determine which activations are read.
+            if has_token_filters:
                 shard_tokens = self.tokens([chunk])
                 block = self.with_activations(shard_tokens, np.flatnonzero(shard_tokens.is_wanted))
             else:
@@ -505,7 +506,7 @@ def _range_of(ascending_numbers: np.ndarray) -> tuple[int, int]:
 
 
 def overflows(values: np.ndarray) -> bool:
-    """Returns whether any of some values is NaN or infinite.
+    """Returns whether an array contains NaN or infinite values.
 
     Args:
         values: Values in float16, of any shape.

@@ -50,6 +50,9 @@ class Chunk:
 class Position:
     """The position of an iteration over batches. Its fields are part of a saved state.
 
+    Batches are cut from a window, which contains the tokens of consecutive chunks that pass the
+    filters. A window may begin and end within a chunk.
+
     Attributes:
         window: Number of the window from which the next batch is cut, from 0.
         chunk: Index of the chunk in which this window begins, in the list of all chunks.
@@ -197,7 +200,7 @@ class Windows:
 
 
 def _may_stay_in_memory(block: Block) -> bool:
-    """Returns whether a window may keep a block in memory instead of copying its wanted rows.
+    """Returns whether a window keeps a block as it was read, instead of copying its wanted tokens.
 
     A block may stay in memory if it is large (MIN_HELD_BYTES) and most of its tokens are wanted
     (MIN_WANTED_FRACTION).

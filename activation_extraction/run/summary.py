@@ -203,7 +203,7 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
     elapsed_seconds = clock.elapsed
     token_unit = "tokens" if run.text.sample_settings.choice.keeps_everything else "kept tokens"
     times_in_words = ", ".join(
-        f"{activity} {clock.seconds[activity]:.1f}" for activity in ACTIVITIES
+        f"{activity} {clock.seconds_by_activity[activity]:.1f}" for activity in ACTIVITIES
     )
     waits_in_words = ", ".join(
         f"{storage_phase} {waited_seconds:.1f}"
