@@ -85,7 +85,7 @@ class Run:
         return self.storage.destination.url
 
     def with_text_reopened(self) -> "Run":
-        """Returns the same run with new batches, without the samples that are stored by now.
+        """Returns the same run with new batches, which leave out all samples stored by now.
 
         Raises:
             InputError: If the first batch cannot be read.

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Patience:
-    """The time that one write may take, including all of its attempts.
+    """Limits the time that one write may take, including all of its attempts.
 
     The time begins when the object is made. It does not include the time in which the body of the
     write is being sent, as long as this does not take longer than on a slow line.

@@ -3,7 +3,7 @@
 --verify reports bad shards, and --repair withdraws them. Both must distinguish a bad shard from a
 shard that could not be read. A shard is only bad if its content was read and differs, or if a file
 certainly does not exist. The following list contains all checks of a shard, in this module and in
-readers, and for each check the damage that no other check finds:
+the modules that read shards. For each check, it gives the damage that no other check finds:
 
 - *Sizes* (`RunLog.missing_files`, and `check_shard` here): files that are missing or cut short,
   before any file is read, and files that are too long. The folder refuses to read a file that is

@@ -316,7 +316,7 @@ class ActivationStorage:
         Returns:
             The metrics of `ShardQueue.gauges`, and these:
             "shards_stored": Number of committed shards of the run.
-            "bytes_stored": Size of their files of activations in bytes.
+            "bytes_stored": Total size of the files of activations in these shards, in bytes.
             "upload_retries_since_start": Number of attempts at requests to the folder that have
             failed in this process.
         """
