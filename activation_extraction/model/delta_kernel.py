@@ -301,9 +301,9 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
         log_decay: The log decays, (2C, 1).
 
     Returns:
-        In row I and column J, the share of token J's change of S that is left at token I of the
+        In row I and column J, the fraction of token J's change of S that is left at token I of the
         same chunk, with the two chunks side by side, (C, 2C). It is 0 if J comes after I.
-        A list of two arrays (C, 1), one for each chunk: the share of S before the chunk that is
+        A list of two arrays (C, 1), one for each chunk: the fraction of S before the chunk that is
         left at each token.
     """
     row_indices, column_indices, _ = _indices()

@@ -339,7 +339,7 @@ class _Chunks(NamedTuple):
         output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
         decayed_keys: The key of each token, multiplied by the decay from this token to the end of
             the chunk, (N, B, K, G, C, D).
-        state_decay: The share of S before the chunk that is left after it, (N, B, K, G, 1, 1).
+        state_decay: The fraction of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
     initial_vectors: Array
@@ -439,10 +439,10 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         segments: The segment ids, (N, B, C, 1).
 
     Returns:
-        The share of token J's addition to S that is left at token I, (N, B, K, G, I, J). It is 0 if
-        the tokens belong to different segments, or J comes after I.
-        The share of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is 0 if
-        the token's segment begins in the chunk.
+        The fraction of token J's addition to S that is left at token I, (N, B, K, G, I, J). It is 0
+        if the tokens belong to different segments, or J comes after I.
+        The fraction of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is 0
+        if the token's segment begins in the chunk.
     """
     token_segments = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
     # The segment of the last token of each chunk, without the last chunk of a row.

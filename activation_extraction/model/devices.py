@@ -69,7 +69,7 @@ TOO_LARGE = (
     "fewer layers or a smaller --max_seq_length make it another run (--overwrite)"
 )
 
-# A machine with a TPU has at least one of these device files or environment variables.
+# A computer with a TPU has at least one of these device files or environment variables.
 TPU_FILES = "/dev/accel*", "/dev/vfio/[0-9]*"
 TPU_VARIABLES = (
     "TPU_NAME",
@@ -84,9 +84,9 @@ TPU_VARIABLES = (
 
 
 def leave_out_absent_tpu() -> None:
-    """Makes JAX use only the CPU on a machine with libtpu but without signs of a TPU or GPU.
+    """Makes JAX use only the CPU on a computer with libtpu but without signs of a TPU or GPU.
 
-    On such a machine, libtpu is installed for --plan, and it would print errors when JAX looks for
+    On such a computer, libtpu is installed for --plan, and it would print errors when JAX looks for
     a TPU. This function must be called before JAX looks for devices. It has no effect if the user
     has chosen JAX's platforms (JAX_PLATFORMS).
     """

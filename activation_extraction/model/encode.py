@@ -83,7 +83,7 @@ class Encoder:
         return self.source_hook._replace(kind=codes_kind)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the description of the codes hook, as metadata.json stores it.
+        """Returns the description of the hook of the codes, as metadata.json stores it.
 
         Returns:
             A dict with these keys:
@@ -133,10 +133,10 @@ class Encoder:
             layout: The mesh over which arrays are split.
         """
         weight_count = sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
-        weight_shard_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
+        weight_part_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
         # About four arrays of a block exist at a time, and a float32 value has four bytes.
         block_bytes = 4 * 4 * VALUES_OF_A_BLOCK
-        return weight_count * self.autoencoder.dtype.itemsize / weight_shard_count + block_bytes
+        return weight_count * self.autoencoder.dtype.itemsize / weight_part_count + block_bytes
 
     def shapes(self, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes, dtypes and shardings of the autoencoder's arrays on the devices.
@@ -157,7 +157,7 @@ class Encoder:
         return shape_by_field
 
     def weights(self, layout: Layout) -> Weights:
-        """Copies the autoencoder's arrays to the devices. Each device gets only its own shard.
+        """Copies the autoencoder's arrays to the devices, to each device only its part of an array.
 
         Args:
             layout: The mesh over which arrays are split.
@@ -167,10 +167,10 @@ class Encoder:
         """
 
         def load(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> Array:
-            def shard(index: Any) -> np.ndarray:
+            def read_part(index: Any) -> np.ndarray:
                 return array[index].astype(shape.dtype, order="C")
 
-            return jax.make_array_from_callback(shape.shape, shape.sharding, shard)
+            return jax.make_array_from_callback(shape.shape, shape.sharding, read_part)
 
         return jax.tree.map(load, self.autoencoder.arrays, self.shapes(layout))
 
@@ -265,8 +265,8 @@ def encode(
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
     """
-    feature_shard_count = layout.size(*RULES["head_vocab"])
-    tokens_per_block = VALUES_OF_A_BLOCK * feature_shard_count // encoder.autoencoder.features
+    feature_part_count = layout.size(*RULES["head_vocab"])
+    tokens_per_block = VALUES_OF_A_BLOCK * feature_part_count // encoder.autoencoder.features
     weights = {
         field_name: layout.gather(weight, AXES[field_name])
         for field_name, weight in weights.items()
@@ -274,11 +274,11 @@ def encode(
     values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target_values]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
-        sharded_hook_values = [
+        split_hook_values = [
             layout.constrain(hook_array, "batch", "sequence", "hidden")
             for hook_array in block_values
         ]
-        return _records(encoder, weights, sharded_hook_values[0], sharded_hook_values[-1], layout)
+        return _records(encoder, weights, split_hook_values[0], split_hook_values[-1], layout)
 
     with jax.named_scope("encode"):
         return in_blocks(records_of_block, values_at_hooks, tokens_per_block, layout)

@@ -16,7 +16,7 @@ The tiles of an expert follow one another, so its weights are read once. They ar
 the stack of all layers, because a kernel knows the layer and each tile's expert before it starts.
 Only tiles with rows are computed. Arrays of rows have the shape (n', D / LANES, LANES), in which
 the values of a row are contiguous, so that a kernel can fetch a row. In an array (n', D), the
-pieces of a row would lie between pieces of other rows.
+parts of a row would lie between parts of other rows.
 
 Letters: T tokens, D hidden, M width of an expert, E experts, X experts of a token, and n' rows of
 all tiles with their padding: T * X + E * ROWS, rounded up to whole tiles.

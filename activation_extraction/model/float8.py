@@ -329,10 +329,10 @@ class Scales:
         scales_per_row = scales_of_columns.shape[-1]
         column_table_offsets = (column_scale_numbers - column_scale_numbers[0]) * lookup_table_size
         part_values = np.empty(stored_values.shape, dtype)
-        # The rows are computed in pieces, so that neither the values of a piece nor its tables
-        # leave a core's caches.
+        # The rows are computed in chunks, so that neither the values of a chunk nor its lookup
+        # tables leave a core's caches.
         table_values_per_row = lookup_table_size * scales_per_row // self.values_per_scale[-2]
-        rows_per_piece = max(
+        rows_per_chunk = max(
             VALUES_AT_ONCE // max(len(column_scale_numbers), table_values_per_row), 1
         )
         for matrix_index in np.ndindex(stored_values.shape[:-2]):
@@ -343,25 +343,25 @@ class Scales:
                 )
             )
             matrix_scales = scales_of_columns[scale_matrix_index]
-            for first_row in range(0, len(row_scale_numbers), rows_per_piece):
-                piece_slice = slice(first_row, first_row + rows_per_piece)
-                piece_bytes = stored_values[matrix_index][piece_slice].view(np.uint8)
-                piece_scale_numbers = row_scale_numbers[piece_slice]
-                if (piece_bytes & NAN_BYTE).max() == NAN_BYTE:
+            for first_row in range(0, len(row_scale_numbers), rows_per_chunk):
+                chunk_slice = slice(first_row, first_row + rows_per_chunk)
+                chunk_bytes = stored_values[matrix_index][chunk_slice].view(np.uint8)
+                chunk_scale_numbers = row_scale_numbers[chunk_slice]
+                if (chunk_bytes & NAN_BYTE).max() == NAN_BYTE:
                     raise InputError(
                         f"{self.scales_file.location}: tensor {self.tensor_name} has NaN values"
                     )
-                piece_scales = matrix_scales[
-                    piece_scale_numbers[0] : piece_scale_numbers[-1] + 1, :, None
+                chunk_scales = matrix_scales[
+                    chunk_scale_numbers[0] : chunk_scale_numbers[-1] + 1, :, None
                 ]
-                value_table = (FLOAT32_OF_BYTE * piece_scales).astype(dtype).reshape(-1)
+                value_table = (FLOAT32_OF_BYTE * chunk_scales).astype(dtype).reshape(-1)
                 # The smallest dtype that can index the table moves the fewest bytes.
                 index_dtype = np.min_scalar_type(len(value_table))
                 table_indices = np.add(
-                    piece_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
+                    chunk_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
                 row_table_offsets = (
-                    (piece_scale_numbers - piece_scale_numbers[0])
+                    (chunk_scale_numbers - chunk_scale_numbers[0])
                     * lookup_table_size
                     * scales_per_row
                 )
@@ -370,7 +370,7 @@ class Scales:
                 np.take(
                     value_table,
                     table_indices,
-                    out=part_values[matrix_index][piece_slice],
+                    out=part_values[matrix_index][chunk_slice],
                     mode="wrap",
                 )
         return part_values

@@ -91,7 +91,7 @@ class Program:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter of an axis -> its size in the model, for `HookKind.width`."""
+        """Letter of an axis -> its size in the model (see `HookKind.letters`)."""
         return self.model.config.sizes_with(self.shape[1])
 
     def vector_type(self, hook: Hook) -> VectorType:
@@ -103,7 +103,7 @@ class Program:
         return hook.kind.vector_type(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Returns the number of floating-point operations for samples.
+        """Returns the number of floating-point operations for samples of the given lengths.
 
         Args:
             lengths: The lengths of the samples in tokens.

@@ -136,7 +136,7 @@ class HookKind:
         return math.prod(sizes[letter] for letter in self.letters) * self.width_factor
 
     def vector_type(self, sizes: Mapping[str, int], dtype: Any) -> VectorType:
-        """Returns the width and dtype of the values.
+        """Returns the width and dtype of the values that a token has at a hook of this kind.
 
         Args:
             sizes: Letter of an axis -> its size in the model.
@@ -492,7 +492,7 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:
-    """Returns the kinds of hooks, in the order in which they are computed.
+    """Makes the kinds of hooks of a model, in the order in which they are computed.
 
     Args:
         type_words: The result of `_type_words`. Rows of HOOK_KINDS whose word is missing in it are
