@@ -56,7 +56,7 @@ CASES = {
         SampleSettings(LENGTH, splits_documents=True, overlap=5), shard_format="safetensors"
     ),
     "few tokens": Case(keeping(9, 10), hosts=2, shard=100, shard_format="safetensors"),
-    "no tokens": Case(keeping(share=1e-15), shard=200),
+    "no tokens": Case(keeping(probability=1e-15), shard=200),
     "more samples": Case(before={"max_samples": 7}),
     "more tokens": Case(before={"max_tokens": 101}, shard_format="safetensors"),
 }

@@ -33,7 +33,8 @@ class AllowListUnpickler(pickle.Unpickler):
     Attributes:
         allowed_objects: Full name in a pickle ("module.name") -> object that is used in its place.
         error_type: Type of the exception for a name that is not listed.
-        error_reason: Reason why other names are refused, which ends the exception's message.
+        error_reason: Reason why names that are not listed are refused. It ends the exception's
+            message.
     """
 
     allowed_objects: ClassVar[Mapping[str, Any]]

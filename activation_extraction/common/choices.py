@@ -1,6 +1,6 @@
 """Lists choices and defaults of flags that several packages use.
 
-cli/flags.py declares the flags. A choice or default that only one package uses is declared there.
+cli/flags.py declares the flags, and also the choices and defaults that only one package uses.
 """
 
 # The name of a column of a data set. Its values are masks of token ids, in which 0 means padding.

@@ -121,7 +121,7 @@ class Codes:
 
     @classmethod
     def concatenate(cls, codes_of_parts: Sequence["Codes"]) -> "Codes":
-        """Returns the codes of the tokens of several `Codes`, in order.
+        """Joins several `Codes` into one, which contains all of their tokens in order.
 
         Args:
             codes_of_parts: At least one object of `Codes`, all of the same autoencoder. A single

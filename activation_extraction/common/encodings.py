@@ -5,7 +5,7 @@ values x / scale, rounded to e4m3 (`float8_e4m3fn`, whose largest number is 448;
 https://arxiv.org/abs/2209.05433). A scale is always positive, so that zeros stay zeros. If an
 activation contains NaN or infinity, all of its values decode to NaN.
 
-store/hook_values.py writes these arrays to files and reads them.
+store/hook_values.py writes the scales and values to files, and reads them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ class Float8Array:
 
     @classmethod
     def concatenate(cls, arrays: Sequence["Float8Array"]) -> "Float8Array":
-        """Returns the activations of the tokens of several arrays, in order.
+        """Joins several arrays into one, which contains all of their tokens in order.
 
         Args:
             arrays: At least one array, all of the same width.
@@ -138,13 +138,13 @@ class Float8Array:
 
 
 def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:
-    """Yields consecutive slices of an array's first axis.
+    """Divides the tokens of an array into consecutive slices, which are processed in turn.
 
     Args:
         x: An array (tokens, width).
 
     Yields:
-        A slice of at least one token, with at most VALUES_AT_ONCE values if it has several tokens.
+        A slice of the first axis. It contains at most VALUES_AT_ONCE values, or a single token.
     """
     tokens_per_block = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
     for first_token in range(0, len(x), tokens_per_block):

@@ -56,7 +56,11 @@ def install(package: str) -> str:
 
 
 def install_extra(name: str) -> str:
-    """Returns a command to install the optional dependencies of this name in pyproject.toml."""
+    """Returns a command to install an extra, which is a set of optional dependencies.
+
+    Args:
+        name: The name of the extra in pyproject.toml.
+    """
     return "in the folder of the checkout " + install(f"-e '.[{name}]'")
 
 
@@ -92,7 +96,7 @@ class RunError(Exception):
 class StorageError(RunError):
     """A shard could not be committed.
 
-    Later shards must not be committed either. All earlier shards are committed.
+    Earlier shards are committed already. Later shards must not be committed after this error.
     """
 
 

@@ -14,9 +14,9 @@ from types import ModuleType
 def set_library_defaults() -> None:
     """Sets environment variables that transformers and `datasets` read when they are imported.
 
-    Must be called before either library is imported. Without these variables, `datasets` would load
-    PyTorch if it is installed, and transformers would warn if PyTorch is not installed. If the user
-    has no home folder, both libraries would create a folder called ~.
+    This function must be called before either library is imported. Without these variables,
+    `datasets` would load PyTorch if it is installed, and transformers would warn if PyTorch is not
+    installed. If the user has no home folder, both libraries would create a folder called ~.
     """
     os.environ.setdefault("USE_TORCH", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

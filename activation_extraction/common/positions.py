@@ -1,4 +1,4 @@
-"""Parses the rule of --positions, which selects the tokens of a sample whose activations are kept.
+"""Parses the rule of --positions, which selects the tokens whose activations are stored.
 
 The position of a token is its index in its sample, from 0. text/token_choice.py applies the rule to
 samples.
@@ -14,7 +14,7 @@ LAST_OF_TURN = "last_of_turn"
 # Regular expressions for values of --positions that contain numbers. EXPECTED shows their forms.
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
 RANDOM_COUNT = re.compile(r"random:(\d{1,9})(?::(\d{1,9})(?::(\d{1,9}))?)?")
-RANDOM_SHARE = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
+RANDOM_FRACTION = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")
 NAMED = re.compile(r"(first|last|every):([1-9]\d{0,8})")
 EXPECTED = (
     "expected all, last, first:N, last:N, every:N, random:N[:SEED[:FROM]], random:P[:SEED], "
@@ -24,10 +24,10 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Positions:
-    """A rule that selects the positions of a sample whose activations are kept.
+    """A rule that selects, in each sample, the positions whose activations are stored.
 
     There are four kinds of rules. A rule keeps a slice of the positions, as in Python, or a fixed
-    number of random positions, or a random share of the positions, or the last position of each
+    number of random positions, or a random fraction of the positions, or the last position of each
     turn of a conversation. The attributes of the other kinds have their default values.
 
     Attributes:
@@ -37,7 +37,7 @@ class Positions:
         step: Step of the slice, positive.
         count: Number of positions to choose at random. If there are fewer positions from `start`
             on, all of them are kept. None for a rule of another kind.
-        share: Probability with which a position is kept, between 0 and 1. None for a rule of
+        probability: Probability with which a position is kept, between 0 and 1. None for a rule of
             another kind.
         seed: Seed of the random choice.
         last_of_turn: Whether to keep the last position of each turn.
@@ -47,7 +47,7 @@ class Positions:
     stop: int | None = None
     step: int = 1
     count: int | None = None
-    share: float | None = None
+    probability: float | None = None
     seed: int = 0
     last_of_turn: bool = False
 
@@ -60,30 +60,30 @@ class Positions:
         Args:
             length: The number of tokens in the sample.
         """
-        if self.share is not None:
-            return self.share * length
+        if self.probability is not None:
+            return self.probability * length
         if self.count is not None:
             return min(self.count, len(range(length)[self.start :]))
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
-        """Returns whether there can be a sample of which the rule keeps a token.
+        """Returns whether the rule can keep any token at all.
 
         Args:
             longest: The largest number of tokens in a sample.
         """
-        if self.share is not None:
+        if self.probability is not None:
             return self.threshold > 0
         return any(self.expected(sample_length) for sample_length in range(1, longest + 1))
 
     @property
     def threshold(self) -> int:
-        """The threshold for the hashes of positions, for a rule with `share`.
+        """The threshold for the hashes of positions, for a rule with `probability`.
 
         A position is kept if its hash, a number from 0 to 2**64 - 1, is below the threshold. The
-        threshold is `share` times 2**64, rounded down. It is 0 if the rule has no `share`.
+        threshold is `probability` times 2**64, rounded down. It is 0 if `probability` is None.
         """
-        return int((self.share or 0) * 2.0**64)
+        return int((self.probability or 0) * 2.0**64)
 
     def __str__(self) -> str:
         """Returns the rule in its canonical spelling, which `parse_positions` reads back."""
@@ -92,8 +92,8 @@ class Positions:
         if self.count is not None:
             start_suffix = "" if self.start is None else f":{self.start}"
             return f"random:{self.count}:{self.seed}{start_suffix}"
-        if self.share is not None:
-            return f"random:{self.share!r}:{self.seed}"
+        if self.probability is not None:
+            return f"random:{self.probability!r}:{self.seed}"
         if self == Positions():
             return ALL
         if self == Positions(step=self.step):
@@ -139,11 +139,11 @@ def parse_positions(typed: str) -> Positions:
         if token_count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
         return Positions(start=first_position or None, count=token_count, seed=seed)
-    if share_rule := RANDOM_SHARE.fullmatch(typed):
-        token_share = float(share_rule[1])
-        if not 0 < token_share < 1:
+    if probability_rule := RANDOM_FRACTION.fullmatch(typed):
+        probability = float(probability_rule[1])
+        if not 0 < probability < 1:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
-        return Positions(share=token_share, seed=int(share_rule[2] or 0))
+        return Positions(probability=probability, seed=int(probability_rule[2] or 0))
     if slice_rule := SLICE.fullmatch(typed):
         first_position = int(slice_rule[1] or 0)
         stop_position = None if slice_rule[2] is None else int(slice_rule[2])

@@ -268,7 +268,10 @@ BUFFER_BYTES = 2**16  # the size in bytes of the buffer for reading text files
 
 
 def compression_of(url: str) -> str:
-    """Returns the extension of a compressed file, a key of COMPRESSIONS; otherwise ""."""
+    """Returns the extension of a compressed file, such as ".gz", which is a key of COMPRESSIONS.
+
+    Returns "" if the name of the file ends in no such extension.
+    """
     lowercase_name = plain_url(url).lower()
     return next((extension for extension in COMPRESSIONS if lowercase_name.endswith(extension)), "")
 

@@ -211,12 +211,12 @@ def open_hub_dataset(
         name: Name of the data set, such as HuggingFaceFW/fineweb-edu.
         config: Name of a configuration of the data set; None for its default configuration.
         split: Name of the split.
-        revision: Commit of the data set; None for its newest commit.
+        revision: Git commit of the data set on the hub; None for its newest commit.
 
     Returns:
         A tuple of:
             The stream of rows.
-            The commit that is read.
+            The Git commit of the data set that is read.
 
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.

@@ -95,7 +95,7 @@ class TokenChoice:
         if eligible_mask is not None:
             candidate_positions = candidate_positions[eligible_mask]
         position_rule = self.positions
-        if position_rule.share is not None:
+        if position_rule.probability is not None:
             position_hashes = _hashes(position_rule.seed, sample_idx, candidate_positions)
             chosen_positions = candidate_positions[
                 position_hashes < np.uint64(position_rule.threshold)
