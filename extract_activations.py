@@ -328,7 +328,7 @@ def take_steps(
                     log.debug("step %d: %d samples", progress.steps, len(batch.samples))
                 except Exception as error:
                     # The error is raised once all hosts have stopped. Until then, no later batch is
-                    # stored, because this one is missing.
+                    # stored, because the batch that failed is missing.
                     lockstep.fail(error)
                     can_store_batches = False
             run.watchdog.reset()

@@ -101,9 +101,9 @@ class Progress:
     Attributes:
         samples: Number of samples that were computed since the start of this process.
         tokens: Number of tokens that were computed since the start of this process, whether or not
-            they are kept.
+            they are stored.
         steps: Number of steps since the start of this process.
-        kept: Number of tokens that were kept since the beginning of the run.
+        stored_tokens: Number of tokens that are stored since the beginning of the run.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Progress:
     ) -> None:
         self.samples = self.tokens = self.steps = 0
         self._num_flops = 0.0
-        self._stored_samples, self.kept = stored
+        self._stored_samples, self.stored_tokens = stored
         self._counts_tokens = max_tokens is not None  # otherwise the bar counts samples
         self._sample_or_token_limit = max_tokens if self._counts_tokens else max_samples
         self._report_interval = interval
@@ -157,11 +157,13 @@ class Progress:
         self.samples += samples
         self.tokens += tokens
         self._num_flops += flops
-        self.kept += kept
+        self.stored_tokens += kept
         self.steps += 1
         if not self._progress_bar.disable:
             tokens_per_second = self.tokens / self._progress_bar.format_dict["elapsed"]
-            bar_postfix = f"{counted(self.kept, 'token')}, {tokens_per_second:,.0f} tokens/s"
+            bar_postfix = (
+                f"{counted(self.stored_tokens, 'token')}, {tokens_per_second:,.0f} tokens/s"
+            )
             self._progress_bar.set_postfix_str(bar_postfix, refresh=False)
             self._progress_bar.update(kept if self._counts_tokens else samples)
         if time.perf_counter() - self._last_report_time >= self._report_interval:
@@ -184,7 +186,7 @@ class Progress:
         metrics_of_interval = {
             "time": round(time.time(), 3),
             "samples": self._stored_samples + self.samples,
-            "tokens": self.kept,
+            "tokens": self.stored_tokens,
             "tokens_computed_since_start": self.tokens,
             "steps_since_start": self.steps,
             "tokens_per_second": round(tokens_per_second, 1),
@@ -196,10 +198,10 @@ class Progress:
         self._store_metrics(metrics_of_interval)
         if self._progress_bar.disable:
             samples_in_words = counted(metrics_of_interval["samples"], "sample")
-            tokens_in_words = counted(self.kept, "token")
+            tokens_in_words = counted(self.stored_tokens, "token")
             if self._counts_tokens:
                 limit_in_words = counted(self._sample_or_token_limit or 0, "token")
-                tokens_in_words = f"{self.kept:,} of {limit_in_words}"
+                tokens_in_words = f"{self.stored_tokens:,} of {limit_in_words}"
             elif self._sample_or_token_limit is not None:
                 limit_in_words = counted(self._sample_or_token_limit, "sample")
                 samples_in_words = f"{metrics_of_interval['samples']:,} of {limit_in_words}"

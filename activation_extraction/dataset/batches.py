@@ -44,8 +44,8 @@ MIN_READ_BYTES = 2 * 2**20
 MAX_ORDERED_READ_BYTES = 14 * 2**20
 # Smallest number of chunks in a shuffled buffer, so that tokens from many parts of the data mix.
 MIN_SHUFFLED_CHUNKS = 32
-# Smallest number of chunks in the buffer if a run is in a bucket, where MIN_READ_BYTES may allow
-# fewer chunks than MIN_SHUFFLED_CHUNKS.
+# Smallest number of chunks in the buffer if a run is in a bucket. It is less than
+# MIN_SHUFFLED_CHUNKS, because chunks of at least MIN_READ_BYTES need much memory.
 MIN_BUCKET_CHUNKS = 8
 # Smallest number of chunks in a buffer whose tokens stay in order. A window takes half of the
 # buffer, so it has room for at least two chunks.

@@ -100,7 +100,7 @@ class BatchOptions:
         )
         has_invalid_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
         has_small_buffer = self.buffer is not None and self.buffer < 2 * self.size
-        expected_workers = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
+        expected_workers_text = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
         for is_invalid, message in (
             (self.size < 1, f"size {self.size}: expected 1 or more tokens"),
             (
@@ -108,7 +108,7 @@ class BatchOptions:
                 f"buffer {self.buffer}: it must hold two batches of {self.size} tokens",
             ),
             (self.skip_first < 0, f"skip_first {self.skip_first}: expected 0 or more tokens"),
-            (not 0 <= self.worker < self.workers, f"worker {self.worker}: {expected_workers}"),
+            (not 0 <= self.worker < self.workers, f"worker {self.worker}: {expected_workers_text}"),
             (has_invalid_seed, f"shuffle {self.shuffle}: expected a seed, 0 or larger, or None"),
             (
                 self.dtype is not None and floating_name(self.dtype) is None,
