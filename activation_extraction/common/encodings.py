@@ -147,8 +147,8 @@ def _blocks_of_tokens(x: np.ndarray) -> Iterator[slice]:
         A slice of the first axis. It contains at most VALUES_AT_ONCE values, or a single token.
     """
     tokens_per_block = max(VALUES_AT_ONCE // max(x.shape[1], 1), 1)
-    for first_token in range(0, len(x), tokens_per_block):
-        yield slice(first_token, min(first_token + tokens_per_block, len(x)))
+    for first_token_index in range(0, len(x), tokens_per_block):
+        yield slice(first_token_index, min(first_token_index + tokens_per_block, len(x)))
 
 
 def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:

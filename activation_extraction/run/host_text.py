@@ -369,6 +369,7 @@ def check_roles(options: TextOptions, template: ChatTemplate) -> None:
         flag_that_needs_roles = f"--positions {options.positions}"
     if flag_that_needs_roles and not template.has_roles:
         raise InputError(
-            f"{flag_that_needs_roles}: {template.origin} writes no turns between {START} and {END}"
-            ", by which the roles of tokens are known; give another template with --chat_template"
+            f"{flag_that_needs_roles}: {template.flag_and_path} writes no turns between {START} "
+            f"and {END}, by which the roles of tokens are known; give another template with "
+            "--chat_template"
         )

@@ -76,20 +76,20 @@ class MessagesColumn:
 
     Attributes:
         activity: Description of the reading for the log and for errors (see `Reader`).
-        name: Name of the column of messages.
+        column_name: Name of the column of messages.
         template: Chat template that renders the messages.
     """
 
     activity: ClassVar = "rendering the chat template of"
-    name: str
+    column_name: str
     template: "ChatTemplate"
 
     @property
     def columns(self) -> Columns:
-        return Columns((self.name,), ("tools",))
+        return Columns((self.column_name,), ("tools",))
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        return self.name in row
+        return self.column_name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the rendered conversation of a row; None if it has no messages.
@@ -98,13 +98,15 @@ class MessagesColumn:
             UnusableRowError: If the messages are not a list of objects, if the tools are not a
                 list, or if the conversation cannot be rendered.
         """
-        row_messages = _decoded_json(without_nulls(column_of(row, self.name, "--messages_column")))
+        row_messages = _decoded_json(
+            without_nulls(column_of(row, self.column_name, "--messages_column"))
+        )
         if row_messages is None or row_messages == []:
             return None
         is_message_list = isinstance(row_messages, list)
         if not is_message_list or not all(isinstance(message, dict) for message in row_messages):
             raise UnusableRowError(
-                f"--messages_column {self.name}: expected a list of messages, found "
+                f"--messages_column {self.column_name}: expected a list of messages, found "
                 f"{type(row_messages).__name__} {row_messages!r:.40}"
             )
         tool_definitions = _decoded_json(without_nulls(row.get("tools")))
@@ -258,14 +260,14 @@ class ChatTemplate:
         tokenizer: The tokenizer, an object of transformers.
         source_by_name: Jinja sources of the templates by name. The names are "default", "tool_use"
             (for conversations with tools), or both.
-        origin: Flag and path from which the templates were read, for error messages.
+        flag_and_path: Flag and path from which the templates were read, for error messages.
         value_by_argument: Values of --chat_template_args by name, which are variables of the
             templates besides messages and tools.
     """
 
     tokenizer: Any
     source_by_name: Mapping[str, str]
-    origin: str
+    flag_and_path: str
     value_by_argument: Mapping[str, Any]
 
     @classmethod
@@ -347,20 +349,24 @@ class ChatTemplate:
         """
         if len({START in template_source for template_source in self.source_by_name.values()}) > 1:
             raise InputError(
-                f"{self.origin}: of its templates default and tool_use, one writes turns between "
-                f"{START} and {END} and the other does not; expected both or neither"
+                f"{self.flag_and_path}: of its templates default and tool_use, one writes turns "
+                f"between {START} and {END} and the other does not; expected both or neither"
             )
         for template_name in self.source_by_name:
             trial_tools = [TRIAL_TOOL] if template_name == "tool_use" else None
             try:
-                with activity(f"rendering the chat template of {self.origin}"):
+                with activity(f"rendering the chat template of {self.flag_and_path}"):
                     renders_identically = self.content(TRIAL_MESSAGES, trial_tools) == self.content(
                         TRIAL_MESSAGES, trial_tools
                     )
             except UnusableRowError as error:
-                raise InputError(f"{self.origin}: cannot render a conversation: {error}") from error
+                raise InputError(
+                    f"{self.flag_and_path}: cannot render a conversation: {error}"
+                ) from error
             if not renders_identically:
-                raise InputError(f"{self.origin}: renders the same conversation in different ways")
+                raise InputError(
+                    f"{self.flag_and_path}: renders the same conversation in different ways"
+                )
 
     @property
     def digest(self) -> str:

@@ -52,14 +52,15 @@ class Document:
         stored_position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
         location_in_words: Position of the row in words, for messages.
-        columns: Columns of the row that are stored with its samples, JSON values by name.
+        kept_value_by_column: Values that --keep_columns stores with the samples of the row, JSON
+            values by column name.
     """
 
     content: Content
     doc_id: DocId
     stored_position: dict[str, Any]
     location_in_words: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    kept_value_by_column: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ReadRow(NamedTuple):

@@ -30,18 +30,18 @@ class TextColumn:
 
     Attributes:
         activity: Description of the reading for the log and for errors (see `Reader`).
-        name: Name of the column.
+        column_name: Name of the column.
     """
 
     activity: ClassVar = "reading"
-    name: str
+    column_name: str
 
     @property
     def columns(self) -> Columns:
-        return Columns((self.name,))
+        return Columns((self.column_name,))
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        return self.name in row
+        return self.column_name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the text of a row; None if the text is null or blank.
@@ -50,16 +50,16 @@ class TextColumn:
             ColumnError: If the column is missing, or if it contains a conversation or token ids.
             UnusableRowError: If the column contains any other value that is not text.
         """
-        text_value = column_of(row, self.name, "--text_column")
+        text_value = column_of(row, self.column_name, "--text_column")
         if text_value is None:
             return None
         if not isinstance(text_value, str):
-            error_message = f"--text_column {self.name}: expected text, found "
+            error_message = f"--text_column {self.column_name}: expected text, found "
             value_kind = kind_of_value(text_value)
             if value_kind in READING_FLAGS:
                 raise ColumnError(
                     f"{error_message}{value_kind}; --{READING_FLAGS[value_kind]} "
-                    f"{self.name} reads it"
+                    f"{self.column_name} reads it"
                 )
             raise UnusableRowError(f"{error_message}{type(text_value).__name__} {text_value!r:.40}")
         return Content(without_surrogates(text_value)) if text_value.strip() else None
@@ -71,7 +71,7 @@ class IdsColumn:
 
     Attributes:
         activity: Description of the reading for the log and for errors (see `Reader`).
-        name: Name of the column with lists of token ids.
+        column_name: Name of the column with lists of token ids.
         mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In
             the column ATTENTION_MASK, 0 means padding, which is removed from the token ids. In any
             other column, 0 means context, which the model reads but the run does not store.
@@ -79,16 +79,18 @@ class IdsColumn:
     """
 
     activity: ClassVar = "reading"
-    name: str
+    column_name: str
     mask_column: str
     vocabulary_size: int
 
     @property
     def columns(self) -> Columns:
-        return Columns((self.name, self.mask_column) if self.mask_column else (self.name,))
+        return Columns(
+            (self.column_name, self.mask_column) if self.mask_column else (self.column_name,)
+        )
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        return self.name in row
+        return self.column_name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the token ids of a row; None if the row has no token ids.
@@ -98,10 +100,10 @@ class IdsColumn:
                 mask does not contain a 0 or 1 for each token id, if it marks all tokens as padding,
                 or if a token id is outside the vocabulary.
         """
-        ids_value = column_of(row, self.name, "--ids_column")
+        ids_value = column_of(row, self.column_name, "--ids_column")
         if ids_value is None or ids_value == []:
             return None
-        token_ids = _integer_array(ids_value, self.name, "--ids_column")
+        token_ids = _integer_array(ids_value, self.column_name, "--ids_column")
         token_mask = self._mask_of_row(row, len(token_ids)) if self.mask_column else None
         if token_mask is not None and self.mask_column == ATTENTION_MASK:
             if not token_mask.any():
@@ -116,8 +118,8 @@ class IdsColumn:
         if token_ids.min() < 0 or token_ids.max() >= self.vocabulary_size:
             invalid_token_id = int(token_ids.min() if token_ids.min() < 0 else token_ids.max())
             raise UnusableRowError(
-                f"--ids_column {self.name}: token id {invalid_token_id}; the model has token ids 0 "
-                f"to {self.vocabulary_size - 1}"
+                f"--ids_column {self.column_name}: token id {invalid_token_id}; the model has "
+                f"token ids 0 to {self.vocabulary_size - 1}"
             )
         return Content(token_ids=token_ids.astype(np.int32), may_keep_mask=token_mask)
 

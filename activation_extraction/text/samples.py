@@ -367,7 +367,7 @@ def _sample_of_tokens(
         doc_id=document.doc_id,
         text_preview=document.content.text[preview_start : preview_start + PREVIEW_CHARACTERS],
         cut=tokens.total_tokens - token_range.stop,
-        columns=document.columns,
+        columns=document.kept_value_by_column,
     )
     return Sample(sample_facts, token_ids, mark, sample_labels, kept_subset)
 

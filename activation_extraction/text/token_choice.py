@@ -67,8 +67,8 @@ class TokenChoice:
         """
         eligible_mask = np.ones(tokens, bool) if mask is None else mask.copy()
         if self.roles:
-            role_numbers = [ROLES.index(role) for role in self.roles]
-            eligible_mask &= np.isin(labels["role"], role_numbers)
+            role_indices = [ROLES.index(role) for role in self.roles]
+            eligible_mask &= np.isin(labels["role"], role_indices)
         if self.positions.last_of_turn:
             eligible_indices = np.flatnonzero(eligible_mask)
             turns_of_eligible_tokens = labels["turn"][eligible_indices]
@@ -104,13 +104,16 @@ class TokenChoice:
             chosen_positions = candidate_positions[
                 position_rule.start : position_rule.stop : position_rule.step
             ]
-            if position_rule.count is not None and len(chosen_positions) > position_rule.count:
+            if (
+                position_rule.random_count is not None
+                and len(chosen_positions) > position_rule.random_count
+            ):
                 # The positions with the smallest hashes are chosen. There are no ties, because the
                 # hashes of different positions of a sample differ.
                 position_hashes = _hashes(position_rule.seed, sample_idx, chosen_positions)
                 indices_of_smallest_hashes = np.argpartition(
-                    position_hashes, position_rule.count - 1
-                )[: position_rule.count]
+                    position_hashes, position_rule.random_count - 1
+                )[: position_rule.random_count]
                 chosen_positions = chosen_positions[np.sort(indices_of_smallest_hashes)]
         is_token_dropped = np.isin(token_ids[chosen_positions], self.dropped_ids)
         return chosen_positions[~is_token_dropped]
