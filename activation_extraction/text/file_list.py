@@ -1,9 +1,9 @@
 """Lists the files of a data set, and decides which files are data and which are left out.
 
-A data set is a file, a folder with its subfolders, or a glob, on this machine or at a URL. All of
-its files are of one kind, by their names. file_rows.py declares the kinds and reads the files. Some
-data sets are rejected because wrong rows would be stored without a warning: folders with several
-splits, Delta tables, and files that are listed twice.
+A data set is a file, a folder with its subfolders, or a glob, on this machine or at a URL. By their
+names, all data files must be of the same kind, such as Parquet. file_rows.py declares the kinds and
+reads the files. Some data sets are rejected because wrong rows would be stored without a warning:
+folders with several splits, Delta tables, and files that are listed twice.
 """
 
 import json

@@ -38,7 +38,8 @@ class Turn(NamedTuple):
     Attributes:
         role: The role of the turn's content.
         messages: The messages in the turn. This is usually one message. There may be several if
-            their role is "tool", and there is none in a system prompt that the template adds.
+            their role is "tool". There is no message if the turn is a system prompt that the
+            template adds.
     """
 
     role: str
@@ -209,8 +210,9 @@ def _required_texts(message: Mapping[str, Any], marks_thinking: bool) -> list[st
         marks_thinking: Whether the template writes thinking between <think> and </think>.
 
     Returns:
-        The text of the message. If it contains thinking, the texts before and after the thinking,
-        because a template may leave out thinking. Spaces around the texts are removed.
+        A list of the text of the message. If the message contains thinking, a list of the texts
+        before and after the thinking, because a template may leave out thinking. Spaces around the
+        texts are removed.
     """
     message_text = without_surrogates(message.get("content") or "")
     text_before_end_marker, end_marker, text_after_thinking = message_text.partition(END_THINK)

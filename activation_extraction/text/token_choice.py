@@ -52,8 +52,8 @@ class TokenChoice:
         """Returns the mask of a document's tokens to which the rule of --positions applies.
 
         If the rule is `last_of_turn`, the mask selects one token of each turn in the whole
-        document: the last one with one of `roles`. If a sample ends before this token, it has no
-        token of the turn to which the rule applies.
+        document: the last one whose role is in `roles`. A sample that ends before this token keeps
+        no token of the turn.
 
         Args:
             tokens: The number of tokens of the document.
