@@ -112,11 +112,11 @@ def _usable_folder(folder: Path, output: Path) -> str:
     """Checks that a folder can be used as a cache, and creates it if it does not exist.
 
     Args:
-        folder: The folder.
+        folder: The folder for the cache.
         output: The output folder of the run.
 
     Returns:
-        The path of the folder.
+        The path of the folder for the cache, as given.
 
     Raises:
         InputError: If the folder cannot be written, or if it is inside the output folder, which

@@ -187,8 +187,8 @@ class Decoder:
             [layer_types[:layer].count(layer_type) for layer, layer_type in enumerate(layer_types)],
             np.int32,
         )
-        # If all layers have one type, the loop itself slices each layer's parameters from the
-        # stacks. Otherwise `run_layer` does.
+        # If all layers have one type, lax.scan slices each layer's parameters from the stacks.
+        # Otherwise, `run_layer` takes them from the stacks of the layer's type.
         single_type_params = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:

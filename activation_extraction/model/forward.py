@@ -232,9 +232,9 @@ def compile_step(forward: Forward) -> Step:
     weights_by_encoder = [encoder.weights(forward.layout) for encoder in forward.encoders]
     step_params = model_weights, weights_by_encoder
     start_time = time.perf_counter()
-    with watch_compiling() as was_cached:
+    with watch_compiling() as check_cache_hit:
         compiled_program = _compile(forward, step_params)
-    cache_note = ", from the cache" if was_cached() else ""
+    cache_note = ", from the cache" if check_cache_hit() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_note)
     padding_array = np.zeros(forward.shape, np.int32)
 
