@@ -1,7 +1,8 @@
 """Writes folders that `datasets.load_from_disk` of the package `datasets` reads.
 
 Such a folder contains one Arrow file with the rows, and JSON files that describe it. SAELens and
-speculators read it. sae_lens_files.py and draft_files.py choose its columns and make the rows.
+speculators read such folders. sae_lens_files.py and draft_files.py choose the columns and make the
+rows.
 """
 
 import json

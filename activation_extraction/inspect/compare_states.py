@@ -21,19 +21,22 @@ from activation_extraction.inspect.verify import COMPUTING_ERRORS, ROUNDING_ERRO
 
 # Largest error of one token that rounding explains, as a multiple of `Limits.row_error`.
 TOKEN_FACTOR = 5
-# Largest fraction of a row's tokens for which the two programs may have chosen different experts.
-# Rounding to bfloat16 decides between experts that have nearly equal scores. In tiny random models
-# with 6 experts, 3 % of 200 tokens had errors above the limit of a token after two layers.
+# Largest fraction of a row's tokens for which this program and the program that stored the row may
+# have chosen different experts. Rounding to bfloat16 decides between experts that have nearly equal
+# scores. In tiny random models with 6 experts, 3 % of 200 tokens had errors above the limit of a
+# token after two layers.
 MAX_OTHER_EXPERTS_FRACTION = 0.1
-# Largest error of a token for which the two programs may have chosen different experts. A token
-# whose stored state is zeros has the error 1, which other experts do not explain.
+# Largest error of a token for which this program and the program that stored the token may have
+# chosen different experts. A token whose stored state is zeros has the error 1, which a different
+# choice does not explain.
 MAX_OTHER_EXPERTS_ERROR = 0.9
 # Largest error of a stored state when `align` searches the token to which the state belongs, as a
 # multiple of `Limits.row_error`. The factor is below TOKEN_FACTOR, because states of different
 # tokens may be similar.
 ALIGNMENT_FACTOR = 2
-# Largest number of parts of a layer that are described. A part belongs to another sample, or its
-# tokens are at another offset.
+# Largest number of parts of a wrong layer that a message describes, which keeps the message short.
+# The stored states of a part match the computed states of one sample at one hook and one offset
+# (`Alignment`). Two parts of a layer differ in the sample, the hook or the offset.
 MAX_PARTS = 3
 # Factor by which the error of another hook must be smaller than the error of the expected hook, so
 # that the states are taken for those of the other hook. Rounding alone may make the states of a
@@ -49,8 +52,9 @@ class Limits:
         row_error: Largest error of all tokens of a row together.
         token_error: Largest error of a single token.
         other_experts_fraction: Largest fraction of a row's tokens that may have larger errors, up
-            to MAX_OTHER_EXPERTS_ERROR, because the two programs have chosen different experts for
-            these tokens. 0 if the model has no experts, or if rounding does not change the choice.
+            to MAX_OTHER_EXPERTS_ERROR, because this program and the program that stored the row
+            have chosen different experts for these tokens. 0 if the model has no experts, or if
+            both programs compute in float32, so that rounding hardly changes the choice.
     """
 
     row_error: float
@@ -66,7 +70,9 @@ class Limits:
         (COMPUTING_ERRORS in verify.py) in the less precise one of two dtypes: the dtype of this
         computation, and the dtype in which the other program has probably computed. The other
         program's dtype is float32 if the file contains float32, and bfloat16 otherwise. The
-        limit `token_error` is TOKEN_FACTOR times as large.
+        limit `token_error` is TOKEN_FACTOR times as large. `other_experts_fraction` is
+        MAX_OTHER_EXPERTS_FRACTION if the model has experts and one of the two dtypes is bfloat16,
+        otherwise 0.
 
         Args:
             stored_dtype: Name of the dtype in the file, FLOAT8 for e4m3.
@@ -77,12 +83,12 @@ class Limits:
         computing_error = max(
             COMPUTING_ERRORS[computing_dtype][1], COMPUTING_ERRORS[other_program_dtype][1]
         )
-        row_limit = computing_error + ROUNDING_ERRORS[stored_dtype]
+        max_row_error = computing_error + ROUNDING_ERRORS[stored_dtype]
         uses_bfloat16 = "bfloat16" in (computing_dtype, other_program_dtype)
         max_other_experts_fraction = (
             MAX_OTHER_EXPERTS_FRACTION if has_experts and uses_bfloat16 else 0.0
         )
-        return cls(row_limit, TOKEN_FACTOR * row_limit, max_other_experts_fraction)
+        return cls(max_row_error, TOKEN_FACTOR * max_row_error, max_other_experts_fraction)
 
 
 class HookMatch(NamedTuple):
@@ -91,13 +97,13 @@ class HookMatch(NamedTuple):
     A match with smaller errors sorts before a match with larger errors.
 
     Attributes:
-        row_error: Error of all compared tokens together. Tokens for which the two programs may have
-            chosen different experts are left out.
+        row_error: Error of all compared tokens together, without the tokens for which this program
+            and the program that stored the row may have chosen different experts.
         largest_token_error: Largest error of one of the tokens that are not left out.
         hook: Name of the hook.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token with whose computed state it is compared. 0 if the file is right.
-        other_expert_tokens: Number of tokens that are left out.
+        other_expert_tokens: Number of tokens that are left out because of different experts.
     """
 
     row_error: float
@@ -135,7 +141,7 @@ def token_errors(stored: np.ndarray, computed: np.ndarray) -> np.ndarray:
 def match_hooks(
     row: StoredRow, layer: int, computed: Mapping[str, np.ndarray], limits: Limits
 ) -> dict[tuple[str, int], HookMatch]:
-    """Compares a row's stored states in one layer with its computed states at all hooks.
+    """Compares a row's stored states in one layer with the computed states at all hooks.
 
     Args:
         row: Content of the row's file.
@@ -145,9 +151,9 @@ def match_hooks(
         limits: Largest differences that rounding explains.
 
     Returns:
-        The match by the name of the hook and `HookMatch.token_offset`. Offsets are 0, -1 and 1,
-        and, if there are fewer states than tokens, the offset with which the last state belongs to
-        the last token.
+        A `HookMatch` by the name of the hook and `HookMatch.token_offset`. The offsets are 0, -1
+        and 1, and, if there are fewer states than tokens, also the offset with which the last state
+        belongs to the last token. An offset is left out if it assigns no state to a token.
     """
     stored_states = row.states(layer)
     token_count = len(row.token_ids)
@@ -179,38 +185,46 @@ def match_hooks(
 
 
 def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray:
-    """Returns which tokens of a row may have other experts in the two programs, bool (tokens,).
+    """Returns the tokens of a row whose large errors may come from different experts.
 
-    These are the tokens with the largest errors among the tokens whose errors are above
-    `limits.row_error` and at most MAX_OTHER_EXPERTS_ERROR. There are at most as many as
-    `limits.other_experts_fraction` allows, but one is always allowed if the fraction is not 0 and
-    the row has several tokens.
+    This program and the program that stored the row may have chosen different experts for a token.
+    This may explain an error above `limits.row_error` and up to MAX_OTHER_EXPERTS_ERROR. Of the
+    tokens with such errors, only the tokens with the largest errors are returned. Their number is
+    at most the fraction `limits.other_experts_fraction` of the row's tokens, or 1 if this fraction
+    is less than one token. No token is returned if the fraction is 0 or the row has a single token.
 
     Args:
         errors: Relative error of each token, (tokens,).
         limits: Largest differences that rounding explains.
+
+    Returns:
+        Whether different experts may explain the error of each token, bool (tokens,).
     """
     may_have_other_experts = np.zeros(len(errors), bool)
     if not limits.other_experts_fraction or len(errors) < 2:
         return may_have_other_experts
-    candidate_indices = np.flatnonzero(
+    candidate_tokens = np.flatnonzero(
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
     max_token_count = max(int(limits.other_experts_fraction * len(errors)), 1)
-    candidates_by_error = candidate_indices[np.argsort(-errors[candidate_indices])]
+    candidates_by_error = candidate_tokens[np.argsort(-errors[candidate_tokens])]
     may_have_other_experts[candidates_by_error[:max_token_count]] = True
     return may_have_other_experts
 
 
 class Alignment(NamedTuple):
-    """The stored states of a layer that match computed states of one sample at one offset.
+    """Stored states of a layer that match computed states of one sample at one offset.
+
+    The alignments of a wrong layer show from which samples and tokens its states come.
 
     Attributes:
-        row_number: Number of the row to which the sample belongs.
+        row_number: Number of the row to which the sample belongs. The layer may be in the file of
+            another row.
         hook: Name of the hook at which the states were computed.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token in the sample.
-        is_matching_state: Whether each stored state matches, bool (states,).
+        is_matching_state: Whether each stored state of the layer matches the computed state of the
+            token at this offset, bool (states,).
     """
 
     row_number: int
@@ -227,20 +241,23 @@ class Alignment(NamedTuple):
 def align(
     row: StoredRow, layer: int, row_number: int, hook: str, computed: np.ndarray, limits: Limits
 ) -> list[Alignment]:
-    """Finds the offsets at which most stored states of a layer match the states of a sample.
+    """Compares each stored state of a layer with the computed state of each token of a sample.
+
+    This shows whether the stored states belong to the sample, and to which of its tokens.
 
     Args:
         row: Content of the file with the stored states.
         layer: Index of the layer in the file.
-        row_number: Number of the row whose sample was computed, which may be another row.
+        row_number: Number of the row whose sample was computed. It may be another row than `row`.
         hook: Name of the hook at which the states were computed.
-        computed: States of the sample, float32 (tokens, width).
+        computed: Computed states of the sample, float32 (tokens, width).
         limits: Largest differences that rounding explains. A stored state matches if its error is
             at most ALIGNMENT_FACTOR times `limits.row_error`.
 
     Returns:
-        The alignments with most matching states, at most MAX_PARTS. If two offsets have equally
-        many, the offset that is nearer to 0 comes first.
+        An `Alignment` for each of the MAX_PARTS offsets with the largest numbers of matching
+        states, in descending order of this number. Of two offsets with equal numbers, the offset
+        that is nearer to 0 comes first. Empty if no state matches.
     """
     # Squared distances of all pairs are |s|^2 + |c|^2 - 2 s.c, (states, tokens). Float64 leaves a
     # relative error of 1e-8, which is far below all limits.
@@ -257,9 +274,10 @@ def align(
     state_indices, token_indices = np.nonzero(is_match)
     offset_of_match = token_indices - state_indices
     distinct_offsets, counts_of_offsets = np.unique(offset_of_match, return_counts=True)
-    most_frequent_indices = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))[:MAX_PARTS]
+    order_by_frequency = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
+    most_frequent_offsets = distinct_offsets[order_by_frequency[:MAX_PARTS]]
     alignments = []
-    for token_offset in distinct_offsets[most_frequent_indices].tolist():
+    for token_offset in most_frequent_offsets.tolist():
         is_at_offset = np.zeros(len(stored_states), bool)
         is_at_offset[state_indices[offset_of_match == token_offset]] = True
         alignments.append(Alignment(row_number, hook, token_offset, is_at_offset))
@@ -267,20 +285,21 @@ def align(
 
 
 def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
-    """Yields at most MAX_PARTS alignments that explain most states of a layer.
+    """Yields at most MAX_PARTS alignments that together explain the states of a wrong layer.
 
-    The alignment that explains most states comes first. Each next alignment explains most of the
-    remaining states.
+    An alignment explains a state if the state matches in it. The alignment that explains the
+    largest number of states comes first. Each further alignment explains the largest number of
+    states that no earlier alignment explains.
 
     Alignments with a single state are left out unless the layer has a single state, because the
-    first tokens of different samples often have the same states.
+    first tokens of different samples often have equal states.
 
     Args:
-        alignments: Alignments of the same layer. If two explain equally many states, the earlier
-            one is preferred.
+        alignments: Alignments of one layer with any samples, hooks and offsets. Of two alignments
+            that explain equally many states, the earlier one is preferred.
 
     Yields:
-        Alignments without the states that earlier alignments explain.
+        Alignments whose `is_matching_state` is False for states that earlier alignments explain.
     """
     remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):

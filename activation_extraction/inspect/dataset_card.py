@@ -24,7 +24,8 @@ CARD_NAME = "dataset_card.md"
 DATA_FROM_FILES = "files"
 # Numbers of samples that separate the hub's size categories, such as "1K<n<10K".
 SIZE_LIMITS = ("1K", "10K", "100K", "1M", "10M", "100M", "1B", "10B", "100B", "1T")
-# The last line of a card. It contains the SHA-256 of all lines before it.
+# The last line of a dataset card. It contains the SHA-256 of all lines before it, which shows
+# whether somebody has edited the card.
 LAST_LINE = "<!-- written by activation-extraction --report; sha256 of the lines above: {} -->\n"
 # Descriptions of the files with activations, by the value of --shard_format.
 FORMAT_DESCRIPTIONS = {
@@ -38,7 +39,9 @@ and add the license of the data to the lines above. -->
 
 
 def write_card(dataset: ActivationDataset, path: Path) -> bool:
-    """Writes the card of a run, unless its path has a file that is no card or that was edited.
+    """Writes the dataset card of a run, unless this would replace a file that must be kept.
+
+    An existing file is kept if it is no dataset card, or if somebody has edited it.
 
     Args:
         dataset: The run.
@@ -60,7 +63,7 @@ def write_card(dataset: ActivationDataset, path: Path) -> bool:
 
 
 def is_unchanged_card(content: bytes) -> bool:
-    """Returns whether a file is a card that nobody has edited since it was written.
+    """Returns whether a file is a dataset card that nobody has edited since --report wrote it.
 
     Args:
         content: The content of the file.
@@ -71,7 +74,7 @@ def is_unchanged_card(content: bytes) -> bool:
 
 
 def make_card(dataset: ActivationDataset) -> str:
-    """Returns the card of a run: YAML between two lines of `---`, and Markdown after them."""
+    """Returns a run's dataset card: YAML between two lines of `---`, and Markdown after them."""
     card_lines = [*_front_matter(dataset), "", UPLOAD_COMMENT]
     for paragraph in _paragraphs(dataset):
         card_lines += [paragraph, ""]
@@ -85,13 +88,14 @@ def size_category(samples: int) -> str:
     Args:
         samples: Number of samples in the data set.
     """
-    # SIZE_LIMITS begins with 1,000, which has four digits. Each next limit has one digit more.
-    size_index = len(str(samples)) - 3
-    if size_index <= 0:
+    # SIZE_LIMITS begins with 1,000, which has four digits. Each next limit has one digit more. So a
+    # number of d digits is below the limit with the index d - 3.
+    index_of_upper_limit = len(str(samples)) - 3
+    if index_of_upper_limit <= 0:
         return f"n<{SIZE_LIMITS[0]}"
-    if size_index >= len(SIZE_LIMITS):
+    if index_of_upper_limit >= len(SIZE_LIMITS):
         return f"n>{SIZE_LIMITS[-1]}"
-    return f"{SIZE_LIMITS[size_index - 1]}<n<{SIZE_LIMITS[size_index]}"
+    return f"{SIZE_LIMITS[index_of_upper_limit - 1]}<n<{SIZE_LIMITS[index_of_upper_limit]}"
 
 
 def model_name(dataset: ActivationDataset) -> str:
@@ -105,7 +109,7 @@ def model_name(dataset: ActivationDataset) -> str:
 
 
 def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
-    """Yields the lines of YAML at the beginning of a card."""
+    """Yields the lines of YAML at the beginning of a run's dataset card."""
     name_of_model = model_name(dataset)
     hub_tags = ["activations", "interpretability"]
     if name_of_model:
@@ -124,7 +128,7 @@ def _front_matter(dataset: ActivationDataset) -> Iterator[str]:
 
 
 def _paragraphs(dataset: ActivationDataset) -> Iterator[str]:
-    """Yields the headings and paragraphs of a card."""
+    """Yields the headings and paragraphs of a run's dataset card, in Markdown."""
     name_of_model = model_name(dataset)
     shown_model = _code(_last_part(name_of_model)) if name_of_model else "an unnamed model"
     yield f"# Activations of {shown_model}"
@@ -257,7 +261,7 @@ def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
 
 
 def _files(dataset: ActivationDataset) -> str:
-    """Returns a description of the files that contain the activations."""
+    """Returns a phrase for the dataset card about the format of a run's activation files."""
     storage_options = dataset.identity.storage
     compression_in_words = (
         "gzipped "
@@ -273,7 +277,9 @@ def _configuration(dataset: ActivationDataset) -> dict[str, Any]:
 
 
 def _public_name(path: str) -> str:
-    """Returns a name for readers of the card, without folders and secrets of the author.
+    """Returns the name of an adapter or autoencoder for the dataset card, without private parts.
+
+    The card is public, so it must not contain folders or secrets of the person who made the run.
 
     Args:
         path: A name on the hub, which is returned as it is, or a local path or a URL, of which the

@@ -67,7 +67,9 @@ class TrainingSample(NamedTuple):
 def training_samples(
     dataset: ActivationDataset, chunks: Iterable[TokenBatch]
 ) -> Iterator[TrainingSample]:
-    """Yields the samples of the run, except samples without tokens.
+    """Yields the samples of a run as the trainers of draft models read them.
+
+    Samples without tokens are left out.
 
     Args:
         dataset: The run.
@@ -87,9 +89,9 @@ def training_samples(
         unused_tokens = concatenate_batches(unused_batches)
         sample_tokens = unused_tokens.map(itemgetter(slice(sample_length)))
         unused_batches = [unused_tokens.map(itemgetter(slice(sample_length, None)))]
-        sample_mask = _loss_mask(dataset, sample_index, sample_tokens)
+        loss_mask = _loss_mask(dataset, sample_index, sample_tokens)
         yield TrainingSample(
-            sample_tokens.token_ids.astype(np.int64), sample_mask, sample_tokens.activations
+            sample_tokens.token_ids.astype(np.int64), loss_mask, sample_tokens.activations
         )
 
 
@@ -98,9 +100,9 @@ def _loss_mask(
 ) -> np.ndarray:
     """Returns the loss mask of a sample: 1 for each token whose loss counts, otherwise 0.
 
-    If the run stores a column `loss_mask` of the data set, the mask is read from it. Otherwise, all
-    tokens of a sample without roles count. In conversations, only the tokens of the assistant and
-    of its thinking count.
+    If the run stores a column `loss_mask` of the data set, the mask is read from this column.
+    Otherwise, if the run stores the roles of tokens, the tokens whose role is in TRAINED_ROLES
+    count. If the run stores no roles, all tokens count.
 
     Args:
         dataset: The run.
@@ -111,24 +113,25 @@ def _loss_mask(
         The mask, int64 (tokens,).
 
     Raises:
-        RunError: If the column does not contain a 0 or 1 for each token of the data set's row.
+        RunError: If the column `loss_mask` does not contain a 0 or 1 for each token of the data
+            set's row.
     """
-    sample_mask: Any = np.ones(len(sample_tokens))
+    loss_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
         mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
         piece_of_document = piece_of(dataset.samples["row"][sample_index].as_py())
         first_token_of_sample = 0 if piece_of_document is None else piece_of_document[1]
         if not isinstance(mask_of_document, list):
             mask_of_document = []
-        sample_mask = np.array(
+        loss_mask = np.array(
             mask_of_document[first_token_of_sample : first_token_of_sample + len(sample_tokens)]
         )
-        if sample_mask.shape != (len(sample_tokens),) or not np.isin(sample_mask, (0, 1)).all():
+        if loss_mask.shape != (len(sample_tokens),) or not np.isin(loss_mask, (0, 1)).all():
             sample_and_column = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
             raise RunError(f"{sample_and_column}: expected a 0 or 1 for each of the row's tokens")
     elif sample_tokens.role is not None:
-        sample_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
-    return sample_mask.astype(np.int64)
+        loss_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
+    return loss_mask.astype(np.int64)
 
 
 def last_stream_hook(block_count: int) -> str:
@@ -163,7 +166,12 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns a phrase about the samples without tokens, or an empty tuple if there are none."""
+    """Returns the omissions of an export that leaves out the samples without tokens.
+
+    Returns:
+        A tuple with one phrase, such as "3 samples without tokens". Empty if the run has no sample
+        without tokens.
+    """
     empty_sample_count = dataset.samples["tokens"].to_pylist().count(0)
     if not empty_sample_count:
         return ()
@@ -174,7 +182,7 @@ class DraftFormat(ExportFormat):
     """Files from which a draft model is trained: whole samples with some residual streams.
 
     Attributes:
-        hook_globs: Globs of the hooks that the trainer reads.
+        hook_globs: Globs of the names of the hooks whose values the trainer reads.
     """
 
     needs_every_token = True
@@ -372,10 +380,10 @@ class SpecForgeFormat(DraftFormat):
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
-            first_index_of_folder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
+            first_sample_of_folder = sample_index // SAMPLES_PER_FOLDER * SAMPLES_PER_FOLDER
             subfolder = (
                 folder
-                / f"rows_{first_index_of_folder}-{first_index_of_folder + SAMPLES_PER_FOLDER}"
+                / f"rows_{first_sample_of_folder}-{first_sample_of_folder + SAMPLES_PER_FOLDER}"
             )
             subfolder.mkdir(exist_ok=True)
             residual_streams = [values_by_hook[hook_name] for hook_name in hook_by_number.values()]

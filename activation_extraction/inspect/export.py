@@ -32,7 +32,9 @@ from activation_extraction.store.folder import Folder
 from activation_extraction.store.run_folders import read_folders
 from activation_extraction.store.run_log import RunLog
 
-CHUNK_BYTES = 256 * 2**20  # bytes of a chunk over all hooks; a few chunks are in memory at a time
+# Approximate size of a chunk (the tokens that are written at a time) over all exported hooks. The
+# size is limited because a few chunks are in memory at the same time.
+CHUNK_BYTES = 256 * 2**20
 # Names of hooks that may become names of folders. A run that somebody else stored may contain any
 # text as the name of a hook.
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
@@ -146,12 +148,12 @@ def export(
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
     if omitted_tokens := finished_dataset.tokens - export_result.tokens:
-        places_or_nothing = (
+        places_in_words = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
             f"left out: {counted(omitted_tokens, 'token')}, too few for a row of {row_tokens}"
-            f"{places_or_nothing}"
+            f"{places_in_words}"
         )
     for omission_in_words in export_result.omissions:
         say(f"left out: {omission_in_words}")
@@ -192,7 +194,7 @@ def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText | None
 
     Args:
         dataset: The run.
-        flag: The flag with its value, for the message.
+        flag: The flag --export with its value, for the message.
         load_text: The function that takes the content of metadata.json and loads the text. None if
             the caller provides no such function.
 
@@ -210,11 +212,11 @@ def _load_text(dataset: ActivationDataset, flag: str, load_text: LoadText | None
 def _new_folder(target_folder: str, needed_bytes: int) -> Iterator[Path]:
     """Makes a temporary folder, which is renamed to `target_folder` after the `with` block.
 
-    If the block fails, the folder is deleted.
+    If the `with` block fails, the temporary folder is deleted.
 
     Args:
         target_folder: The path of the final folder.
-        needed_bytes: The largest possible size of all files in bytes.
+        needed_bytes: The largest possible size of all files in the folder, in bytes.
 
     Yields:
         The path of the temporary folder.
@@ -262,7 +264,8 @@ def _chunks(
         dataset: The run.
         hooks: The names of the hooks whose values the chunks contain.
         chunk_tokens: The number of tokens of each chunk but the last.
-        columns: The names of the columns of the table of samples that the chunks contain.
+        columns: The names of the columns of the table of samples that the chunks contain. Empty
+            for none.
     """
     progress_bar_settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (

@@ -34,7 +34,7 @@ class ExportFormat(ABC):
 
     Attributes:
         flag_value: The value of --export that chooses the format.
-        needed_package: The name of the package that is needed to write the files.
+        needed_package: The name of the Python package that is needed to write the files.
         accepted_hooks_in_words: The hooks that the format accepts, in words for messages.
         needs_every_token: Whether a run must store all tokens of its samples.
         needs_text: Whether the chunks that `write` takes contain the text of the sample up to and
@@ -99,7 +99,10 @@ class ExportFormat(ABC):
         return exported_hooks
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns an upper bound for the bytes of a token's values, in memory and in the files.
+        """Returns an upper bound for the bytes of a token's values at a hook.
+
+        The bound holds for the values in memory and in the files. It limits the size of chunks, and
+        shows whether the disk has enough free space.
 
         Args:
             dataset: The run.

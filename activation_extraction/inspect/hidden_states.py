@@ -77,7 +77,7 @@ class StoredRow:
 
     @property
     def width(self) -> int:
-        """The number of values of a hidden state."""
+        """The width of the model: the number of values of a hidden state."""
         return self.layers[0].shape[1]
 
     def states(self, layer: int) -> np.ndarray:
@@ -135,7 +135,7 @@ class StatesFolder(ABC):
 
     @abstractmethod
     def last_hook(self, depth: int) -> str:
-        """Returns the hook that the last layer of each file must contain.
+        """Returns the name of the hook whose values are the last layer of each file.
 
         Args:
             depth: Number of blocks of the model.
@@ -157,17 +157,20 @@ class StatesFolder(ABC):
 
     @abstractmethod
     def read(self, number: int) -> StoredRow:
-        """Reads a row.
+        """Reads the token ids and hidden states of a row from its file.
 
         Args:
-            number: Number of the row, which must be in `files`.
+            number: Number of the row, which must be a key of `files`.
 
         Raises:
             RunError: If the file cannot be read, or does not contain hidden states.
         """
 
     def data_set_ids(self, number: int) -> np.ndarray | None:
-        """Returns the token ids of a row in the data set; None if there is no data set.
+        """Returns the token ids of a row in the folder's data set, int64 (tokens,).
+
+        They should be equal to the token ids in the file of the row. None if the folder contains no
+        data set. Empty if the data set has no such row.
 
         Args:
             number: Number of the row.
@@ -183,7 +186,11 @@ class StatesFolder(ABC):
         return []
 
     def file_name(self, number: int) -> str:
-        """Returns the path of a row's file relative to the folder, for messages."""
+        """Returns the path of a row's file relative to the folder, for messages.
+
+        Args:
+            number: Number of the row, which must be a key of `files`.
+        """
         return str(self.files[number].relative_to(self.path))
 
 
@@ -244,13 +251,13 @@ class SpeculatorsFolder(StatesFolder):
                 data_file["filename"]
                 for data_file in json.loads(state_file.read_text())["_data_files"]
             ]
-            id_tables = []
+            token_id_tables = []
             for arrow_file_name in arrow_file_names:
                 mapped_file = pyarrow.memory_map(str(self.path / Path(arrow_file_name).name))
-                id_tables.append(
+                token_id_tables.append(
                     pyarrow.ipc.open_stream(mapped_file).read_all().select(["input_ids"])
                 )
-            return pyarrow.concat_tables(id_tables)["input_ids"]
+            return pyarrow.concat_tables(token_id_tables)["input_ids"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{state_file}: its data set cannot be read: {one_line(error)}"
@@ -347,12 +354,13 @@ def find_states_folder(path: Path) -> StatesFolder | None:
 
 
 def _numbered(folder: Path, glob: str, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """Returns the files in a folder by the number of their row.
+    """Returns the paths of the files with hidden states, by the number of the row in their names.
 
     Args:
-        folder: Folder to search.
+        folder: Folder to search. It may be missing.
         glob: Glob that matches the paths of the files relative to the folder.
         pattern: Pattern of the names of the files, whose first group is the number of the row.
+            Files with other names are ignored.
 
     Raises:
         InputError: If two files belong to the same row.
@@ -456,14 +464,14 @@ def _check_names(path: Path, tensors: dict[str, np.ndarray], names: Sequence[str
 
 
 def _check_states(path: Path, name: str, states: np.ndarray, axes: Sequence[str]) -> None:
-    """Raises RunError if a tensor has other axes or another dtype than hidden states.
+    """Raises RunError if a tensor's shape or dtype shows that it contains no hidden states.
 
     Args:
         path: Path of the file, for the message.
         name: Name of the tensor, for the message.
         states: Values of the tensor.
-        axes: Names of the expected axes, such as "tokens" and "width". Only the first may have the
-            length 0.
+        axes: Names of the expected axes, such as "tokens" and "width". The tensor must have as many
+            axes. Only the first axis may have the length 0.
     """
     if states.ndim != len(axes) or 0 in states.shape[1:]:
         raise RunError(f"{path}: {name} is {_described(states)}, expected ({', '.join(axes)})")

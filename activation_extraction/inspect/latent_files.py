@@ -18,16 +18,18 @@ from activation_extraction.dataset.token_batch import TokenBatch
 from activation_extraction.inspect.export_format import Exported, ExportFormat
 
 ROW_TOKENS = 64  # number of tokens in a row; delphi shows examples of half a row
-# Smallest number of files per hook; more files are written if they would exceed FILE_BYTES.
+# Usual number of files per hook, the default of delphi's setting n_splits. There are more files if
+# they would otherwise exceed FILE_BYTES, and fewer if the hook has fewer features.
 MIN_FILES = 5
 FILE_BYTES = 2**30  # approximate largest number of bytes in a file
 SMALLEST_VALUE = 1e-5  # values of this or a smaller magnitude are left out, as in delphi
-# The value of the feature `latent` at one token. The token is at `position` in the row `row`.
+# Dtype of a file while it is being written. Each entry is the value of the feature `latent` at the
+# token at `position` in the row `row`.
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
 
 
 class DelphiFormat(ExportFormat):
-    """The cache of latents that delphi 0.1 reads, in a folder for each hook.
+    """The cache from which delphi 0.1 reads active features (latents), in a folder for each hook.
 
     A row contains ROW_TOKENS consecutive tokens of one sample. Tokens at the end of a sample that
     do not fill a row are left out. A file START_END.safetensors covers the features START to END,
@@ -88,13 +90,14 @@ class DelphiFormat(ExportFormat):
         sample_lengths = dataset.samples["tokens"].to_numpy()
         # Index of each sample's first token among all tokens of the run.
         first_token_of_sample = np.cumsum([0, *sample_lengths])
-        read_token_count = 0
-        row_token_count = 0  # number of tokens in whole rows so far
-        small_count_by_hook = dict.fromkeys(hooks, 0)  # number of omitted values by hook
+        read_token_count = 0  # number of all tokens that were read so far
+        row_token_count = 0  # number of tokens that were read so far and are in whole rows
+        # Number of values by hook that are omitted because of magnitudes of at most SMALLEST_VALUE.
+        small_count_by_hook = dict.fromkeys(hooks, 0)
         token_ids_of_chunks: list[np.ndarray] = []
         # Paths of the files of each hook, by their ranges of features (first, stop). While tokens
-        # are read, a file contains entries in the order of the tokens. After the last token,
-        # tensors replace the entries.
+        # are read, a file contains values of the dtype ENTRY in the order of the tokens. After the
+        # last token, the tensors of the format replace them.
         paths_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()
@@ -176,7 +179,7 @@ class DelphiFormat(ExportFormat):
         return Exported(token_ids_of_rows.size, tuple(omissions_in_words))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the Python expression with which delphi opens the cache of latents.
+        """Returns the Python expression with which delphi opens the exported files.
 
         `ExportFormat.read_with` describes the arguments.
         """
@@ -184,7 +187,7 @@ class DelphiFormat(ExportFormat):
 
 
 def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
-    """Divides the features of a hook among files.
+    """Divides the features of a hook into the ranges that the hook's files contain.
 
     Args:
         dataset: The run.

@@ -60,17 +60,18 @@ def with_texts(
     Raises:
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
-    numbers_and_token_ids = _token_ids(root, folders, dataset, run_text)
-    current_sample_number = -1  # sample of `current_token_ids`; -1 before the first sample
+    sample_numbers_and_token_ids = _token_ids(root, folders, dataset, run_text)
+    # Number of the sample to which `current_token_ids` belong. -1 before the first sample.
+    current_sample_number = -1
     current_token_ids = np.empty(0, np.int32)
     for token_batch in chunks:
         truncated_texts = np.empty(len(token_batch), object)
-        numbers_and_positions = zip(
+        sample_numbers_and_positions = zip(
             token_batch.sample_idx.tolist(), token_batch.position.tolist(), strict=True
         )
-        for token_index, (sample_number, token_position) in enumerate(numbers_and_positions):
+        for token_index, (sample_number, token_position) in enumerate(sample_numbers_and_positions):
             while current_sample_number != sample_number:
-                current_sample_number, current_token_ids = next(numbers_and_token_ids)
+                current_sample_number, current_token_ids = next(sample_numbers_and_token_ids)
             truncated_texts[token_index] = run_text.decode(current_token_ids[: token_position + 1])
         yield replace(token_batch, columns={**token_batch.columns, TEXT_COLUMN: truncated_texts})
 
@@ -84,7 +85,8 @@ def _token_ids(
         root: The folder with the output of all hosts.
         folders: The run log of each folder of the run, by the folder's name.
         dataset: The run.
-        run_text: The function that reads the token ids again, if the run does not store them all.
+        run_text: The functions for the run's text. `run_text.reread` reads all token ids again. It
+            is None if the run stores all token ids.
 
     Yields:
         A tuple of the number of the sample and its token ids, int32 (tokens,). For samples of which
@@ -179,7 +181,7 @@ class NlaFormat(ExportFormat):
         with ParquetWriter(folder / FILE_NAME, arrow_schema) as parquet_writer:
             for token_batch in chunks:
                 flat_vectors = np.asarray(token_batch[hook_name], np.float32).reshape(-1)
-                ids_and_rows = zip(
+                doc_ids_and_rows = zip(
                     token_batch.columns["doc_id"], token_batch.columns["row"], strict=True
                 )
                 column_values = {
@@ -190,7 +192,8 @@ class NlaFormat(ExportFormat):
                     ),
                     "activation_layer": np.full(len(token_batch), layer_number),
                     "doc_id": [
-                        _document_id(doc_id, document_row) for doc_id, document_row in ids_and_rows
+                        _document_id(doc_id, document_row)
+                        for doc_id, document_row in doc_ids_and_rows
                     ],
                 }
                 parquet_writer.write_table(pyarrow.table(column_values, arrow_schema))
@@ -211,7 +214,11 @@ class NlaFormat(ExportFormat):
 
 
 def _layer_of(hook: str) -> int:
-    """Returns the number of the block in the name of a hook that STREAM_PATTERN matches."""
+    """Returns the number of the block whose output is at a hook.
+
+    Args:
+        hook: The name of the hook, such as blocks.7.hook_resid_post.
+    """
     hook_match = STREAM_PATTERN.fullmatch(hook)
     assert hook_match is not None
     return int(hook_match[1])
@@ -261,7 +268,7 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     text_options = dataset.identity.text
     expected_token_count = text_options.positions.expected(text_options.max_seq_length)
     positions_per_document = max(math.ceil(expected_token_count), 1)
-    # Stage 0 computes the id of its data set from this text.
+    # Stage 0 of the pipeline computes the id of its data set from a text of the same form.
     identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice}"
     dataset_digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {

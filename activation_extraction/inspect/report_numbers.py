@@ -21,9 +21,9 @@ from activation_extraction.store.sample_table import stored_samples
 from activation_extraction.store.statistics import HookStatistics, Sums, sums_of
 from activation_extraction.text.sample_facts import StoredSample
 
-READ_BYTES = 1e9  # approximate number of bytes of activations to read in total
-BATCH_BYTES = 2**24  # approximate number of bytes of activations to read at a time
-MIN_TOKENS = 1000  # number of tokens that are read even if they exceed READ_BYTES
+READ_BYTES = 1e9  # approximate bytes of activations to read, which limits the time of a report
+BATCH_BYTES = 2**24  # approximate bytes of activations to read at a time, which limits the memory
+MIN_TOKENS = 1000  # number of tokens to read even if they exceed READ_BYTES, as quantiles need many
 MAX_TOKENS = 200_000  # largest number of tokens to read, even if READ_BYTES allows more
 # The number of shards to read is limited by SHARD_BYTES and SHARDS, because a shard in the pickle
 # format is read completely.
@@ -74,7 +74,7 @@ class TokenSample:
         The keys are the first positions of the ranges. The values are indices of `positions`.
         Ranges without tokens are left out.
         """
-        range_starts = np.array([0, 1, 2, 3, *(2**power for power in range(2, 31))])
+        range_starts = np.array([0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))])
         range_of_token = np.searchsorted(range_starts, self.positions, "right") - 1
         return {
             int(range_starts[range_number]): np.flatnonzero(range_of_token == range_number)
@@ -82,10 +82,10 @@ class TokenSample:
         }
 
     def around(self, token: int, max_neighbours: int) -> slice:
-        """Returns the range of indices of a token and its neighbours in the document.
+        """Returns the range of indices of a token and its neighbours in the same document.
 
         Args:
-            token: The index of the token.
+            token: The index of the token in `token_ids`.
             max_neighbours: The largest number of neighbours on each side. There are fewer near the
                 ends of the document. Neighbours beyond a token that is not stored are left out.
         """
@@ -196,7 +196,7 @@ class HookReport:
     """The numbers of one hook in the report.
 
     Args:
-        sample: The sample of tokens.
+        sample: The tokens that were read, with their norms and sums at the hook.
         hook_number: The number of the hook in stored order, from 0.
         hook_name: The name of the hook.
 
@@ -204,7 +204,7 @@ class HookReport:
         name: The name of the hook.
         kind: The name without the layer, by which the charts group hooks. OTHER if the name
             contains no layer.
-        layer: The number of the layer. If the kind is OTHER, the number of the hook.
+        layer: The number of the layer. `hook_number` if the kind is OTHER.
         norms: The quantiles of the norms: the 1 %, 25 %, 50 %, 75 % and 99 % quantiles and the
             largest norm (see LEVELS), float64 (6,).
         by_position: The median norm in each range of `sample.position_ranges`, float64 (ranges,).
@@ -256,8 +256,8 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     the LARGEST tokens with the largest norms are grouped.
 
     Args:
-        sample: The sample of tokens.
-        norms: The norms at a hook, (tokens,).
+        sample: The tokens that were read.
+        norms: The norms of their activations at a hook, (tokens,).
 
     Returns:
         A tuple for each group, in descending order of the largest norm. It contains the index of
@@ -265,13 +265,13 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     """
     indices_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
     is_first_token = sample.positions[indices_by_norm] == 0
-    id_and_is_first = np.stack([sample.token_ids[indices_by_norm], is_first_token])
-    _, first_indices, token_counts = np.unique(
-        id_and_is_first, axis=1, return_index=True, return_counts=True
+    group_of_token = np.stack([sample.token_ids[indices_by_norm], is_first_token])
+    _, smallest_ranks, group_sizes = np.unique(
+        group_of_token, axis=1, return_index=True, return_counts=True
     )
     token_groups = []
-    for first_index, token_count in sorted(zip(first_indices, token_counts, strict=True)):
-        token_groups.append((int(indices_by_norm[first_index]), int(token_count)))
+    for smallest_rank, group_size in sorted(zip(smallest_ranks, group_sizes, strict=True)):
+        token_groups.append((int(indices_by_norm[smallest_rank]), int(group_size)))
     return token_groups
 
 

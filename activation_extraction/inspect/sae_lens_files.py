@@ -59,7 +59,9 @@ class SaeLensFormat(ExportFormat):
         for token_batch in chunks:
             row_count = len(token_batch) // self.row_tokens
             tokens_in_rows = row_count * self.row_tokens
-            id_rows = token_batch.token_ids[:tokens_in_rows].reshape(row_count, self.row_tokens)
+            token_id_rows = token_batch.token_ids[:tokens_in_rows].reshape(
+                row_count, self.row_tokens
+            )
             for hook_name, hook_activations in token_batch.items():
                 width = hook_activations.shape[1]
                 activation_rows = hook_activations[:tokens_in_rows].reshape(
@@ -68,7 +70,9 @@ class SaeLensFormat(ExportFormat):
                 activation_rows = activation_rows.astype(
                     _file_dtype(dataset, hook_name), copy=False
                 )
-                folder_by_hook[hook_name].write({hook_name: activation_rows, "token_ids": id_rows})
+                folder_by_hook[hook_name].write(
+                    {hook_name: activation_rows, "token_ids": token_id_rows}
+                )
             written_token_count += tokens_in_rows
         for arrow_folder in folder_by_hook.values():
             arrow_folder.finalize()

@@ -27,7 +27,9 @@ from activation_extraction.store.statistics_in_words import (
 from activation_extraction.store.totals import COUNTED, Totals
 
 SILENT_SECONDS = 900.0  # smallest number of seconds without a write after which a host is "silent"
-RECENT_SHARDS = 20  # the speed of a host is computed from this number of its last shards
+# Number of a host's last shards from which its speed is computed. Earlier shards do not count, so
+# that the speed is the present speed.
+RECENT_SHARDS = 20
 # States of a host in which the user has to intervene.
 PROBLEM_STATES = {"damaged", "silent", "failed"}
 
@@ -52,10 +54,11 @@ class HostState:
             metadata.json cannot be read.
         tokens_per_second: The speed over the last RECENT_SHARDS shards, without pauses between
             processes. None if it is unknown.
-        utilisation: The fraction of the devices' peak FLOP/s, from metrics.jsonl. None if it is
-            unknown.
+        utilisation: The FLOP/s that the model computes, as a fraction of the devices' peak FLOP/s.
+            It is from metrics.jsonl. None if it is unknown.
         waited: The seconds for which computing waited because the memory for shards was full. The
-            keys are the phases in which the oldest shard was during the wait.
+            keys are phases of storing a shard (`store.shard_queue.PHASES`): the seconds count for
+            the phase in which the oldest shard was during the wait.
         expected_end: The time at which the host will reach its --max_samples or --max_tokens at its
             present speed. None if the time is unknown.
         share: The stored fraction of --max_samples or of --max_tokens, whichever is larger. None
@@ -73,7 +76,7 @@ class HostState:
     last_commit: float | None = None
     last_sign: float | None = None
     tokens_per_second: float | None = None
-    utilisation: float | None = None
+    utilisation: float | None = None  # of the peak FLOP/s; a key of aggregated_metadata.json
     waited: dict[str, float] = field(default_factory=dict)
     expected_end: float | None = None
     share: float | None = None
@@ -240,10 +243,10 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
 
 
 def _pace(commits: list[Commit]) -> Pace | None:
-    """Returns the speed over the last RECENT_SHARDS shards.
+    """Returns the speed of a host over its last RECENT_SHARDS shards.
 
     Args:
-        commits: The commits of the shards of a host.
+        commits: The commits of the shards of the host, in any order.
 
     Returns:
         The speed. None if the times in the commits do not show how long the shards took.
@@ -269,7 +272,7 @@ def _state(
     Args:
         run_log: The run log of the host's folder.
         metadata: The content of metadata.json.
-        recent_pace: The speed over the last shards. None if it is unknown.
+        recent_pace: The speed of the host over its last shards. None if it is unknown.
         last_sign: The Unix time of the last write to metadata.json or of the last commit.
     """
     if run_log.problems:
@@ -405,9 +408,9 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
 
 
 def _cells_by_title(host: HostState) -> dict[str, str]:
-    """Returns the texts in a row of the table, by the titles of the columns.
+    """Returns the texts in the cells of a host's row in the table, by the titles of the columns.
 
-    A text is "" if the value is unknown.
+    A text is "" if the host's value is unknown.
 
     Args:
         host: The state of a host, or the sums over all hosts.

@@ -59,7 +59,7 @@ class ExpectedHook(NamedTuple):
 
 @dataclass
 class RowCheck:
-    """A row that is compared with the model.
+    """The comparison of a stored row with the states that the model computes for its sample.
 
     Attributes:
         row_number: Number of the row.
@@ -319,9 +319,11 @@ def _requested_hooks(
 
 
 def _canonical(hook: str) -> str:
-    """Returns the name under which RecomputeStates computes a hook.
+    """Returns the name that `RecomputeStates` uses for a hook.
 
-    For a residual stream, it is the name of the output of a block, or of the embedding.
+    A residual stream between two blocks has two names, as the output of the first block and as the
+    input of the second. `RecomputeStates` uses the name of the output. For the embedding, it uses
+    the name of the first block's input.
 
     Args:
         hook: Name of the hook, as a flag names it.
@@ -345,14 +347,17 @@ def _canonical(hook: str) -> str:
 
 
 def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
-    """Returns the hook that is nearest to a layer in most rows.
+    """Returns the hook whose states are nearest to a layer's states in most rows.
 
-    Only rows whose states match a hook are counted, unless there is no such row. If two hooks have
-    equally many rows, the hook with the smallest error is returned.
+    Only rows whose states match a hook are counted, unless there is no such row. If two hooks are
+    nearest in equally many rows, the hook with the smallest error in a row is returned.
 
     Args:
         checks: Checks of the rows.
-        layer: Index of the layer.
+        layer: Index of the layer in the files.
+
+    Returns:
+        The hook. It is not certain if the states of no row match a hook.
     """
     best_matches = sorted(row_check.best(layer) for row_check in checks)
     limits_of_rows = checks[0].limits
@@ -368,8 +373,8 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
     """Returns the line of the output about a layer.
 
-    It names the hook, the number of rows that are right in this layer, and the largest error of
-    these rows.
+    The line names the hook, the number of rows that are right in this layer, and the largest error
+    of these rows. If the hook is not certain, the line says that no row matches a hook.
 
     Args:
         layer: Index of the layer.
@@ -567,6 +572,11 @@ def _describe_by_same_sample(
         layer: Index of the layer.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
+
+    Returns:
+        A phrase such as "zeros" or "each token with the state of the next token". None if the
+        row's own sample does not explain the states, for example because they match no hook. In
+        this case, the layer must be compared with other samples.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
@@ -603,14 +613,15 @@ def _describe_by_same_sample(
 
 
 def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
-    """Returns a phrase such as ", of HOOK, one layer too late", or "".
+    """Returns a phrase about the hook to which the states of a layer belong.
 
-    The phrase is "" if the states of a layer belong to the expected hook.
+    The phrase is, for example, ", of HOOK, one layer too late". It is "" if the states belong to
+    the expected hook.
 
     Args:
         actual_hook: Name of the hook to which the states belong.
         hook: Hook that the layer should contain.
-        model: Model that recomputes the states.
+        model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
     if hook.is_certain and actual_hook == hook.name:
         return ""
@@ -667,7 +678,10 @@ def _describe_parts(
     alignments: Sequence[Alignment],
     model: RecomputeStates,
 ) -> str:
-    """Describes a layer by the samples to which its states belong, and by the nearest hook.
+    """Returns a description of a wrong layer that the row's own sample does not explain.
+
+    The description names the samples, tokens and hooks to which parts of the layer belong. If there
+    is no such part, it names the hook of the row's own sample with the nearest states.
 
     Args:
         check: Comparison of the row with the states of its sample.
@@ -675,7 +689,7 @@ def _describe_parts(
         hook: Hook that the layer should contain.
         alignments: Alignments of the layer with the samples of this row, of its neighbours and of
             other rows.
-        model: Model.
+        model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
     stored_states = check.row.states(layer)
     token_count = len(check.row.token_ids)
@@ -799,7 +813,7 @@ def _error(match: HookMatch) -> str:
 
 
 def _percent(error: float) -> str:
-    """Returns a relative error as a percentage with two significant digits."""
+    """Returns a relative error as a percentage, such as "0.31 %", "130 %" or "below 0.001 %"."""
     if error < 1e-5:
         return "below 0.001 %"
     return f"{100 * error:.2g} %" if error < 1 else f"{100 * error:,.0f} %"

@@ -25,8 +25,9 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.store.chosen_samples import RecomputeStates
 from activation_extraction.text.packing import pack, samples_of
 
-# Number of tokens of which the length of a row is a multiple, unless the model has fewer positions.
-# Every mesh can divide such a row among its devices.
+# The length of a row is a multiple of this number of tokens, so that every mesh can divide the row
+# among its devices. If the model has fewer positions, the row has as many tokens as the model has
+# positions.
 LENGTH_STEP = 128
 
 

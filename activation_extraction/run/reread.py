@@ -44,8 +44,9 @@ def recorded_repositories(metadata: Mapping[str, Any]) -> tuple[Repository, Repo
 
     Returns:
         A tuple of:
-            The files of the model, at the commit on the hub that the run used.
-            The files of the adapter; None if the run had no adapter.
+            The files of the model. If the model is on the hub, they are from the commit that the
+            run used.
+            The files of the adapter. None if the run had no adapter.
 
     Raises:
         InputError: If a path is neither a folder nor the name of a repository.
@@ -64,7 +65,9 @@ def load_for_rereading(
     adapter: Repository | None,
     dataset_path: str | None = None,
 ) -> Reread:
-    """Opens the text of a stored run again, and checks that its inputs have not changed.
+    """Prepares to read samples of a stored run again from its data set.
+
+    This includes a check that the tokenizer, the chat template and the data set have not changed.
 
     Args:
         metadata: The content of metadata.json of one of the run's hosts.
@@ -137,7 +140,10 @@ def _text_of_run(
     adapter: Repository | None,
     dataset_path: str | None,
 ) -> tuple[Text, Config]:
-    """Returns the text of a stored run at its present paths, without opening any input.
+    """Returns an object that makes the samples of a stored run again from the run's data set.
+
+    The model, the adapter and the data set may have been moved since the run. No file is opened
+    yet.
 
     Args:
         metadata: The content of metadata.json of one of the run's hosts.
@@ -148,8 +154,8 @@ def _text_of_run(
 
     Returns:
         A tuple of:
-            An object that makes the samples of the run again from its data set.
-            The configuration of the run with the present paths.
+            The object, with the settings of the run.
+            The configuration of the run, in which the present paths replace the recorded paths.
     """
     identity = identity_of(metadata, METADATA)
     recorded_config = Config.from_json(metadata.get("configuration", {}))
@@ -185,33 +191,30 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         at the place of the sample, or ends before the sample, a message instead.
     """
     ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
-    # Samples of one host with the same mark before them are read in one pass over the host's data.
-    # The keys are the host and the number of samples before the mark. The values are indices of
-    # `stored_samples`.
-    stored_indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
-    for stored_index, stored_tokens in enumerate(stored_samples):
+    # Samples of one worker with the same mark before them are read in one pass over the worker's
+    # share of the data. The keys are the worker and the number of samples before the mark. The
+    # values are indices in `stored_samples`.
+    sample_indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
+    for sample_index, stored_tokens in enumerate(stored_samples):
         mark_before = stored_tokens.mark_before
         num_samples_before = 0 if mark_before is None else mark_before.samples
-        stored_indices_by_pass[stored_tokens.worker, num_samples_before].append(stored_index)
-    for (worker, _), stored_indices in stored_indices_by_pass.items():
-        stored_indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
-        for stored_index in stored_indices:
-            stored_indices_by_sample_idx[stored_samples[stored_index].sample_idx].append(
-                stored_index
-            )
+        sample_indices_by_pass[stored_tokens.worker, num_samples_before].append(sample_index)
+    for (worker, _), sample_indices in sample_indices_by_pass.items():
+        # The same sample may be in `stored_samples` several times.
+        sample_indices_by_number: dict[int, list[int]] = defaultdict(list)
+        for sample_index in sample_indices:
+            sample_indices_by_number[stored_samples[sample_index].sample_idx].append(sample_index)
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
-            start=stored_samples[stored_indices[0]].mark_before,
-            until=worker.number_of(max(stored_indices_by_sample_idx)) + 1,
+            start=stored_samples[sample_indices[0]].mark_before,
+            until=worker.number_of(max(sample_indices_by_number)) + 1,
         )
         for reread_sample in sample_stream:
-            for stored_index in stored_indices_by_sample_idx.get(
-                reread_sample.facts.sample_idx, ()
-            ):
-                ids_or_messages[stored_index] = _token_ids(
-                    reread_sample, stored_samples[stored_index]
+            for sample_index in sample_indices_by_number.get(reread_sample.facts.sample_idx, ()):
+                ids_or_messages[sample_index] = _token_ids(
+                    reread_sample, stored_samples[sample_index]
                 )
     return ids_or_messages
 
@@ -220,7 +223,8 @@ def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:
     """Returns all token ids of a sample, or a message if they differ from the stored token ids.
 
     Args:
-        sample: The sample as it was read again, which --max_tokens has not cut.
+        sample: The sample as it was read again. Unlike the stored sample, it is never cut by
+            --max_tokens.
         stored: The stored tokens. If --max_tokens had cut the sample, they are only the first of
             its kept tokens.
     """

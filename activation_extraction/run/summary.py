@@ -26,7 +26,7 @@ NUMBER_COLUMNS = "width", "bytes/token"
 
 
 def make_progress(run: Run) -> Progress:
-    """Returns the object that shows and records this host's progress.
+    """Returns the object that shows this host's progress, and records it in metrics.jsonl.
 
     Args:
         run: The run.
@@ -91,16 +91,17 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         say(f"empty: {counted(stored_totals.empty_rows, 'row')} without text, which gave no sample")
     if stored_totals.cut_samples:
         splits_documents = run.text.sample_settings.splits_documents
-        causes_of_cuts = []
+        limits_that_cut_samples = []
         if not splits_documents:
             row_tokens = run.text.options.max_seq_length
-            causes_of_cuts.append(f"at {counted(row_tokens, 'token')} (--max_seq_length)")
+            limits_that_cut_samples.append(f"at {counted(row_tokens, 'token')} (--max_seq_length)")
         if run.storage.options.max_tokens:
-            causes_of_cuts.append("by --max_tokens")
+            limits_that_cut_samples.append("by --max_tokens")
         if run.storage.options.max_samples and splits_documents:
-            causes_of_cuts.append("by --max_samples")
+            limits_that_cut_samples.append("by --max_samples")
+        limits_in_words = " or ".join(limits_that_cut_samples)
         say(
-            f"cut: {counted(stored_totals.cut_samples, 'sample')} {' or '.join(causes_of_cuts)}; "
+            f"cut: {counted(stored_totals.cut_samples, 'sample')} {limits_in_words}; "
             f"left out: {counted(stored_totals.cut_tokens, 'token')}"
         )
     if stored_totals.empty_samples:
@@ -297,7 +298,7 @@ def list_hooks(
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
     """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
-    # The first and the last number of each range, or the only one.
+    # The first and the last number of each range, or its only number.
     number_range_bounds: list[list[int]] = []
     for next_number in numbers:
         if number_range_bounds and next_number == number_range_bounds[-1][-1] + 1:

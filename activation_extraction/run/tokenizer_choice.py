@@ -60,11 +60,14 @@ class ChosenTemplates(NamedTuple):
 def choose_tokenizer(
     model: Repository, adapter: Repository | None, vocabulary_size: int
 ) -> ChosenTokenizer:
-    """Returns the adapter's tokenizer if it gives other token ids, otherwise the model's.
+    """Returns the tokenizer of a run: the adapter's or the model's.
+
+    The adapter's tokenizer is returned if it gives other token ids than the model's tokenizer, or
+    if the model has no tokenizer. Otherwise, the model's tokenizer is returned.
 
     Args:
         model: The files of the model.
-        adapter: The files of its adapter. None without an adapter.
+        adapter: The files of the LoRA adapter. None without an adapter.
         vocabulary_size: The number of token ids that the model has.
 
     Raises:
@@ -95,7 +98,7 @@ def choose_templates(model: Repository, adapter: Repository | None) -> ChosenTem
 
     Args:
         model: The files of the model.
-        adapter: The files of its adapter. None without an adapter.
+        adapter: The files of the LoRA adapter. None without an adapter.
 
     Raises:
         InputError: If a file with a chat template cannot be read.

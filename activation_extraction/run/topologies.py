@@ -27,10 +27,10 @@ class ChipKind(NamedTuple):
     """A kind of chip that can be rented.
 
     Attributes:
-        chip_name: The name of the chip in CHIPS.
+        chip_name: The key of the chip in `model.devices.CHIPS`.
         shapes: The shapes of machines with this kind of chip, separated by spaces; "" for GPUs.
-        number_per_chip: The number in the name of a machine, divided by its number of chips. It is
-            2 for v4, because v4-32 has 16 chips.
+        number_per_chip: The number in the name of a machine, divided by the machine's number of
+            chips. It is 2 for v4, because v4-32 has 16 chips.
         devices_per_chip: The number of JAX devices per chip.
     """
 
@@ -63,7 +63,7 @@ class Device:
     Attributes:
         id: The number of the device in the machine.
         platform: "tpu" or "gpu".
-        device_kind: The name of the chip in CHIPS.
+        device_kind: The key of the chip in `model.devices.CHIPS`.
         process_index: The number of the device's host.
     """
 
@@ -148,7 +148,7 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
     Args:
         name: The name of a kind of chip, followed by a number or a shape, such as v5e:8x8,
             v5litepod-64, v4-32 or h100-8. The number is `ChipKind.number_per_chip` times the number
-            of chips. If it is left out for a GPU, the machine has one GPU.
+            of chips. The name of a kind of GPU alone is a machine with one GPU.
         chips_per_host: The number of chips of a host. None for the usual number.
 
     Raises:
@@ -185,14 +185,14 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         for host_size_of_kind in host_sizes_of_kind
         if num_chips % host_size_of_kind == 0
     ]
-    chips_of_host = usual_host_size if chips_per_host is None else chips_per_host
-    if chips_of_host not in possible_host_sizes:
+    num_host_chips = usual_host_size if chips_per_host is None else chips_per_host
+    if num_host_chips not in possible_host_sizes:
         host_sizes_in_words = ", ".join(map(str, possible_host_sizes)) or "no number"
         raise InputError(
-            f"--plan {name} --chips_per_host {chips_of_host}: its chips divide among hosts of "
+            f"--plan {name} --chips_per_host {num_host_chips}: its chips divide among hosts of "
             f"{host_sizes_in_words}"
         )
-    return Topology(machine_name, chip_kind, num_chips // chips_of_host, num_chips)
+    return Topology(machine_name, chip_kind, num_chips // num_host_chips, num_chips)
 
 
 def _tpu_sides(
@@ -208,7 +208,9 @@ def _tpu_sides(
         shape: The shape in the name, such as 8x8. None if the name has no shape.
 
     Raises:
-        InputError: If there is no TPU with this number or shape. The message lists the valid names.
+        InputError: If there is no TPU with this number, or if the shape has another number of axes
+            or more chips than the largest TPU of this kind, or if both are None. The message lists
+            the valid names.
     """
     shape_by_number_in_name = {}
     for shape_of_kind in kind.shapes.split():
