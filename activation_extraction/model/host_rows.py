@@ -45,7 +45,7 @@ class HostRows:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts."""
+        """The number of hosts whose devices are in the mesh."""
         return self.mesh.shape["host"]
 
     def incoming(self) -> NamedSharding:
@@ -75,7 +75,9 @@ class HostRows:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def feed(self, array: np.ndarray) -> Array:
-        """Passes the rows of all hosts to the devices. All hosts must call this method together.
+        """Copies the rows of this host to its devices, as a part of the array of all hosts' rows.
+
+        All hosts must call this method together.
 
         Args:
             array: The rows of this host, (B, ...). All hosts have the same number of rows.
@@ -84,8 +86,8 @@ class HostRows:
             The rows of all hosts as one array, (rows of all hosts, ...), with the sharding of
             `incoming`.
         """
-        shape_of_all_hosts = (array.shape[0] * self.hosts, *array.shape[1:])
-        return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_hosts)
+        shape_of_all_rows = (array.shape[0] * self.hosts, *array.shape[1:])
+        return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_rows)
 
     def receive(self, activations: Mapping[VectorType, Array]) -> dict[VectorType, np.ndarray]:
         """Copies the activations of this host's rows from its devices to the host.
@@ -180,7 +182,8 @@ def to_host(array: Array) -> Array:
 def shards_of_host(array: Array) -> list[Any]:
     """Returns the shards of activations on this host's devices, ordered by row and token.
 
-    If several devices have the same rows and tokens, only one of their shards is returned.
+    A shard is the part of the array that is on one device, as in JAX. If several devices have the
+    same rows and tokens, only one of their shards is returned.
 
     Args:
         array: The activations, (hooks, rows of all hosts, T, width).
@@ -199,9 +202,11 @@ def shards_of_host(array: Array) -> list[Any]:
 def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
     """Returns for each shard of activations which rows and tokens of this host it contains.
 
+    A shard is the part of an array that is on one device, as in JAX.
+
     Args:
         shards: All shards of the activations on this host's devices. The shape of the whole
-            activations is (hooks, rows of all hosts, T, width).
+            activations is (hooks, rows of all hosts, T tokens per row, width).
 
     Returns:
         A tuple of two slices for each shard: the rows of the shard, counted from the first row of

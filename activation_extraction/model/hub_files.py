@@ -42,7 +42,10 @@ AUTOENCODER_WEIGHTS = (".safetensors", ".npz", ".pt")  # extensions of autoencod
 
 
 class HubFiles:
-    """The files of a repository on the hub. `RepositoryFiles` documents the methods."""
+    """Reads the files of a repository on the Hugging Face hub, or in the hub's cache.
+
+    The cache is a folder on this machine. `RepositoryFiles` documents the public methods.
+    """
 
     def __init__(self, name: str, revision: str | None, keep: bool, kind: RepositoryKind) -> None:
         """Stores the name of the repository, without sending a request.
@@ -95,12 +98,13 @@ class HubFiles:
         return None if cached_path is None else LocalFile(cached_path)
 
     def _config(self) -> Path:
-        """Returns the path of the configuration in the cache, after downloading it if necessary.
+        """Returns the path of the repository's configuration file, such as config.json.
 
-        After this call, `_revision` is the commit of the configuration.
+        The file is downloaded to the hub's cache if necessary. After this call, `_revision` is the
+        commit on the hub from which the file comes.
 
         Raises:
-            InputError: If the repository has no configuration.
+            InputError: If the repository has no configuration file.
         """
         config_path = self.find(self._kind.config_file)
         if config_path is None:
@@ -164,8 +168,9 @@ class HubFiles:
 
         The cache shows that a file is missing in three cases:
             The cache contains a record of an earlier answer that the file is missing.
-            The cache contains a configuration and all weights of this commit. The whole
-                repository was probably downloaded, and that leaves no record of missing files.
+            The cache contains the configuration and all weights of the commit `_revision`. The
+                whole repository was probably downloaded, and that leaves no record of missing
+                files.
             HF_HUB_OFFLINE forbids requests, and the cache contains any file of this commit.
 
         Args:
@@ -193,12 +198,14 @@ class HubFiles:
     def _is_complete(self, snapshot: Path, name: str) -> bool:
         """Returns whether the cache contains the configuration and all weights of a commit.
 
-        A repository may contain many autoencoders, each in its own folder. So for autoencoders, it
-        is enough if the cache contains a weight file in the folder of the missing file.
+        If so, the whole commit was probably downloaded, and a file that the cache lacks is not in
+        the repository. A repository may contain many autoencoders, each in its own folder. So for
+        autoencoders, it is enough if the cache contains a weight file in the folder of the file
+        `name`.
 
         Args:
             snapshot: The folder of the commit in the cache.
-            name: The name of the missing file.
+            name: The name of the file that the cache lacks.
         """
         if self._kind is AUTOENCODER:
             autoencoder_folder = (snapshot / name).parent
@@ -220,8 +227,8 @@ class HubFiles:
     def _belongs_in_cache(self, name: str) -> bool:
         """Returns whether to read a weight file through the hub's cache instead of by ranges.
 
-        The cache is used if it already contains the file. Otherwise it is used if weights are kept,
-        except if the disk has too little room for the file.
+        The cache is used if it already contains the file. Otherwise it is used if weights are to be
+        stored on this machine, except if the disk has too little room for the file.
 
         Args:
             name: The name of the weight file in the repository.
@@ -253,8 +260,9 @@ def log_that_the_cache_is_read(flag_and_path: str, commit: str) -> None:
     """Logs a warning, once for each repository, that its files are read from the hub's cache.
 
     Args:
-        flag_and_path: The flag and its value.
-        commit: The commit of the files.
+        flag_and_path: The flag that names the repository and its value, such as `--model_path
+            org/x`.
+        commit: The commit on the hub from which the files in the cache come.
     """
     log.warning(
         "%s: the hub cannot be reached; commit %s is read from its cache, %s",

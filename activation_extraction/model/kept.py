@@ -28,7 +28,8 @@ from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
 # The largest number of blocks that a device gathers from a batch. It is reached if all tokens are
-# kept. N is the number of tokens on a device divided by this number, rounded up.
+# kept. N is the number of tokens on a device divided by this number, rounded up. More blocks would
+# contain less padding, but the program would run more often.
 MAX_BLOCKS = 16
 
 
@@ -121,9 +122,9 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
                 gathered_array_of_type, block_plan.indices_in_block, block_plan.indices_among_kept
             )
         )
-    num_kept = int(kept.sum())
+    num_kept_tokens = int(kept.sum())
     received_shape_of_type = {
-        vector_type: (len(array), num_kept, array.shape[-1])
+        vector_type: (len(array), num_kept_tokens, array.shape[-1])
         for vector_type, array in activations.items()
     }
     return KeptTokens(kept_blocks, received_shape_of_type)
@@ -131,6 +132,8 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
 
 class _BlockPlan(NamedTuple):
     """The tokens that one block will contain, as indices.
+
+    A block contains up to N kept tokens from each device of this host.
 
     Attributes:
         device_token_indices: Indices of the tokens that each device gathers, (devices, N) int32,
@@ -150,15 +153,19 @@ class _BlockPlan(NamedTuple):
 def _block_plans(
     kept: np.ndarray, slices_of_devices: Sequence[tuple[slice, slice]]
 ) -> Iterator[_BlockPlan]:
-    """Divides the kept tokens of a batch into blocks, and yields the plan of each block.
+    """Divides the kept tokens of a batch into blocks, and yields the tokens of each block.
 
-    A block contains at most N kept tokens of each device of this host. The first block contains the
-    first N kept tokens of every device, the next block the next N, and so on.
+    A block contains at most N kept tokens of each device of this host. N is the number of tokens on
+    a device divided by MAX_BLOCKS, rounded up. The first block contains the first N kept tokens of
+    every device, the next block the next N, and so on.
 
     Args:
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
         slices_of_devices: For each device of this host, a tuple of the slice of its rows and the
             slice of its tokens in these rows.
+
+    Yields:
+        The indices of the tokens in the block.
     """
     index_among_kept_of_token = np.cumsum(kept).reshape(kept.shape) - 1
     kept_indices_of_devices = [
@@ -190,10 +197,11 @@ def _block_plans(
 
 
 def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
-    """Returns the shards of this host as one array, without copying them.
+    """Returns the activations on this host's devices as one array, without copying them.
 
-    The shards are joined along the axis of tokens, even if they contain different rows. So the
-    result only serves to run `take`, which reads each shard on its own device.
+    A shard is the part of the activations on one device. The shards are joined along the axis of
+    tokens, even if they contain different rows. So the result only serves to run `take`, which
+    reads each shard on its own device.
 
     Args:
         mesh: The devices of this host, with the axis "device".

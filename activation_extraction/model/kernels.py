@@ -31,7 +31,8 @@ from activation_extraction.model.experts import ExpertSum, ragged_experts, tiled
 from activation_extraction.model.flash_kernel import PADDING, flash_attention
 from activation_extraction.model.grouped_kernel import grouped_experts
 
-# A TPU's register has 128 lanes. Splash attention needs blocks of a multiple of 128 tokens.
+# The number of lanes of a TPU's register. A block of splash attention must have a multiple of this
+# number of tokens.
 LANES = 128
 # The largest number of tokens in a block of splash attention, times the bytes of a value. It allows
 # blocks of 512 tokens in bfloat16, and of 256 tokens in float32.
@@ -114,9 +115,9 @@ def splash_attention(
     if isinstance(first_query, int):
         heads_first_output = attend_from(first_query)
     else:
-        possible_first_queries = range(0, key_count, query_count)
+        first_query_indices = range(0, key_count, query_count)
         attention_branches = [
-            partial(attend_from, query_index) for query_index in possible_first_queries
+            partial(attend_from, first_query_index) for first_query_index in first_query_indices
         ]
         heads_first_output = lax.switch(first_query // query_count, attention_branches)
     return heads_first_output.swapaxes(1, 2)[:, :query_count]

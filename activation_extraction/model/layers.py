@@ -115,9 +115,11 @@ def rotary_table(positions: Array, config: ModelConfig) -> tuple[Array, Array]:
     angles = positions[:, :, None, None].astype(jnp.float32) * pair_frequencies
     cos = jnp.cos(angles) * attention_factor
     sin = jnp.sin(angles) * attention_factor
-    unrotated_zeros = jnp.zeros((*angles.shape[:3], config.head_dim - 2 * len(pair_frequencies)))
-    cos_of_all_dims = jnp.concatenate([cos, cos, 1 + unrotated_zeros], -1)
-    sin_of_all_dims = jnp.concatenate([-sin, sin, unrotated_zeros], -1)
+    zeros_of_unrotated_dims = jnp.zeros(
+        (*angles.shape[:3], config.head_dim - 2 * len(pair_frequencies))
+    )
+    cos_of_all_dims = jnp.concatenate([cos, cos, 1 + zeros_of_unrotated_dims], -1)
+    sin_of_all_dims = jnp.concatenate([-sin, sin, zeros_of_unrotated_dims], -1)
     return cos_of_all_dims, sin_of_all_dims
 
 
@@ -137,12 +139,12 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
     """
     cos, sin = rotary
     rotated_pair_count = len(config.rope.frequencies(config.head_dim))
-    partner_values = lax.platform_dependent(
+    swapped_values = lax.platform_dependent(
         x,
         tpu=partial(swap_pairs_on_tpu, rotated_pair_count),
         default=partial(swap_pairs, rotated_pair_count),
     )
-    return x.astype(jnp.float32) * cos + partner_values * sin
+    return x.astype(jnp.float32) * cos + swapped_values * sin
 
 
 def swap_pairs(pair_count: int, x: Array) -> Array:

@@ -49,7 +49,8 @@ BOOLEAN_SETTINGS = ("use_rslora", "use_dora", "ensure_weight_tying")
 # replaced, "default" (the adapter's name) in raw state dicts, and "base_layer" before the tensors
 # of a layer that has an adapter.
 ADDED_WORDS = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
-# A key of a tensor is the path of a module, ".lora_" and one of the following suffixes.
+# The key of a tensor in the adapter is the path of a module, ".lora_" and one of the following
+# suffixes.
 LINEAR_SUFFIXES = ["A.weight", "B.weight"]
 EMBEDDING_SUFFIXES = ["embedding_A", "embedding_B"]
 BIAS, MAGNITUDE = "B.bias", "magnitude_vector"
@@ -140,7 +141,8 @@ class LoraAdapter:
         self._read_factor = lru_cache(CACHED_FACTORS)(self._read_whole)
         # Tensor of the base model -> key of the adapter's tensor that replaces it.
         self._replacement_key_by_tensor: dict[str, str] = {}
-        # Bias of the base model -> (key of the adapter's tensor that is added to it, its scale).
+        # Bias of the base model -> (key of the adapter's tensor that is added to it, the factor of
+        # this tensor in the sum).
         self._bias_key_and_scale_by_tensor: dict[str, tuple[str, float]] = {}
         # Matrix of the base model -> key of the norms to which its merged rows are scaled (DoRA).
         self._magnitude_key_by_tensor: dict[str, str] = {}
@@ -155,14 +157,14 @@ class LoraAdapter:
         changes_head = "lm_head" in changed_module_names
         if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
-        keys_by_text_module = {}
+        keys_by_language_module = {}
         for module_path, keys_by_suffix in keys_by_module.items():
             if text_name(module_path) is not None:
-                keys_by_text_module[module_path] = keys_by_suffix
-        if not keys_by_text_module:
+                keys_by_language_module[module_path] = keys_by_suffix
+        if not keys_by_language_module:
             raise InputError(f"{self._weights_file.location}: has no tensor for the language model")
         unknown_keys = []
-        for module_path, keys_by_suffix in keys_by_text_module.items():
+        for module_path, keys_by_suffix in keys_by_language_module.items():
             unknown_keys += self._record_changes(module_path, keys_by_suffix)
         if unknown_keys:
             if changes_head and HEAD not in base.tensors:
@@ -185,7 +187,7 @@ class LoraAdapter:
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
             self.files.flag_and_path,
             len(changed_tensors),
-            len(keys_by_module) - len(keys_by_text_module),
+            len(keys_by_module) - len(keys_by_language_module),
         )
 
     def check_read(self, read_tensors: Collection[str]) -> None:
@@ -324,23 +326,25 @@ class LoraAdapter:
         return keys_by_module
 
     def _record_changes(self, path: str, keys: Mapping[str, str]) -> list[str]:
-        """Records which tensors of the base model a module of the adapter changes.
+        """Records in this object which tensors of the base model a module of the adapter changes.
 
         Args:
             path: The path of the module.
             keys: Suffix of a key -> key, for the keys of this module (see `_modules`).
 
         Returns:
-            The keys of tensors that change no tensor of the base model; empty if there are none.
+            The keys of the module's tensors that change no tensor of the base model. Empty if there
+            are no such keys.
 
         Raises:
-            InputError: If a tensor has a wrong shape, or the module is not supported.
+            InputError: If a tensor has a wrong shape, if the module is not supported, or if another
+                module changes the same tensor of the base model.
         """
         path = path.replace(".base_layer", "")
         module_name = str(text_name(path))
-        replaced_shape = self._shape(module_name)
-        if keys.keys() == {""} and replaced_shape:
-            self._check_shape(keys[""], replaced_shape)
+        shape_in_base_model = self._shape(module_name)
+        if keys.keys() == {""} and shape_in_base_model:
+            self._check_shape(keys[""], shape_in_base_model)
             self._check_new(keys[""], module_name, self._replacement_key_by_tensor)
             self._replacement_key_by_tensor[module_name] = keys[""]
             return []
@@ -385,15 +389,16 @@ class LoraAdapter:
     def _expert_changes(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
         """Returns the changes that a module of the adapter makes to all experts of a layer.
 
-        The shapes of A and B show whether the module changes gate_up_proj or down_proj, and whether
-        inputs and outputs are exchanged. The base model may have separate tensors for each expert,
-        or fused tensors, which may be transposed.
+        A and B are the factors of the change, with the shapes (E * r, in) and (out, r * E) for E
+        experts and the rank r. Their shapes show whether the module changes gate_up_proj or
+        down_proj, and whether inputs and outputs are exchanged. The base model may have separate
+        tensors for each expert, or fused tensors, which may be transposed.
 
         Args:
             path: The path of the module in the adapter.
             name: The name of the module in the base model.
-            a: The key of A.
-            b: The key of B.
+            a: The key of the factor A in the adapter.
+            b: The key of the factor B in the adapter.
 
         Returns:
             Pairs of the name of a tensor in the base model and the change of this tensor. The list
@@ -403,10 +408,10 @@ class LoraAdapter:
             InputError: If A or B has a wrong shape or rank, or it is unclear whether inputs and
                 outputs are exchanged.
         """
-        separate_name_pattern = f"{name}.{{expert}}.{{projection}}_proj.weight"
+        expert_tensor_pattern = f"{name}.{{expert}}.{{projection}}_proj.weight"
         is_transposed = False
         fused_down_shape = self._shape(f"{name}.down_proj")
-        first_expert_shape = self._shape(separate_name_pattern.format(expert=0, projection="down"))
+        first_down_shape = self._shape(expert_tensor_pattern.format(expert=0, projection="down"))
         if fused_down_shape:
             expert_count, hidden_size, expert_width = fused_down_shape
             is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (
@@ -415,8 +420,8 @@ class LoraAdapter:
             )
             if is_transposed:
                 hidden_size, expert_width = expert_width, hidden_size
-        elif first_expert_shape:
-            hidden_size, expert_width = first_expert_shape
+        elif first_down_shape:
+            hidden_size, expert_width = first_down_shape
             down_name_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
             expert_count = sum(
                 down_name_pattern.fullmatch(tensor_name) is not None
@@ -460,7 +465,7 @@ class LoraAdapter:
             # Without fused experts, gate and up are two tensors.
             if not fused_down_shape:
                 tensor_names = [
-                    separate_name_pattern.format(expert=expert_number, projection=projection)
+                    expert_tensor_pattern.format(expert=expert_number, projection=projection)
                     for projection in matrix_name.split("_")
                 ]
             for projection_number, tensor_name in enumerate(tensor_names):
@@ -471,15 +476,18 @@ class LoraAdapter:
         return named_changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
-        """Returns the scale of a module's change, which follows from its rank and its alpha.
+        """Returns the factor by which a module's change B A of a matrix is multiplied.
+
+        The factor is alpha / rank, or alpha / sqrt(rank) if the setting use_rslora is on. The
+        configuration of the adapter contains alpha.
 
         Args:
             path: The path of the module.
-            key: The key of A, for messages.
-            rank: The rank of A.
+            key: The key of A in the adapter, for messages.
+            rank: The rank of the change, as the shape of A shows.
 
         Raises:
-            InputError: If the configuration has another rank than A, or a number or a pattern in it
+            InputError: If the configuration states another rank, or if a number or a pattern in it
                 is unusable.
         """
         configured_rank = self._module_setting("r", "rank_pattern", path)
@@ -507,9 +515,11 @@ class LoraAdapter:
         config_label = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         setting_value: Any = self._settings.get(name)
         try:
-            for path_pattern, pattern_setting in (self._settings.get(patterns_name) or {}).items():
+            for path_pattern, setting_for_pattern in (
+                self._settings.get(patterns_name) or {}
+            ).items():
                 if re.match(rf"(.*\.)?({path_pattern})$", path):
-                    setting_value = pattern_setting
+                    setting_value = setting_for_pattern
                     break
         except (AttributeError, re.error) as error:
             raise InputError(f"{config_label}: {patterns_name}: {error}") from error

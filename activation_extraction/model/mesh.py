@@ -89,6 +89,7 @@ class Layout:
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
 
+        In a ring, each device sends to the next device, and the last device to the first.
         If the devices are TPUs in a rectangle of width two, each device is a neighbour of the next
         device in the ring. Some devices cannot compute while they send to a device that is not
         their neighbour.
@@ -316,9 +317,9 @@ def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
         sizes: The size of each mesh axis. The first axis varies slowest over the devices.
     """
     devices_in_order = np.array(devices, object).reshape(sizes)
-    slice_indices = {getattr(device, "slice_index", 0) for device in devices}
+    tpu_slice_numbers = {getattr(device, "slice_index", 0) for device in devices}
     has_coordinates = all(hasattr(device, "coords") for device in devices)
-    if devices[0].platform != "tpu" or len(slice_indices) > 1 or not has_coordinates:
+    if devices[0].platform != "tpu" or len(tpu_slice_numbers) > 1 or not has_coordinates:
         return devices_in_order
     try:
         arranged_devices = mesh_utils.create_device_mesh(sizes, devices)

@@ -32,11 +32,13 @@ DEFAULT_AXES: dict[int, tuple[str, ...]] = {
     2: ("data", "model"),
     3: ("pipeline", "data", "model"),
 }
-# The smallest number of devices for which `--mesh_type 3d` needs no --mesh_shape.
+# The smallest number of devices for which `--mesh_type 3d` needs no --mesh_shape. Two axes have the
+# size 4, and with fewer devices the third axis would be smaller.
 DEFAULT_3D_DEVICES = 64
-# Steps whose durations differ by at most this factor count as equally long.
+# Steps whose durations differ by at most this factor count as equally long, so that tiny
+# differences between estimates do not decide.
 SIMILAR_FACTOR = 1.01
-# The largest number of shapes that an error message lists.
+# The largest number of shapes that an error message lists, so that the message stays short.
 SHAPES_SHOWN = 8
 
 
@@ -104,7 +106,10 @@ def choose_mesh(
 
 
 def _default_2d(devices: int, hosts: int) -> dict[str, int]:
-    """Returns the shape of a 2d mesh if --mesh_shape is not given (see `choose_mesh`)."""
+    """Returns the shape of a mesh for `--mesh_type 2d` without --mesh_shape: axis -> its size.
+
+    See `choose_mesh` for the shape and for the arguments.
+    """
     data_axis_size = hosts
     if hosts == 1:
         data_axis_size = 2 if devices >= 8 and devices % 2 == 0 else 1
@@ -112,7 +117,7 @@ def _default_2d(devices: int, hosts: int) -> dict[str, int]:
 
 
 def _default_3d(mesh_axes: Sequence[str] | None, devices: int) -> dict[str, int]:
-    """Returns the shape of a 3d mesh if --mesh_shape is not given.
+    """Returns the shape of a mesh for `--mesh_type 3d` without --mesh_shape: axis -> its size.
 
     Two axes have the size 4, and the other devices are along the third axis. The third axis is
     `data` if the mesh has it, otherwise `fsdp` if the mesh has it, because rows are split along
@@ -202,8 +207,10 @@ def cheapest_mesh(
 ) -> MeshChoice:
     """Chooses the mesh with the shortest step for `--mesh_type auto`.
 
-    The docstring of this module describes the choice. If no mesh fits in memory by the estimates,
-    this function chooses the mesh that needs the least memory.
+    Among the meshes that fit in memory and whose steps are at most SIMILAR_FACTOR times as long as
+    the shortest step, this function chooses the mesh that splits weights least (see
+    `_weight_splits`). If no mesh fits in memory by the estimates, it chooses the mesh that needs
+    the least memory.
 
     Args:
         cost_model: The model of the step's cost, which estimates the cost on each mesh.
@@ -235,7 +242,7 @@ def cheapest_mesh(
 
 
 def _weight_splits(cost: StepCost) -> list[int]:
-    """Returns the sizes of the axes `model`, `expert` and `fsdp`, along which weights are split.
+    """Returns the sizes of the mesh axes along which weights are split: `model`, `expert`, `fsdp`.
 
     If steps take similar time on several meshes, the mesh with the smallest list is chosen. Lists
     are compared element by element, so weights are split along `fsdp` rather than along `expert`,

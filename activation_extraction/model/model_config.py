@@ -60,10 +60,11 @@ class ExpertsConfig:
     """The sizes of the experts in each layer that has experts.
 
     Attributes:
-        count: Number of experts in a layer.
-        per_token: Number of experts that each token uses.
-        width: Width of an expert.
-        shared_width: Width of the expert that all tokens use. 0 if there is no such expert.
+        count: Number of experts in a layer, without the shared expert.
+        per_token: Number of experts that each token uses, without the shared expert.
+        width: Number of hidden values of an expert for a token (moe_intermediate_size).
+        shared_width: Number of hidden values of the shared expert, which all tokens use. 0 if there
+            is no such expert.
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
 
@@ -254,7 +255,8 @@ class ModelConfig:
 
         A token takes two operations for each weight with which it is multiplied, and two operations
         for each product of attention. Attention is causal, so products above the diagonal do not
-        count (unlike in arXiv:2204.02311, appendix B).
+        count (unlike in arXiv:2204.02311, appendix B). In a layer with a delta net, the products of
+        the gated delta rule count instead of the products of attention.
 
         Args:
             layer: The number of the layer.
@@ -534,7 +536,8 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: If the settings differ between layers.
+        InputError: If the settings differ between layers, or if YaRN's factor is null and
+            original_max_position_embeddings is no positive number.
     """
     hf.standardize_rope_params()
     rope_settings = hf.rope_parameters
@@ -630,7 +633,9 @@ def _layers_of_type(layer_types: Sequence[str], wanted_type: str) -> tuple[int, 
 
 
 def _experts(hf: Any, source: str) -> dict[str, Any]:
-    """Reads the experts of a model that may have experts in only some of its layers.
+    """Reads which layers of a model have experts, and the sizes of these experts.
+
+    config.json states both for families in which only some of the layers may have experts.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.

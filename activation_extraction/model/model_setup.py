@@ -61,7 +61,7 @@ class StepRequest:
         has_several_hosts: Whether the run has several hosts. If so, weights from the hub are not
             kept in the cache of this host, because a host may need only some of the weights.
         device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
-            number. None to use the number on this host.
+            number. None to use the memory of this host's first device.
         planned_devices: Devices of a machine that --plan describes. None for the devices of this
             machine.
         autoencoders: Autoencoders that --encode names, in the order of the flag.
@@ -78,7 +78,9 @@ class StepRequest:
 
 
 def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forward:
-    """Prepares the model on its mesh, and checks its checkpoint.
+    """Chooses the hooks, the mesh and the kernels of a step, and checks the checkpoint.
+
+    No weights are read, only config.json and the headers of the weight files.
 
     Args:
         request: The flags and facts that determine the step.
@@ -129,8 +131,8 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         checkpoint, oriented_weight_specs.values(), tensor_names(model_config, checkpoint.tensors)
     )
     if adapter is not None:
-        # The adapter may also change the head and the layers after the last hook, which are not
-        # computed.
+        # The adapter may also change tensors that this step need not read: the head, and the layers
+        # after the last hook.
         tensors_of_model = {HEAD}
         for spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
             tensors_of_model.update(spec.hf_names)
@@ -231,7 +233,7 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     num_rows_of_step = num_rows_of_host * num_hosts
 
     def choose_automatically() -> MeshChoice:
-        """Chooses the fastest mesh by estimates, for `--mesh_type auto`."""
+        """Chooses the mesh for `--mesh_type auto`, by estimates of the duration of a step."""
         model = create_model_with_hooks(config, computed_hooks, model_dtype, activation_dtype)
         device_memory = request.device_memory
         if device_memory is None:
@@ -338,7 +340,7 @@ def choose_hooks(
 ) -> tuple[dict[Key, Hook], tuple[Encoder, ...]]:
     """Returns the hooks that are stored, and the encoders that compute codes.
 
-    If there are codes, the default layers are not stored. The activations from which codes are
+    If --encode is given, the default layers are not stored. The activations from which codes are
     computed are stored if --keep_activations is given, and not stored otherwise.
 
     Args:
@@ -389,7 +391,7 @@ def _requested_hooks(
         hooks_of_model: The hooks of the model.
 
     Returns:
-        Key in the shards -> hook, in the order of the layers or of the computation.
+        Key in the shards -> hook, in the order in which the model computes the hooks.
 
     Raises:
         InputError: If the model lacks a layer or hook, or if --top_logits is larger than the
@@ -417,7 +419,10 @@ def _requested_hooks(
 
 
 def log_hooks(options: HookOptions, forward: Forward) -> None:
-    """Logs the hooks that are stored, and the bytes that the values of a token take.
+    """Logs the hooks and codes that are stored, and the bytes that a token's activations take.
+
+    It also logs if an autoencoder was made for a hook of another layer, or if the model lacks some
+    of the default layers.
 
     Args:
         options: The flags that name the hooks.

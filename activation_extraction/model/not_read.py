@@ -118,12 +118,12 @@ def adapter_in_model(flag_and_path: str, adapter_file: str, base_model: str | No
 
 
 def hub_error(flag_and_path: str, revision: str | None, error: Exception) -> InputError:
-    """Returns the error about a request that the hub answered with an error.
+    """Returns the error about a request to the hub that failed although the hub can be reached.
 
     Args:
         flag_and_path: The flag and its value, such as `--model_path org/x`.
         revision: The revision of the request; None for the main branch.
-        error: The error of the hub.
+        error: The error of the request.
     """
     revision_flag = f" --model_revision {revision}" if revision else ""
     return InputError(

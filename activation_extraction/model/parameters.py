@@ -121,8 +121,8 @@ class StackedWeight(nn.Module):
     """A weight that can be read from a stack of the weights of all layers, without a copy.
 
     The caller may pass the stack as a variable of the Flax collection STACKS. The variable is a
-    tuple of the weights of all layers, which may be uint16 bits, and the number of the layer.
-    Without such a variable, the weight is a parameter like any other.
+    tuple: the weights of all layers in one array, which may be viewed as uint16 (see `from_bits`),
+    and the number of this layer. Without such a variable, the weight is a parameter like any other.
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.

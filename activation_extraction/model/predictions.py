@@ -35,14 +35,14 @@ def predictions(
     dtype: Any,
     layout: Layout,
 ) -> dict[str, Array]:
-    """Returns the requested predictions.
+    """Computes the model's predictions for each token, such as logits, from the residual stream.
 
     Args:
         hidden: The residual stream after the final norm, (B, T, D).
         head: The weight of the head, (V, D).
         token_ids: The ids of the tokens, (B, T) int32.
         positions: The position of each token in its sample, (B, T) int32.
-        requested: The names of the predictions to return, which are the keys of the result.
+        requested: The names of the predictions to compute: the keys of the result below.
         top: The number of most likely tokens to return.
         dtype: The dtype of the returned logits.
         layout: The layout of the mesh.
@@ -188,9 +188,10 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         return function(jax.tree.map(from_bits, bits, array_dtypes))
 
     def split_into_blocks(x: Array) -> Array:
-        """Splits an array (B, T, ...) into blocks, and returns them as bits.
+        """Splits an array (B, T, ...) into blocks, as bits (see `to_bits`).
 
-        Their shape is (blocks, B, tokens of a block, ...). The last block is padded with zeros.
+        The shape of the result is (blocks, B, tokens of a block, ...). The last block is padded
+        with zeros.
         """
         num_padding_tokens = num_blocks * block_length - row_length
         x = jnp.pad(to_bits(x), [(0, 0), (0, num_padding_tokens), *[(0, 0)] * (x.ndim - 2)])

@@ -90,7 +90,7 @@ def released_config(name: str) -> dict[str, Any] | None:
     if "num_experts" in config_fields:
         config_fields["moe_intermediate_size"] = config_fields["intermediate_size"]
     if "linear_num_value_heads" in config_fields:
-        # Models with a delta net have a shared expert if they have experts. Other models with a
-        # delta net ignore this field.
+        # If a model with a delta net has experts, its shared expert is as wide as the others. The
+        # other models with a delta net ignore this field.
         config_fields["shared_expert_intermediate_size"] = config_fields["intermediate_size"]
     return config_fields | {"tie_word_embeddings": TIED.fullmatch(model_name) is not None}

@@ -142,7 +142,10 @@ class Repository:
         raise not_read.lacks_file(self.flag_and_path, name, self._files.offline)
 
     def tokenizer_files(self) -> list[Path]:
-        """Returns the local paths of the files that determine how text is tokenised."""
+        """Returns the local paths of the tokeniser's files that the repository contains.
+
+        They are downloaded if necessary.
+        """
         return [
             local_path for local_path in map(self.find, TOKENIZER_FILES) if local_path is not None
         ]
@@ -176,7 +179,7 @@ class Repository:
         return self._weight_file_by_name[name]
 
     def adapter_error(self) -> InputError:
-        """Returns the error about an adapter in a repository that the user gave as a model."""
+        """Returns the error that this repository contains an adapter, but was given as a model."""
         base_model_name = read_json(self.file(ADAPTER.config_file)).get("base_model_name_or_path")
         return not_read.adapter_in_model(self.flag_and_path, ADAPTER.config_file, base_model_name)
 

@@ -93,7 +93,10 @@ class RepositoryFiles(Protocol):
 
 
 class LocalFiles:
-    """The files of a repository in a local folder. `RepositoryFiles` documents the methods."""
+    """Reads the files of a repository in a local folder.
+
+    `RepositoryFiles` documents the public methods.
+    """
 
     # Only repositories on the hub have a commit, or can be offline.
     commit = None
@@ -116,9 +119,9 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """The files of a repository at a URL. `RepositoryFiles` documents the methods.
+    """Reads the files of a repository at a URL. `RepositoryFiles` documents the public methods.
 
-    Small files are copied to a temporary folder.
+    Small files are copied to a temporary folder, and weights are read by ranges into memory.
     """
 
     # Only repositories on the hub have a commit, or can be offline.

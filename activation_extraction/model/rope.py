@@ -34,8 +34,8 @@ class Rope:
         theta: Base of the wavelengths.
         rope_type: Type of the scaling, one of TYPES. "dynamic" equals "default" in rows of up to
             max_position_embeddings tokens; longer rows are refused.
-        factor: Length of the scaled context relative to the trained one. 1 for types without
-            scaling.
+        factor: Length of the scaled context divided by the length of the trained context. 1 for
+            types without scaling.
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
         blended_range: First and last value of the range in which a frequency is a mixture of the
             divided and the undivided frequency. With YaRN, the values are indices of frequencies;
@@ -45,7 +45,7 @@ class Rope:
         rotated_share: Share of a head's dimensions that are rotated. The other dimensions are the
             last ones of the head.
         attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
-            as in transformers. None if there is none.
+            as in transformers. None if the configuration has no such factor.
     """
 
     theta: float
@@ -248,7 +248,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
 
     Args:
         rope: The settings of the rotary embedding.
-        factor: The length of the scaled context relative to the trained one.
+        factor: The length of the scaled context divided by the length of the trained context.
         source: The path of config.json, for messages.
 
     Raises:
@@ -271,7 +271,8 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
     """Returns the range in which Llama 3.1 blends frequencies, as numbers of turns.
 
     A frequency makes a number of turns over the trained context. Frequencies with fewer turns than
-    the range are divided by the factor, and frequencies with more turns are not changed.
+    the range are divided by the factor, and frequencies with more turns are not changed. A
+    frequency in the range becomes a mixture of the divided and the unchanged frequency.
 
     Args:
         rope: The settings of the rotary embedding.
@@ -282,8 +283,8 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
         The highest number of turns in the range.
 
     Raises:
-        InputError: If a number is missing or unusable, or the lowest one is not below the highest
-            one.
+        InputError: If a number is missing or unusable, or if the lowest number is not below the
+            highest number.
     """
     min_turns = positive_field(rope, "low_freq_factor", source)
     max_turns = positive_field(rope, "high_freq_factor", source)
@@ -300,7 +301,8 @@ def _blended_indices(
     """Returns the indices of the first and the last frequency that YaRN blends.
 
     The indices need not be integers. Frequencies before the first index are not changed, and
-    frequencies after the last index are divided by the factor.
+    frequencies after the last index are divided by the factor. A frequency between the two indices
+    becomes a mixture of the divided and the unchanged frequency.
 
     Args:
         rope: The settings of the rotary embedding.

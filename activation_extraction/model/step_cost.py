@@ -132,7 +132,7 @@ class CostModel:
         return operations_and_dtypes
 
     def memory_bytes(self, layout: Layout) -> float:
-        """Returns the bytes of memory that a device needs.
+        """Returns the bytes of memory that a device needs for the step.
 
         They include weights, gathered layers, the intermediate activations of a layer, the
         activations at the hooks, and the weights and codes of autoencoders.
@@ -143,23 +143,23 @@ class CostModel:
         model_config = self.model.config
         num_model_devices = layout.size(*MODEL_AXES)
         # The number of weight values on a device. Weights and activations have the model's dtype.
-        # The values of activations are counted per token in `values_per_token`.
+        # The values of activations are counted per token in `activation_values_per_token`.
         num_weight_values = float(
             sum(_values_on_device(layout, weight_spec) for weight_spec in self.weights.values())
         )
         if layout.size("fsdp") > 1:
             # The next layer is gathered while a layer is computed, so there are two whole layers.
             num_weight_values += 2 * self._largest_layer(layout)
-        values_per_token = (
+        activation_values_per_token = (
             6 * model_config.hidden_size + 4 * model_config.sizes.get("F", 0) // num_model_devices
         )
         if model_config.experts is not None:
             # Each expert of a token has its own copy of the token's activations.
-            expert_rows_per_token = model_config.experts.per_token * layout.size("expert")
-            values_per_expert_row = (
+            expert_copies_per_token = model_config.experts.per_token * layout.size("expert")
+            values_per_expert_copy = (
                 2 * model_config.hidden_size + model_config.experts.width // num_model_devices
             )
-            values_per_token += expert_rows_per_token * values_per_expert_row
+            activation_values_per_token += expert_copies_per_token * values_per_expert_copy
         if self.model.predicts:
             # The head is gathered for each block of logits.
             head_spec = (
@@ -175,22 +175,25 @@ class CostModel:
             bytes_per_token = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
             captured_bytes += self.num_rows * self.row_length * bytes_per_token
         # The captured activations of two steps are in memory, because the host copies the
-        # activations of one step while the next step is computed. A step needs another half of
-        # their size for copies while it is computed.
+        # activations of one step while the next step is computed. While a step is computed, copies
+        # take another half of the size of one step's activations.
         output_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
-        num_model_values = num_weight_values + self._tokens_on_device(layout) * values_per_token
-        return self.model.dtype.itemsize * num_model_values + output_bytes + encoder_bytes
+        num_values_of_model_dtype = (
+            num_weight_values + self._tokens_on_device(layout) * activation_values_per_token
+        )
+        return self.model.dtype.itemsize * num_values_of_model_dtype + output_bytes + encoder_bytes
 
     def moved_by_layer(self, layout: Layout) -> float:
-        """Returns the bytes that a device reads from and writes to its memory per layer.
+        """Returns the bytes that a device reads from and writes to its memory per layer of a step.
 
         The result is an average over the layers. Each weight counts once, and so do the input and
         the output of each product for each token. The projections gate and up count as one product,
-        because they have the same input. With `expert`, a device also receives the tokens of other
-        devices and sends sums for these tokens. With `fsdp`, a device also reads its part of the
-        weights and writes the gathered weights. A program can only need fewer bytes if it keeps
-        tokens in faster memory between products.
+        because they have the same input. If experts are split along the mesh axis `expert`, a
+        device also receives the tokens of other devices and sends sums for these tokens. If weights
+        are split along `fsdp`, a device also reads its part of the weights and writes the gathered
+        weights. A program can only need fewer bytes if it keeps tokens in faster memory between
+        products.
 
         Args:
             layout: The layout of the mesh.
@@ -226,17 +229,20 @@ class CostModel:
         num_moved_values = float(num_gathered_values)
         if num_split_values < num_gathered_values:
             num_moved_values += num_split_values + num_gathered_values
-        num_layers, *weight_sizes = spec.shape
-        if path[0] == "layers" and len(weight_sizes) > 1 and hidden_size in weight_sizes:
-            num_token_rows = num_layers * self._tokens_on_device(layout)
+        num_layers, *weight_axis_sizes = spec.shape
+        if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
+            num_multiplied_tokens = num_layers * self._tokens_on_device(layout)
             if experts_config is not None and "experts" in path:
-                num_token_rows *= experts_config.per_token
-                weight_sizes = weight_sizes[1:]
-            # The length of the side of the weight matrix that is not the hidden size.
-            values_per_row = math.prod(weight_sizes) / hidden_size
+                num_multiplied_tokens *= experts_config.per_token
+                weight_axis_sizes = weight_axis_sizes[1:]
+            # The length of the side of the weight matrix that is not the hidden size. The hidden
+            # size is added below, except for up_proj, which shares its input with gate_proj.
+            values_per_multiplication = math.prod(weight_axis_sizes) / hidden_size
             if "up_proj" not in path:
-                values_per_row += hidden_size
-            num_moved_values += num_token_rows * values_per_row / layout.size(*MODEL_AXES)
+                values_per_multiplication += hidden_size
+            num_moved_values += (
+                num_multiplied_tokens * values_per_multiplication / layout.size(*MODEL_AXES)
+            )
         return self.model.dtype.itemsize * num_moved_values
 
     def _bytes_along_expert(self, layout: Layout) -> float:
@@ -326,9 +332,10 @@ def _values_on_device(layout: Layout, spec: WeightSpec, unsplit_axis: str | None
 
 
 def linked_devices(devices: Sequence[Any]) -> int:
-    """Returns the number of consecutive devices that fast links connect.
+    """Returns how many of the devices fast links connect to the first device, itself included.
 
-    Fast links connect the devices of a TPU slice, or the GPUs of a host.
+    Fast links connect the devices of a TPU slice, or the GPUs of a host. These devices are
+    consecutive.
 
     Args:
         devices: The devices, ordered by host.

@@ -33,14 +33,16 @@ RECOMPUTED = ".rotary_emb.inv_freq"
 
 
 def text_name(name: str) -> str | None:
-    """Returns the name that a tensor has in the language model alone.
+    """Returns the name that a tensor would have in a checkpoint of the language model alone.
 
     Args:
-        name: The name in a checkpoint.
+        name: The name in a checkpoint, whose model may contain other parts, such as an encoder of
+            images.
 
     Returns:
-        The name in the language model. None for a tensor that is not part of the language model, or
-        whose values are not read. A name without a known module is returned unchanged.
+        The name in the language model, such as model.norm.weight. None for a tensor that is not
+        part of the language model, or whose values are not read. A name without a known module is
+        returned unchanged.
     """
     module_names = name.split(".")
     while module_names and module_names[0] in CONTAINERS:
@@ -63,7 +65,7 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
         source: The path of the checkpoint or of the file, for the message.
 
     Returns:
-        Name of a tensor in the language model -> its name in the checkpoint.
+        Name of a tensor in the language model (see `text_name`) -> its name in the checkpoint.
 
     Raises:
         InputError: If two tensors have the same name in the language model.

@@ -49,6 +49,8 @@ def _tensor(
 ) -> np.ndarray:
     """Makes an array from a storage, in place of torch._utils._rebuild_tensor_v2.
 
+    A storage is the flat memory of one or more tensors.
+
     Args:
         storage: A tuple of the name of the dtype and the bytes of the storage, as `persistent_load`
             returns it.
@@ -71,10 +73,10 @@ def _tensor(
 
 
 def _parameter(tensor: np.ndarray, *_: Any) -> np.ndarray:
-    """Returns the array of a parameter, in place of torch._utils._rebuild_parameter.
+    """Returns a parameter's array unchanged, in place of torch._utils._rebuild_parameter.
 
     Args:
-        tensor: The array.
+        tensor: The array of the parameter's tensor.
         _: Other arguments, which are ignored.
     """
     return tensor
@@ -113,7 +115,7 @@ class _Unpickler(AllowListUnpickler):
         self._name_prefix = pickle_name.removesuffix("data.pkl")
 
     def persistent_load(self, pid: Any) -> tuple[str, np.ndarray]:
-        """Finds a storage in the archive, when `pickle.Unpickler` meets a persistent id.
+        """Returns the storage that a persistent id in the pickle names, without reading its bytes.
 
         Args:
             pid: The persistent id: a tuple of "storage", the name of the storage's dtype (see

@@ -39,16 +39,16 @@ from activation_extraction.model.mesh import Layout
 TOLERANCE = {"bfloat16": 2.0**-6, "float32": 2.0**-15}
 # Kernels compute rows in the same way if the lengths of the rows are equal modulo this number.
 LENGTH_MODULUS = 128
-# The largest number of experts in a trial of a kernel for experts.
+# The largest number of experts in a trial of a kernel for experts, so that the trial is short.
 MAX_EXPERTS = 4
-# The largest number of key heads in a trial of the delta rule.
+# The largest number of key heads in a trial of the delta rule, so that the trial is short.
 MAX_KEY_HEADS = 2
 # The tokens per row in a trial of the delta rule, which are several chunks and a part of a chunk.
 DELTA_TOKENS = 300
 
 
 class Trial(NamedTuple):
-    """One comparison between a candidate and the slow function that defines its result.
+    """One comparison of a candidate kernel with the slow function that defines its result.
 
     A vector of the result is the output of a head for a token, or the output of a token's experts.
 
@@ -80,7 +80,7 @@ class Choice:
     passed_over: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields that are stored in metadata.json: all except `kernel`."""
+        """Returns the entry in metadata.json: a dict with the keys "name" and "passed_over"."""
         return {"name": self.kernel_name, "passed_over": self.passed_over}
 
 
@@ -127,9 +127,9 @@ def choose_kernel(
     If there is only one candidate, as on the CPU, it is chosen without a trial.
 
     Args:
-        kind: The field of `Kernels`, for messages.
+        kind: The field of `Kernels`, such as "attention", for messages.
         candidates: Name of a kernel -> its function, in the order of preference.
-        make_trials: A function without arguments that returns the trials.
+        make_trials: A function without arguments that returns the trials of a candidate.
         tolerance: The largest allowed result of `largest_error`.
 
     Raises:
@@ -175,7 +175,7 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         candidate: The function of the kernel.
         trials: The trials.
     """
-    largest_errors = []
+    largest_error_of_trials = []
     device_of_exact_result = jax.local_devices()[0]
     # JAX raises RuntimeError if JAX_PLATFORMS excludes the CPU.
     with suppress(RuntimeError):
@@ -200,16 +200,16 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         # The output of a token without experts is a vector of zeros.
         exact_norms[exact_norms == 0] = 1
         error_norms = np.linalg.norm(computed_vectors - exact_vectors, axis=-1)
-        largest_errors.append(np.max(error_norms / exact_norms))
-    return float(np.max(largest_errors))
+        largest_error_of_trials.append(np.max(error_norms / exact_norms))
+    return float(np.max(largest_error_of_trials))
 
 
 def _as_float32(device: jax.Device, argument: Any) -> Any:
-    """Returns an argument on a device, with floating-point arrays in float32.
+    """Copies an argument to a device. A floating-point array is converted to float32.
 
     Args:
         device: The device.
-        argument: An array, or an object of another type, which is returned as it is.
+        argument: An array, or an object of another type, which is returned unchanged.
     """
     if not isinstance(argument, Array):
         return argument
@@ -218,7 +218,7 @@ def _as_float32(device: jax.Device, argument: Any) -> Any:
 
 
 def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields trials of attention.
+    """Yields the trials in which a kernel for attention is compared with the exact function.
 
     If devices share the queries of a row, there is a trial for the queries of each device. If the
     model has a sliding window, there are trials with and without a window. Long rows are replaced
@@ -255,7 +255,7 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields one trial of a layer's experts.
+    """Yields one trial, in which a kernel for experts is compared with the exact function.
 
     The trial has the weights of two layers and computes the second layer, because kernels read a
     layer from a stack. Each token chooses two experts. If there are more than two experts, one has
@@ -287,12 +287,12 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     up_weights = draw_normal(2, num_experts, hidden_size, expert_width, scale=hidden_size**-0.5)
     down_weights = draw_normal(2, num_experts, expert_width, hidden_size, scale=expert_width**-0.5)
     weight_stacks = Stacks(jnp.int32(1), gate_weights, up_weights, down_weights)
-    layer_arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), weight_stacks
-    yield Trial(one_expert_after_the_other, layer_arguments, jnp.ones(len(x), bool))
+    expert_arguments = x, jnp.asarray(expert_weights), jnp.asarray(chosen_experts), weight_stacks
+    yield Trial(one_expert_after_the_other, expert_arguments, jnp.ones(len(x), bool))
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial of the gated delta rule.
+    """Yields one trial, in which a kernel for the delta rule is compared with the exact function.
 
     Samples end within the chunks of tokens that kernels compute together, and the states of heads
     decay at different rates. See `try_kernels` for the arguments.

@@ -53,7 +53,7 @@ class WeightFile(ABC):
 
     @cached_property
     def header(self) -> Header:
-        """The header of the file.
+        """The header of the file, which describes the tensors.
 
         Raises:
             InputError: If the header is damaged or cut off.
@@ -62,7 +62,7 @@ class WeightFile(ABC):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Name of a tensor -> its entry in the header of the file.
+        """Name of a tensor -> its dtype, shape and offset, from the header of the file.
 
         Raises:
             InputError: If the header is damaged or cut off.
@@ -230,13 +230,14 @@ def byte_ranges(
     GAP_BYTES).
 
     Args:
-        tensor: The tensor's entry in the header of the file.
+        tensor: The description of the tensor in the header of the file.
         bounds: The start and stop of the part on each axis.
 
     Returns:
         A tuple of:
             The number of the chosen axis.
-            The ranges, each as the offsets of its start and its stop in the file.
+            The ranges, each as a tuple of the offsets in the file of its first byte and of the byte
+                after it.
     """
     # The distance in bytes between two neighbouring indices on each axis.
     byte_strides = [
@@ -244,8 +245,8 @@ def byte_ranges(
     ]
     range_axis = 0
     while range_axis + 1 < len(bounds):
-        next_start, next_stop = bounds[range_axis + 1]
-        needed_byte_count = (next_stop - next_start) * byte_strides[range_axis + 1]
+        next_axis_start, next_axis_stop = bounds[range_axis + 1]
+        needed_byte_count = (next_axis_stop - next_axis_start) * byte_strides[range_axis + 1]
         if byte_strides[range_axis] - needed_byte_count < GAP_BYTES:
             break
         range_axis += 1

@@ -92,7 +92,7 @@ class WeightSpec:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor in the checkpoint."""
+        """The shape that each of the tensors `hf_names` must have in the checkpoint."""
         bounds_by_axis = self._bounds([*map(range, self.shape[self.num_stacked_axes :])])
         tensor_sizes = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
         if self.tensor_slice is not None:
@@ -135,7 +135,7 @@ class WeightSpec:
         return bounds_by_axis
 
     def check(self, name: str, shape: tuple[int, ...] | None, source: str) -> None:
-        """Checks that a tensor exists and has the shape that the parameter needs.
+        """Checks that a tensor of `hf_names` exists and has the shape that the parameter needs.
 
         Args:
             name: The name of the tensor.
@@ -163,7 +163,8 @@ class WeightSpec:
         """Reads a part of the parameter into a new array. Each value is copied once.
 
         Args:
-            read: A function that reads a part of a tensor.
+            read: A function that takes the name of a tensor and a slice for each of its axes, and
+                returns this part of the tensor.
             dtype: The dtype of the returned array.
             ranges: The range of the part on each axis of the parameter.
             values_at_once: The approximate number of values of a tensor to read at a time, which
@@ -200,7 +201,8 @@ class WeightSpec:
 
         Args:
             target: The array to fill, with the shape of the part.
-            read: A function that reads a part of a tensor.
+            read: A function that takes the name of a tensor and a slice for each of its axes, and
+                returns this part of the tensor.
             ranges: The range of the part on each axis of the parameter.
         """
         stack_ranges = ranges[: self.num_stacked_axes]
@@ -355,7 +357,8 @@ def load_params(
         progress: A function that is called after each job with the number of bytes that it loaded.
 
     Returns:
-        The parameters on the devices, as a nested dict.
+        The parameters on the devices, as Flax's nested dict: the first name of a path -> a dict of
+        the other names, and so on.
     """
     stage_count = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
