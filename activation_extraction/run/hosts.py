@@ -39,7 +39,8 @@ from activation_extraction.model.devices import usable_devices
 from activation_extraction.model.host_rows import count_hosts
 from activation_extraction.text.batch import Batch
 
-MOST_SHOWN = 400  # characters of a field in a message; a longer field is shown as a digest
+# Largest number of characters of a field in a message. Of a longer field, a digest is shown.
+MOST_SHOWN = 400
 STEPS_AHEAD = 2  # number of steps by which batches are fetched and votes are cast in advance
 # The kinds of problems that hosts exchange in `raise_together`. A problem that recurs would come
 # again with the same command. A problem that may pass could be gone at the next start.
@@ -111,7 +112,8 @@ def join(options: HostOptions) -> Host:
             coordinator_address=coordinator_address,
             num_processes=num_hosts,
             process_id=options.host_id,
-            # With None, JAX chooses the devices.
+            # An empty list lets this process use all devices of the node. With None, JAX chooses
+            # the devices.
             local_device_ids=[] if is_only_task_on_node else None,
             # JAX aborts the process after this time, so `connection_timer` must end it earlier.
             initialization_timeout=connect_timeout + 60,
@@ -558,7 +560,7 @@ class Lockstep:
                 number of hosts that were asked to stop, and the number of hosts that failed.
         """
         has_any_host_data, is_any_host_stopping, has_any_host_failed = (
-            bool(num_hosts) for num_hosts in votes
+            bool(number_of_votes) for number_of_votes in votes
         )
         if has_any_host_failed and self.failure is None:
             failure_remedy = "its message says what to do on all hosts"

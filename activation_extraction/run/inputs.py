@@ -105,8 +105,9 @@ SAE = ("encode",)
 TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
 TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
-# --mix contains paths, so its value may differ between hosts. `settings_of` compares the weights
-# and the hub data sets in the value, which must be the same.
+# Flags with the paths of data files, which may differ between hosts. The value of --mix also
+# contains weights and hub data sets, which must be the same on all hosts, so `settings_of` compares
+# these.
 DATA_PATHS = ("dataset_path", "mix")
 MODEL_INPUTS: tuple[Input[Forward], ...] = (
     Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",)),
@@ -165,7 +166,7 @@ def check_tokenizer(text: Text, config: Config, identity: Identity) -> None:
     """Checks that the tokens of stored activations came from this tokenizer.
 
     Args:
-        text: The text, whose data set is not opened.
+        text: The text. This function does not open its data set.
         config: The configuration, whose flags appear in the message.
         identity: The identity of the run that stored the activations.
 
@@ -195,10 +196,10 @@ def _check_inputs(
     for run_input in inputs:
         if run_input.value_of_field(model_or_text) == getattr(identity, run_input.identity_field):
             continue
-        given_flag_names = [
+        names_of_set_flags = [
             flag_name for flag_name in run_input.flag_names if flag_values[flag_name]
         ]
-        flag_name = given_flag_names[0] if given_flag_names else run_input.flag_names[0]
+        flag_name = names_of_set_flags[0] if names_of_set_flags else run_input.flag_names[0]
         flag_value = flag_values[flag_name]
         difference_in_words = "is not the one" if flag_value else "is missing, the one"
         path_in_words = f" {plain_url(flag_value)}" if isinstance(flag_value, str) else ""

@@ -174,7 +174,8 @@ def _open_mixture(
     name.
 
     Args:
-        sources_and_weights: The sources and weights of --mix.
+        sources_and_weights: The sources of --mix with their weights. A source is a path, or the
+            name of a data set on the hub.
         row_schema: The settings by which rows become documents.
         earlier_metadata: The contents of metadata.json that the run has stored already (see
             `open_dataset`).

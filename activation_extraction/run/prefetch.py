@@ -14,13 +14,13 @@ from activation_extraction.common.errors import RunError, one_line
 
 T = TypeVar("T")
 R = TypeVar("R")  # type of the generator's return value
-POLL = 0.2  # seconds between checks whether the caller is asked to stop
+POLL = 0.2  # largest number of seconds between two checks whether the caller is asked to stop
 PATIENCE = 10.0  # seconds after which a host that skips samples takes a step without a batch
 
 
 @dataclass(frozen=True)
 class _End(Generic[R]):
-    """The marker in the queue after the last item, which tells how the generator ended.
+    """A marker behind the last item of a `Prefetch`, which tells how its generator ended.
 
     Attributes:
         result: The value that the generator has returned. None if it has raised an exception.

@@ -322,9 +322,10 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
 
 
 def smallest_device_memory(config: Config, host: Host) -> float | None:
-    """Returns the memory of the device with the least memory over all hosts.
+    """Returns the smallest memory of a device, over the first devices of all hosts.
 
-    All hosts must call this together, because no host can query the devices of another host.
+    The devices of one host are assumed to have equal memory. All hosts must call this together,
+    because no host can query the devices of another host.
 
     Args:
         config: The configuration.

@@ -59,7 +59,8 @@ class StoragePlan:
             of the commits then count the rows.
         empty_rows: Number of rows without text that metadata.json records if the run is complete,
             otherwise 0.
-        repair: Further work of a repair. None if the process begins or continues a run.
+        repair: The part of the plan that only a repair needs, such as the numbers of the shards to
+            withdraw. None if the process begins or continues a run.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -80,11 +81,12 @@ class StoragePlan:
         return totals_of_shards
 
     def end_of_stored(self, worker: Worker) -> int:
-        """Returns the number of samples from a worker's first to the last that was ever stored.
+        """Returns the number of a worker's samples up to the last one that was ever stored.
 
-        All samples before the furthest mark were stored when the mark was made. Some samples in
-        this range may not be stored now, because samples are packed in another order than they are
-        read, and because shards may be lost.
+        The samples are counted from the first sample of the worker, in the order in which they are
+        read. The last stored sample is the last sample before the furthest mark, or a later sample
+        in one of the shards. Some of the counted samples may not be stored now, because samples are
+        packed in another order than they are read, and because shards may be lost.
 
         Args:
             worker: Worker that writes to the folder.
@@ -106,9 +108,11 @@ class StoragePlan:
 
     @property
     def samples_to_read(self) -> int | None:
-        """The number of this host's samples up to which the data is read.
+        """The number of this host's samples, counted from its first one, at which reading stops.
 
-        It is set only in a repair that fills gaps. None to read all the data.
+        Only a repair that stores missing or bad shards again has such a limit, because it stores
+        no samples after the last one that was ever stored. None to read all the data, and for a
+        program with a loop of its own.
         """
         return None if self.repair is None else self.repair.samples_to_read
 
@@ -119,8 +123,8 @@ class StoragePlan:
             mark: Mark from which the run could continue after the last sample of the shard.
 
         Returns:
-            The mark at which the repair began if a repair fills gaps, because all samples before a
-            mark must be stored. Otherwise the argument `mark`.
+            In a repair that stores missing or bad shards (gaps) again: the mark at which the repair
+            began, because all samples before a mark must be stored. Otherwise the argument `mark`.
         """
         return self.mark if self.gaps else mark
 
@@ -141,9 +145,10 @@ class ShardNumbers:
         self._next_number = plan.next_shard_number
 
     def take(self) -> int:
-        """Returns the number of the next shard.
+        """Returns the number of the next shard: in a repair a gap, otherwise a new number.
 
-        This is not for the last shard of a repair, which gets the last gap from `take_gaps`.
+        The last gap of a repair is not returned, because `take_gaps` returns it for the last shard.
+        When only the last gap is left, this method returns new numbers.
         """
         if len(self._gap_numbers) > 1:
             return self._gap_numbers.pop(0)
@@ -151,13 +156,15 @@ class ShardNumbers:
         return self._next_number - 1
 
     def take_gaps(self) -> list[int]:
-        """Returns the numbers of all gaps that are still open, so that none is open afterwards.
+        """Returns the numbers of all gaps that `take` has not returned, in ascending order.
 
-        This must be called when the remaining samples fit into one shard.
+        This must be called only at the end of a repair, when the remaining samples fit into one
+        shard. The last gap is the number of this shard. The other gaps are the numbers of shards
+        without samples. The list is empty without a repair.
         """
-        open_gaps = self._gap_numbers
+        remaining_gap_numbers = self._gap_numbers
         self._gap_numbers = []
-        return open_gaps
+        return remaining_gap_numbers
 
 
 # A function that takes the log of a folder and returns the plan of this process. It is called when
@@ -261,16 +268,18 @@ def stored_after(
             of samples is damaged.
     """
     count_before_mark = 0 if mark is None else mark.samples
-    first_after_mark = identity.worker.sample_idx(count_before_mark)
+    first_idx_after_mark = identity.worker.sample_idx(count_before_mark)
     sample_by_number: dict[int, StoredSample] = {}
     repair_remedy = f"{identity.repair_option} repairs it"
     for commit in commits:
-        if commit.count and commit.last >= first_after_mark:
+        if commit.count and commit.last >= first_idx_after_mark:
             try:
                 sample_by_number |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repair_remedy}") from error
-    count_after_mark = sum(sample_number >= first_after_mark for sample_number in sample_by_number)
+    count_after_mark = sum(
+        sample_number >= first_idx_after_mark for sample_number in sample_by_number
+    )
     stored_count = sum(commit.count for commit in commits)
     missing_count = count_before_mark + count_after_mark - stored_count
     if missing_count > 0:  # for example, the last shard was deleted after a repair had stored it
@@ -300,10 +309,11 @@ def refuse_elsewhere(run_log: RunLog, remote: str | None = None) -> None:
     upload_url = run_log.moved_to
     if upload_url != remote and (upload_url or run_log.commits):
         shards_location = "are here" if upload_url is None else f"were uploaded to {upload_url}"
-        not_in_remote = f", not in {remote}" if remote else ""
+        requested_location = f", not in {remote}" if remote else ""
         raise InputError(
-            f"{run_log.url}: its shards {shards_location}{not_in_remote}; give --upload_to_gcs, "
-            "--gcs_bucket and --gcs_prefix or leave them out, as before, or another --output_dir"
+            f"{run_log.url}: its shards {shards_location}{requested_location}; give "
+            "--upload_to_gcs, --gcs_bucket and --gcs_prefix or leave them out, as before, or "
+            "another --output_dir"
         )
 
 
@@ -340,8 +350,10 @@ def shown(value: Any, other_value: Any) -> str:
     if isinstance(value, list):
         missing_in_other = [value_item for value_item in value if value_item not in other_value]
         shown_items = value if {*value} == {*other_value} else missing_in_other
-        value = " ".join(map(str, shown_items))
-    shown_value = str(value) or "nothing"
+        value_as_text = " ".join(map(str, shown_items))
+    else:
+        value_as_text = str(value)
+    shown_value = value_as_text or "nothing"
     if re.fullmatch("[0-9a-f]{64}", shown_value):
         return f"digest {shown_value[:12]}"
     return shown_value if len(shown_value) <= 100 else f"{shown_value[:100].rstrip()} ..."

@@ -36,7 +36,9 @@ from activation_extraction.text.batch import Worker
 
 NAME = re.compile(r"machine_([0-9]{3}|[1-9][0-9]{3,})(?:_host_([0-9]{2}|[1-9][0-9]{2,}))?")
 AGGREGATE = "aggregated_metadata.json"  # file with totals over all folders, which --status writes
-FOLDERS_AT_ONCE = 16  # number of folders that are read at the same time
+# Number of folders whose logs are read at the same time. It is smaller than JSONS_AT_ONCE, because
+# up to JSONS_AT_ONCE files of each folder are read at the same time.
+FOLDERS_AT_ONCE = 16
 
 
 class HostFolder(NamedTuple):
@@ -214,11 +216,11 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         identity_difference = first_identity.compare(folder_identity, shared_only=True)
         host_count = host_count_by_machine.get(folder_worker.machine, folder_worker.hosts)
         if identity_difference is not None:
-            field_name, value_here, value_in_first = identity_difference
+            field_name, value_in_folder, value_in_first = identity_difference
             yield (
                 f"{folder_in_words}: belongs to another run: its {field_name} is "
-                f"{shown(value_here, value_in_first)}, but {shown(value_in_first, value_here)} in "
-                f"{shown_name(first_folder_name)}"
+                f"{shown(value_in_folder, value_in_first)}, but "
+                f"{shown(value_in_first, value_in_folder)} in {shown_name(first_folder_name)}"
             )
             continue
         host_count_by_machine[folder_worker.machine] = host_count
@@ -418,11 +420,14 @@ class RunFolders:
 def _find_metadata(
     root: Folder, preferred: Folder | None = None
 ) -> tuple[str, dict[str, Any]] | None:
-    """Reads metadata.json in the first folder of a run that contains it.
+    """Searches the folders of a run for an undamaged metadata.json, and reads the first one.
+
+    The output folder is searched before the folders of hosts in it.
 
     Args:
         root: Output folder of the run.
-        preferred: Folder that is searched first. None to begin with the output folder.
+        preferred: Folder that is searched before the output folder. None if there is no such
+            folder.
 
     Returns:
         A tuple of the folder's URL and the content of metadata.json; None if no folder contains

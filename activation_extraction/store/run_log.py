@@ -109,8 +109,11 @@ OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
 )
-JSONS_AT_ONCE = 64  # number of JSON files that are read at the same time
-# Largest number of JSON files that are requested although the listing lacks them.
+# Number of JSON files that are read at the same time. It may exceed the number of processors,
+# because reading a file in a bucket is mostly waiting for the answer.
+JSONS_AT_ONCE = 64
+# Largest number of JSON files that are requested although the listing of the folder lacks them. It
+# limits the time if a log has a large gap.
 MAX_UNLISTED = 1000
 T = TypeVar("T")
 
@@ -192,7 +195,7 @@ class Commit:
     Attributes:
         number: Number of the entry and of the shard, from 1.
         began: Unix time at which the process that stored the shard began.
-        mark: Position in the host's stream of samples. When this shard and all earlier shards are
+        mark: Point in the host's stream of samples. When this shard and all earlier shards are
             committed, all samples before the mark are stored. None for the beginning of the data,
             and for a program that computes activations itself.
         run: Id of the run; "" until the shard is committed.
@@ -458,10 +461,10 @@ class RunLog:
 
     @property
     def moved_to(self) -> str | None:
-        """The URL of the folder to which the shards were uploaded; None if they are here."""
+        """The URL of the folder to which the shards were uploaded; None if they are in this one."""
         remote_url = (self.metadata or {}).get("remote")
-        has_shards_here = not self.is_local or local_path(remote_url or "") == local_path(self.url)
-        return None if has_shards_here else remote_url
+        has_own_shards = not self.is_local or local_path(remote_url or "") == local_path(self.url)
+        return None if has_own_shards else remote_url
 
     @property
     def missing_files(self) -> list[str]:
@@ -475,9 +478,10 @@ class RunLog:
 
     @property
     def missing_jsons(self) -> list[str]:
-        """Messages on missing JSON files, one for each series of consecutive missing numbers.
+        """Messages on missing JSON files, one for each series of consecutive missing entries.
 
-        If metadata.json is missing, a message on it comes first.
+        If metadata.json is missing, a message on it comes first. Entries are not missed if the
+        shards were uploaded to another folder.
         """
         has_metadata_file = self.metadata or METADATA in self.damaged_files
         missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
@@ -487,12 +491,12 @@ class RunLog:
         # If the last entries are missing, no later entry shows this. But the metadata.json of a
         # complete run records the number of entries.
         recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
-        end_number = max([recorded_count, *self.commits]) + 1
+        number_after_last = max([recorded_count, *self.commits]) + 1
         damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
         existing_numbers = {
-            number for number in {*self.commits, *damaged_numbers} if number < end_number
+            number for number in {*self.commits, *damaged_numbers} if number < number_after_last
         }
-        for missing_range in _gaps([0, *sorted(existing_numbers), end_number]):
+        for missing_range in _gaps([0, *sorted(existing_numbers), number_after_last]):
             first_name = commit_name(missing_range.start)
             last_name = commit_name(missing_range.stop - 1)
             if first_name == last_name:
@@ -505,7 +509,8 @@ class RunLog:
     def problems(self) -> list[str]:
         """Messages on the damaged and missing files of the folder.
 
-        JSON files are checked by their content, other files by their sizes in the listing.
+        JSON files are checked by their content, other files by their sizes in the listing. If the
+        shards were uploaded to another folder, other files are not checked.
         """
         json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing_files = self.missing_files if self.moved_to is None else []
@@ -609,12 +614,12 @@ def _gaps(numbers: Iterable[int]) -> list[range]:
 
 
 def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
-    """Returns the names of files that a run writes, in sorted order.
+    """Selects the names that files of a run can have, and returns them sorted.
 
     Args:
-        names: Names of any files.
-        temporary: Whether to include incomplete temporary files, which a killed process may have
-            left.
+        names: Names of all files in a folder, also of files that belong to no run.
+        temporary: Whether to include the names of incomplete temporary files, which a killed
+            process may have left.
     """
     run_file_names = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
     if temporary:

@@ -59,11 +59,12 @@ class RangeChecksums:
         front: Number of bytes before the tensor `token_ids`: the header, `sample_idx` and
             `sample_offsets`.
         front_crc32c: CRC-32C of these bytes, 8 hexadecimal digits.
-        tokens: Number of tokens in a block; the last block of a shard may have fewer.
+        tokens: Number of consecutive tokens whose rows are a block of a tensor. The last block of a
+            tensor may have fewer rows.
         consecutive: Whether the positions of the stored tokens are 0, 1, 2 and so on in every
             sample. Readers then compute the positions, and need not read the tensor `position`.
-        crc32c: CRC-32C of each block of rows, 8 hexadecimal digits each, concatenated, by the name
-            of the tensor. Only tensors with one row for each token have checksums.
+        crc32c: CRC-32C of each block of a tensor, 8 hexadecimal digits each, concatenated, by the
+            name of the tensor. Only tensors with one row for each token have checksums.
     """
 
     front: int
@@ -94,11 +95,11 @@ class RangeChecksums:
 
     @property
     def front_blocks(self) -> Blocks:
-        """The bytes before the tensor `token_ids`, as one block."""
+        """The bytes before the tensor `token_ids`, as one block with its checksum."""
         return Blocks(0, self.front, self.front, self.front_crc32c)
 
     def blocks_of(self, name: str, tensor: Tensor) -> Blocks | None:
-        """Returns the blocks of a tensor; None if its checksums are not recorded.
+        """Returns the blocks of a tensor with their checksums; None if these are not recorded.
 
         Args:
             name: Name of the tensor.
@@ -121,15 +122,15 @@ def blocks_of(buffers: Iterable[memoryview], block_bytes: int) -> Iterator[list[
         The consecutive buffers of each block. The last block may be smaller than `block_bytes`.
     """
     block_buffers: list[memoryview] = []
-    missing_bytes = block_bytes
+    bytes_left_in_block = block_bytes
     for buffer in buffers:
-        while buffer.nbytes > missing_bytes:
-            yield [*block_buffers, buffer[:missing_bytes]]
-            buffer = buffer[missing_bytes:]
+        while buffer.nbytes > bytes_left_in_block:
+            yield [*block_buffers, buffer[:bytes_left_in_block]]
+            buffer = buffer[bytes_left_in_block:]
             block_buffers = []
-            missing_bytes = block_bytes
+            bytes_left_in_block = block_bytes
         block_buffers.append(buffer)
-        missing_bytes -= buffer.nbytes
+        bytes_left_in_block -= buffer.nbytes
     if block_buffers:
         yield block_buffers
 
@@ -220,8 +221,8 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
 
         Both offsets must be at the beginning or the end of a tensor.
         """
-        first_index, stop_index = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        return file_buffers[first_index:stop_index]
+        first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        return file_buffers[first_buffer:stop_buffer]
 
     front_bytes = file_header.tensors["token_ids"].offset
     checksums_by_name = dict[str, str]()
@@ -317,8 +318,8 @@ class SafetensorsFile:
         """Begins to read the ids, positions and labels of consecutive tokens.
 
         Args:
-            start: Offset of the first token in the shard.
-            stop: Offset of the token after the last one.
+            start: Index of the first token among the tokens of the shard, from 0.
+            stop: Index of the token after the last one.
 
         Returns:
             A function that waits for the arrays and returns them by name, int32 (stop - start,)
@@ -326,7 +327,7 @@ class SafetensorsFile:
         """
         wait_function_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
-            # Computing the positions takes less time than a request.
+            # Computing the positions takes less time than requesting them from a bucket.
             wait_function_by_name["position"] = lambda: self._consecutive_positions(start, stop)
         else:
             wait_function_by_name["position"] = self.begin_rows("position", start, stop)
@@ -335,11 +336,13 @@ class SafetensorsFile:
         return lambda: {name: wait() for name, wait in wait_function_by_name.items()}
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:
-        """Returns the positions of consecutive tokens in samples that store all of their tokens.
+        """Computes the positions of consecutive tokens of the shard in their samples.
+
+        The positions in every sample of the shard must be 0, 1, 2 and so on.
 
         Args:
-            start: Offset of the first token in the shard.
-            stop: Offset of the token after the last one.
+            start: Index of the first token among the tokens of the shard, from 0.
+            stop: Index of the token after the last one.
 
         Returns:
             The positions, int32 (stop - start,).
@@ -415,8 +418,8 @@ class SafetensorsFile:
     def _begin(self, start: int, stop: int, blocks: Blocks | None) -> Callable[[], np.ndarray]:
         """Begins to read a range of bytes.
 
-        The first bytes of the file are in memory already (`_front`). A range of them is not read
-        again.
+        A range that lies within the first bytes of the file (`_front`) is not read again, because
+        these bytes are in memory already.
 
         Args:
             start: Offset of the first byte in the file.

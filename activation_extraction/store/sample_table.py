@@ -291,7 +291,8 @@ def _concatenate_column(tables: Sequence[pyarrow.Table], name: str) -> pyarrow.C
     If Arrow has no type for all values, the values are converted to texts.
 
     Args:
-        tables: Tables, of which some may lack the column. Their rows get null.
+        tables: Tables, in the order of the samples. The samples of a table that lacks the column
+            get null.
         name: Name of the column.
     """
     tables_with_column = [table for table in tables if name in table.column_names]
@@ -329,7 +330,9 @@ def _as_text(value: Any) -> str:
 
 
 def _check_facts(facts: SampleFacts) -> None:
-    """Checks that a table can contain the facts of a sample, which another program may have made.
+    """Checks that the facts of a sample fit into a table.
+
+    This is necessary because a program with a loop of its own may have made the facts.
 
     Args:
         facts: Facts of the sample.

@@ -23,8 +23,10 @@ from typing import TypeVar
 from activation_extraction.common.log import log
 from activation_extraction.store.local_files import FolderError
 
-CHECK_SECONDS = 1.0  # seconds between two checks of a write
-SHARED_SECONDS = 0.2  # seconds for which all writes share one check of the connections
+CHECK_SECONDS = 1.0  # largest number of seconds between two checks whether bytes are being sent
+# Seconds for which all writes use the same result of such a check, because a check reads large
+# tables of the system.
+SHARED_SECONDS = 0.2
 # Seconds after which the first message about a waiting write is logged. The next messages follow
 # after twice as many seconds, after four times as many, and so on.
 LOGGED_AFTER = 60.0

@@ -143,7 +143,7 @@ class Shard:
         return hook_descriptions, sums_by_name
 
     def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
-        """Returns the sums over some samples at one hook.
+        """Returns the sums for the statistics of some samples at one hook.
 
         Args:
             key: Key of the hook.

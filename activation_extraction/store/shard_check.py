@@ -116,8 +116,8 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
     for file_name, recorded_facts in commit.files.items():
         actual_bytes = run_log.file_sizes.get(file_name)
         if actual_bytes != recorded_facts.bytes:  # the listing may be outdated
-            listed_file = store.head(file_name)
-            actual_bytes = None if listed_file is None else listed_file.byte_count
+            latest_facts = store.head(file_name)
+            actual_bytes = None if latest_facts is None else latest_facts.byte_count
         if actual_bytes is None:
             upload_url = run_log.moved_to
             upload_note = f" here, it was uploaded to {upload_url}" if upload_url else ""
@@ -142,11 +142,11 @@ def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple
     """
     from tqdm import tqdm  # imported here, because only these checks need it
 
-    bytes_of_shards = sum(commit.bytes for commit, _ in shards)
+    total_bytes = sum(commit.bytes for commit, _ in shards)
     with (
         ThreadPoolExecutor(SHARDS_AT_ONCE) as check_threads,
         tqdm(
-            total=bytes_of_shards, unit="B", unit_scale=True, desc="verifying", disable=None
+            total=total_bytes, unit="B", unit_scale=True, desc="verifying", disable=None
         ) as progress_bar,
     ):
         check_futures = [check_threads.submit(check, *arguments) for _, arguments in shards]

@@ -75,13 +75,17 @@ class ShardQueue(Generic[T]):
         self._was_stopped = False  # whether `close` was called, and did not wait for the threads
         self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        self._batch_bytes: list[int] = []  # bytes of each batch that no submitted shard has counted
+        # Bytes of each batch whose memory is not in `bytes_held` of a shard yet.
+        self._batch_bytes: list[int] = []
         self._shards: deque[QueuedShard[T]] = deque()
         # Notified when a shard was committed or could not be stored. The lock guards `_shards`.
         self._shards_changed = threading.Condition()
 
     def take(self, batch_bytes: int) -> None:
-        """Adds the memory of a batch to `bytes_waiting`, and waits while too many bytes wait.
+        """Counts the memory of a batch before its samples are stored, and waits for free memory.
+
+        The memory is added to `bytes_waiting`. This method waits while `bytes_waiting` exceeds
+        `max_bytes` and the queue contains a shard.
 
         Args:
             batch_bytes: Number of bytes of memory that the batch needs until it is stored.
@@ -96,9 +100,9 @@ class ShardQueue(Generic[T]):
                 self.check()
                 self._on_wait()
                 start_time = time.perf_counter()
-                oldest_phase = self._shards[0].phase
+                phase_of_oldest = self._shards[0].phase
                 self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
-                self.waited[oldest_phase] += time.perf_counter() - start_time
+                self.waited[phase_of_oldest] += time.perf_counter() - start_time
         self.check()
 
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:
@@ -128,7 +132,7 @@ class ShardQueue(Generic[T]):
     def check(self) -> None:
         """Raises the error of a shard that could not be stored, if there is one.
 
-        Shards that were submitted before it may still be stored.
+        Shards that were submitted before the shard that failed may still be stored.
 
         Raises:
             StorageError: If a shard could not be stored.
@@ -172,7 +176,7 @@ class ShardQueue(Generic[T]):
         return gauges
 
     def close(self, patient: bool) -> None:
-        """Ends the threads.
+        """Ends the threads that store and commit shards.
 
         Args:
             patient: Whether to wait for the work that the threads have begun. Work that they have
@@ -205,7 +209,8 @@ class ShardQueue(Generic[T]):
             error: Exception of the thread.
 
         Returns:
-            The exception itself if it is a LostError. Otherwise, a StorageError with its message.
+            The exception itself if it is a LostError. Otherwise, a StorageError with its message,
+            or, after `close` has cancelled work, with the message that storing was stopped.
         """
         if self._was_stopped:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")

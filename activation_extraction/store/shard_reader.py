@@ -41,13 +41,15 @@ REPLACED_REASON = "the run was overwritten or repaired since its JSON was read; 
 # request has fewer than 2 * REQUEST_BYTES bytes, and at least REQUEST_BYTES bytes unless the whole
 # read has fewer.
 REQUEST_BYTES = 8 * MIB
-HEADER_BYTES = 2**16  # size in bytes that the headers of most safetensors files do not exceed
-MAX_REQUESTS = 32  # number of requests to buckets at the same time, over all runs, shards and hooks
-# Largest size in bytes of a small request, and number of small requests at the same time. Small
-# requests have separate threads, because they mostly wait for an answer, and would keep large
-# requests from being sent.
+# Estimated size of the header of a safetensors file in bytes. Most headers do not exceed it, so one
+# request is enough to read them.
+HEADER_BYTES = 2**16
+# Number of large requests to buckets at the same time, over all runs, shards and hooks.
+MAX_REQUESTS = 32
+# Largest size in bytes of a read whose requests count as small. Small requests have threads of
+# their own, because they mostly wait for an answer, and would keep large requests from being sent.
 SMALL_REQUEST_BYTES = MIB // 2
-MAX_SMALL_REQUESTS = 64
+MAX_SMALL_REQUESTS = 64  # number of small requests to buckets at the same time
 
 
 @lru_cache(2)
@@ -57,7 +59,8 @@ def request_threads(process: int, small: bool) -> ThreadPoolExecutor:
     Args:
         process: Id of this process. A forked process inherits the cache of this function, but not
             the threads of its parent. It has another id, so new threads are made for it.
-        small: Whether the requests have at most SMALL_REQUEST_BYTES bytes.
+        small: Whether to return the threads for small requests, which belong to reads of at most
+            SMALL_REQUEST_BYTES bytes.
     """
     return ThreadPoolExecutor(MAX_SMALL_REQUESTS if small else MAX_REQUESTS, "requests")
 
@@ -109,7 +112,7 @@ class ShardBytes:
         self._mapped_file: np.ndarray | None = None
         if folder.is_local:
             self._mapped_file = np.frombuffer(_whole(folder, commit, where), np.uint8)
-            self._is_unchecked = np.ones(-(-commit.bytes // MIB), bool)
+            self._is_mib_unchecked = np.ones(-(-commit.bytes // MIB), bool)
 
     def begin(
         self, start: int, stop: int, blocks: Blocks | None = None
@@ -133,37 +136,37 @@ class ShardBytes:
             requested_bytes = self._mapped_file[start:stop]
             first_block, stop_block = start // MIB, -(-stop // MIB)
             for block_number in first_block + np.flatnonzero(
-                self._is_unchecked[first_block:stop_block]
+                self._is_mib_unchecked[first_block:stop_block]
             ):
                 self._check(
                     self._mapped_file[block_number * MIB :][:MIB],
                     self._mib_blocks,
                     int(block_number),
                 )
-                self._is_unchecked[block_number] = False
+                self._is_mib_unchecked[block_number] = False
             return lambda: requested_bytes
         blocks = blocks or self._mib_blocks
         first_block = (start - blocks.start) // blocks.block_bytes
         stop_block = -(-(stop - blocks.start) // blocks.block_bytes)
-        first_read_byte = blocks.start + first_block * blocks.block_bytes
+        blocks_start = blocks.start + first_block * blocks.block_bytes
         request_count = max((stop_block - first_block) * blocks.block_bytes // REQUEST_BYTES, 1)
-        block_edges = np.linspace(
+        request_edges = np.linspace(
             first_block, stop_block, min(request_count, stop_block - first_block) + 1
         ).astype(int)
         submit_request = request_threads(
             os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL_REQUEST_BYTES
         ).submit
-        block_futures = [
+        request_futures = [
             submit_request(self._read, blocks, first_of_request, stop_of_request)
-            for first_of_request, stop_of_request in pairwise(block_edges.tolist())
+            for first_of_request, stop_of_request in pairwise(request_edges.tolist())
         ]
 
         def wait() -> np.ndarray:
-            request_arrays = [future.result() for future in block_futures]
+            request_arrays = [future.result() for future in request_futures]
             read_bytes = (
                 request_arrays[0] if len(request_arrays) == 1 else np.concatenate(request_arrays)
             )
-            return read_bytes[start - first_read_byte : stop - first_read_byte]
+            return read_bytes[start - blocks_start : stop - blocks_start]
 
         return wait
 
@@ -287,10 +290,12 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def begin(start: int, stop: int, _blocks: Blocks | None) -> Callable[[], np.ndarray]:
-        first_index, last_index = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        first_read_byte = int(buffer_ends[first_index - 1]) if first_index else 0
-        buffer_bytes = np.frombuffer(b"".join(file_buffers[first_index : last_index + 1]), np.uint8)
-        return lambda: buffer_bytes[start - first_read_byte : stop - first_read_byte]
+        first_buffer, last_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
+        joined_start = int(buffer_ends[first_buffer - 1]) if first_buffer else 0
+        joined_buffers = np.frombuffer(
+            b"".join(file_buffers[first_buffer : last_buffer + 1]), np.uint8
+        )
+        return lambda: joined_buffers[start - joined_start : stop - joined_start]
 
     return SafetensorsFile(begin, int(buffer_ends[-1]), where)
 

@@ -80,7 +80,7 @@ class ShardWriter:
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
     def follow(self, plan: StoragePlan) -> None:
-        """Sets the plan of this process, before the first sample is added.
+        """Sets the plan of this process. This must be called before the first sample is added.
 
         Args:
             plan: Plan of this process, with the numbers of the shards to store.
@@ -96,6 +96,8 @@ class ShardWriter:
 
     def take(self, batch_bytes: int) -> None:
         """Counts the memory that storing a batch needs, and waits while too much memory is in use.
+
+        This must be called before the samples of the batch are added.
 
         Args:
             batch_bytes: Number of bytes of the batch's values at all hooks.
@@ -166,7 +168,7 @@ class ShardWriter:
         self.queue.submit(partial(self._store, shard, self._mark, number))
 
     def close(self, patient: bool) -> None:
-        """Ends the threads.
+        """Ends the threads that encode, store and commit shards.
 
         Args:
             patient: Whether to wait for the work that the threads have begun. Work that they have
@@ -197,22 +199,22 @@ class ShardWriter:
             shard, encoding_errors = shard.encode(self._store_threads)
             hook_descriptions, sums_by_hook = shard.measure(encoding_errors, self._store_threads)
             packed_file = self.format.pack(shard, self._store_threads, writer_id)
-        cut_counts = [
+        cut_tokens_of_samples = [
             shard_sample.facts.cut for shard_sample in shard.samples if shard_sample.facts.cut > 0
         ]
-        token_counts = [len(shard_sample.positions) for shard_sample in shard.samples]
+        stored_tokens_of_samples = [len(shard_sample.positions) for shard_sample in shard.samples]
         shard_commit = replace(
             shard_commit,
             file=shard_name(number, self.format.suffix),
             unpacked=packed_file.uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
-            count=len(token_counts),
-            tokens=sum(token_counts),
+            count=len(stored_tokens_of_samples),
+            tokens=sum(stored_tokens_of_samples),
             hooks=hook_descriptions,
-            cut_samples=len(cut_counts),
-            cut_tokens=sum(cut_counts),
-            empty_samples=token_counts.count(0),
+            cut_samples=len(cut_tokens_of_samples),
+            cut_tokens=sum(cut_tokens_of_samples),
+            empty_samples=stored_tokens_of_samples.count(0),
         )
         content_by_small_file = {
             shard_commit.statistics_file: pack_sums(sums_by_hook, writer_id),

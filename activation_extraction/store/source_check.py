@@ -20,6 +20,7 @@ class SourceCheck:
         sources: Files from which the samples of the run come. None if these files are unknown, so
             that nothing is checked.
         commits: List of the commits of this process, to which the caller appends later commits.
+            A message names those since the last check.
     """
 
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:

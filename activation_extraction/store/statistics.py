@@ -233,7 +233,7 @@ class CodeSums:
 
     @property
     def explained(self) -> float:
-        """The share of the activations' squared norms that the stored features explain.
+        """The fraction of the activations' squared norms that the stored features explain.
 
         It is computed as 1 - error / square.
 
@@ -310,17 +310,19 @@ class Statistics:
             return other
         if not (other.values or other.codes):
             return self
-        other_share = other.values / (self.values + other.values or 1)
+        weight_of_other = other.values / (self.values + other.values or 1)
         mean_difference = other.overall_mean - self.overall_mean
 
         def weighted(own_number: float, other_number: float) -> float:
-            return own_number * (1 - other_share) + other_number * other_share
+            return own_number * (1 - weight_of_other) + other_number * weight_of_other
 
-        variance_between = mean_difference * mean_difference * other_share * (1 - other_share)
+        variance_between = (
+            mean_difference * mean_difference * weight_of_other * (1 - weight_of_other)
+        )
         return Statistics(
             tokens=self.tokens + other.tokens,
             values=self.values + other.values,
-            overall_mean=self.overall_mean + mean_difference * other_share,
+            overall_mean=self.overall_mean + mean_difference * weight_of_other,
             overall_variance=weighted(self.overall_variance, other.overall_variance)
             + variance_between,
             mean_norm=weighted(self.mean_norm, other.mean_norm),
@@ -403,11 +405,12 @@ class DimensionStatistics:
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
-        """Returns the statistics over the tokens of one or both kinds.
+        """Returns the statistics over attention sinks, over other tokens, or over both together.
 
         Args:
-            sums: Sums over tokens of both kinds.
-            kinds: Slice that selects the kinds. It selects from the indices SINK and OTHER.
+            sums: Sums over attention sinks and over other tokens.
+            kinds: Slice of the first axis of `sums.counts` that selects the tokens. Attention sinks
+                are at index SINK of this axis, other tokens at index OTHER.
         """
         token_count = int(sums.counts[kinds].sum())
         with np.errstate(invalid="ignore"):
@@ -448,12 +451,12 @@ class HookStatistics(Statistics):
 
     @cached_property
     def all_tokens(self) -> DimensionStatistics:
-        """The statistics of all tokens."""
+        """The statistics of every dimension over all tokens."""
         return DimensionStatistics.of(self.load(), slice(None))
 
     @cached_property
     def without_first_token(self) -> DimensionStatistics:
-        """The statistics of all tokens except the first token of each sample."""
+        """The statistics of every dimension over all tokens except the first of each sample."""
         return DimensionStatistics.of(self.load(), slice(OTHER, None))
 
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from activation_extraction.common.visible import counted
 from activation_extraction.store.statistics import Statistics
 
-MAX_LISTED_HOOKS = 8  # largest number of hooks whose encoding errors are listed
+# Largest number of hooks whose encoding errors are listed, because a run may store hundreds of
+# hooks.
+MAX_LISTED_HOOKS = 8
 # Phrases for the kinds of tokens, by the keys of these kinds in Statistics.codes.
 KINDS_OF_TOKENS = {"sinks": "first tokens of samples", "others": "other tokens"}
 
@@ -45,9 +47,9 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
 def codes_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
     """Yields a line on the codes at each hook that has codes.
 
-    The line contains the mean number of features per token, and the share of the activations'
-    squared norms that the features explain. A negative share is left out, because `code_warnings`
-    yields a warning for it.
+    The line contains the mean number of features per token, and the fraction of the activations'
+    squared norms that the features explain. A negative fraction is left out, because
+    `code_warnings` yields a warning for it.
 
     Args:
         statistics: Statistics by the full names of the hooks.

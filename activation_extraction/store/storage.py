@@ -364,7 +364,7 @@ class ActivationStorage:
         """
         self.open()
         self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
-        for placement, (kept_index, kept_positions) in zip(
+        for placement, (index_of_kept_tokens, kept_positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
             text_sample = placement.sample
@@ -381,7 +381,9 @@ class ActivationStorage:
             )
             values_by_key = {}
             for hook_key, hook_values in self._hooks.items():
-                values_by_key[hook_key] = hook_values.for_shard(activations[hook_key][kept_index])
+                values_by_key[hook_key] = hook_values.for_shard(
+                    activations[hook_key][index_of_kept_tokens]
+                )
             self._shard_writer.add(shard_sample, values_by_key, placement.mark)
 
     def _check_takes_samples(self, sample_idx: int) -> None:
@@ -540,15 +542,16 @@ class ActivationStorage:
             yield f"dtype {dtype_name}, expected one of {', '.join(sorted(DTYPES))}"
         hook_values = self._hooks[key]
         dtype_name = hook_values.stored_as(dtype_name)
-        first_width_and_dtype = (activation_shape[1], hook_values.stored_dtype or dtype_name)
-        width_and_dtype = self._width_and_dtype_by_key.get(key, first_width_and_dtype)
-        if (activation_shape[1], dtype_name) != width_and_dtype:
-            expected_width, expected_dtype = width_and_dtype
+        # The first sample of a run determines the width and, unless it is a setting, the dtype.
+        expected_if_first = (activation_shape[1], hook_values.stored_dtype or dtype_name)
+        expected_width_and_dtype = self._width_and_dtype_by_key.get(key, expected_if_first)
+        if (activation_shape[1], dtype_name) != expected_width_and_dtype:
+            expected_width, expected_dtype = expected_width_and_dtype
             yield (
                 f"width {activation_shape[1]}, dtype {dtype_name}, expected width "
                 f"{expected_width}, dtype {expected_dtype}, as in the rest of the run"
             )
-        self._width_and_dtype_by_key[key] = width_and_dtype
+        self._width_and_dtype_by_key[key] = expected_width_and_dtype
 
     def finalize(self, complete: bool = True, skipped_rows: int = 0, empty_rows: int = 0) -> None:
         """Commits all complete samples, writes metadata.json, and closes the storage.

@@ -119,7 +119,9 @@ class Totals:
 
 
 def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a message for each recorded total that differs from the total over the shards.
+    """Yields a message for each total in metadata.json that differs from the total of the shards.
+
+    Only the numbers of shards, samples, tokens and bytes (COUNTED) are compared.
 
     Args:
         commits: Commits of all shards in the folder of a host.
@@ -127,6 +129,7 @@ def total_problems(commits: Iterable[Commit], metadata: Mapping[str, Any]) -> It
     """
     computed_totals = Totals.of(commits)
     for count_name in COUNTED:
-        if metadata[count_name] != (counted_total := getattr(computed_totals, count_name)):
-            recorded_total = counted(metadata[count_name], count_name.removesuffix("s"))
-            yield f"has {recorded_total}, there are {counted_total}"
+        computed_total = getattr(computed_totals, count_name)
+        if metadata[count_name] != computed_total:
+            recorded_in_words = counted(metadata[count_name], count_name.removesuffix("s"))
+            yield f"has {recorded_in_words}, there are {computed_total}"
