@@ -1,9 +1,9 @@
 """Determines the meaning of a failed request to a store: Google Cloud Storage, S3 or Azure.
 
 A store gives the reason for a refusal as an HTTP status and as a code in the body of its answer.
-The code is used if it is known, because stores use one status for different failures. Only the
-answer itself is parsed, because the rest of an error message contains the URL, which the user
-chose. bucket.py turns the meanings into exceptions.
+The code is used if it is known, because stores use one status for different failures. Of an error
+message of obstore, only the answer itself is parsed. The rest contains the URL, in which a user may
+have chosen names that look like a part of an answer. bucket.py turns the meanings into exceptions.
 """
 
 import http
@@ -28,21 +28,22 @@ DETAILS = "\n\nDebug source:\n"
 
 
 class Meaning(Enum):
-    """The meaning of a failed request.
+    """The kinds of reasons for which a request to a store fails.
 
     NO_CREDENTIALS, UNREACHABLE and UNUSABLE may be temporary if an earlier request to the same
     folder has succeeded, because its address, settings and credentials are valid then.
 
     Attributes:
         MISSING: The object does not exist.
-        CHANGED: The object has another version than the request was conditional on.
+        CHANGED: The request was conditional on a version of the object, or on its absence, and this
+            condition is not met.
         NO_BUCKET: The bucket does not exist.
         CREDENTIALS: The store does not accept the credentials.
         NO_CREDENTIALS: No credentials are set, and the machine provides none.
         FORBIDDEN: The credentials are valid, but do not permit the request.
         ELSEWHERE: The bucket is in another region, or at another address.
         UNREACHABLE: No store answers at the address.
-        UNUSABLE: A setting or an answer cannot be used.
+        UNUSABLE: obstore cannot use a setting of the user, or the answer of the store.
         REFUSED: The store would refuse the same request again.
         MAY_PASS: The same request may succeed later.
     """
@@ -90,13 +91,15 @@ STATUSES: Mapping[int, Meaning] = {
 
 
 class Failure(NamedTuple):
-    """A failed request.
+    """The reason why a request to a store failed, once as a kind and once in words.
 
     Attributes:
-        meaning: The meaning of the failure.
-        reason: One line with the code and message of the answer, or the reason why there is no
-            answer. It contains no URL and nothing else that may contain secrets.
-        http_status: The HTTP status of the answer; 0 if there is none.
+        meaning: Kind of the reason, such as `Meaning.MISSING`. It decides the exception to raise.
+        reason: Reason for the user, as one line: the code and message of the store's answer or, if
+            the store did not answer, the reason why it did not. It contains no URL and nothing else
+            that may contain secrets.
+        http_status: HTTP status of the store's answer; 0 if the store did not answer, or the status
+            is unknown.
     """
 
     meaning: Meaning
@@ -105,11 +108,12 @@ class Failure(NamedTuple):
 
 
 def meaning_of(status: int, code: str = "") -> Meaning:
-    """Returns the meaning of an answer, from its code or, if the code is unknown, its HTTP status.
+    """Returns why a request failed, from the code or else the HTTP status of the store's answer.
 
     Args:
-        status: HTTP status of the answer; 0 if only the code is available.
-        code: Code in the body of the answer; "" if there is none.
+        status: HTTP status of the answer, which is used if the code is not one of CODES. 0 if only
+            the code is available.
+        code: Code in the body of the answer, such as "NoSuchBucket"; "" if there is none.
     """
     if code in CODES:
         return CODES[code]
@@ -123,11 +127,11 @@ def meaning_of(status: int, code: str = "") -> Meaning:
 
 
 def failure_of_obstore(error: Exception) -> Failure:
-    """Returns the failure that an exception of obstore describes.
+    """Returns the reason why a request with obstore failed, from the exception that obstore raised.
 
     The message of the exception contains the answer of the store twice: within a sentence, and as a
-    Rust structure with one field per line, whose strings are escaped. Only lines of the structure
-    are parsed, because the sentence contains the URL.
+    Rust structure with one field per line, in which strings are escaped. Only lines of the
+    structure are parsed, because the sentence contains the URL.
 
     Args:
         error: Exception that a request with obstore has raised.
@@ -174,16 +178,19 @@ def failure_of_obstore(error: Exception) -> Failure:
 
 
 def setting_error(error: Exception) -> str:
-    """Returns the reason that an error of obstore gives if there is no answer, as one line.
+    """Returns, as one line, the reason in an exception of obstore that contains no store's answer.
+
+    For example, obstore raises such an exception if it cannot use a setting. The reason is the part
+    of the message after the last " error: ", without the Rust structure that follows.
 
     Args:
-        error: Exception of obstore, for example about settings that it cannot use.
+        error: Exception of obstore.
     """
     return " ".join(str(error).partition(DETAILS)[0].rpartition(" error: ")[2].split())
 
 
 def _failure_of_answer(status: int, body: str) -> Failure:
-    """Returns the failure that the answer of a store describes.
+    """Returns the reason why a request failed, from the answer that the store sent.
 
     Args:
         status: HTTP status of the answer.
@@ -199,10 +206,12 @@ def _failure_of_answer(status: int, body: str) -> Failure:
 
 
 def _code_and_message(body: str) -> tuple[str, str]:
-    """Returns the code and the message in the body of an answer.
+    """Returns the code and the message in the body of a store's answer.
 
-    The body is XML, or JSON if a server for credentials sent it. The code or the message is "" if
-    the body does not contain it.
+    The body is XML if the store sent it, and JSON if a server that provides credentials sent it.
+
+    Returns:
+        A tuple of the code and the message. Each of them is "" if the body does not contain it.
     """
     with suppress(ValueError):
         error_fields = json.loads(body)
@@ -230,7 +239,7 @@ def _as_one_line(code: str, message: str) -> str:
 
 
 def _failure_of_connection(details: str) -> Failure:
-    """Returns the failure of a request that got no answer, or an incomplete one.
+    """Returns the reason why a request got no answer or an incomplete answer.
 
     Args:
         details: Failure that obstore printed as a Rust structure.
@@ -255,7 +264,9 @@ def _failure_of_connection(details: str) -> Failure:
 
 
 def _asks_for_credentials(details: str) -> bool:
-    """Returns whether the failed request asked for credentials, and not for an object.
+    """Returns whether the failed request was sent to a server that provides credentials.
+
+    obstore sends such a request before it sends a request for an object to the store.
 
     Args:
         details: Failure that obstore printed as a Rust structure.
@@ -279,7 +290,7 @@ def _asks_for_credentials(details: str) -> bool:
 
 
 def _has(details: str, pattern: str) -> bool:
-    """Returns whether a line in the details of an error begins with a pattern.
+    """Returns whether a line of a Rust structure begins with a pattern.
 
     Args:
         details: Failure that obstore printed as a Rust structure.

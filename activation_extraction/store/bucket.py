@@ -184,8 +184,8 @@ class Bucket:
         """Returns the version of an object; None if the store has no versions.
 
         Args:
-            object_meta: Metadata of the object in the answer to a request for this object alone,
-                which contain the generation on Google.
+            object_meta: Metadata of the object in the answer to a request for this object alone.
+                Those of Google contain the generation, which listings lack.
         """
         e_tag = _quoted_tag(object_meta["e_tag"])
         if self._bucket_kind is not GOOGLE or e_tag is None:
@@ -198,12 +198,13 @@ class Bucket:
         return f"{self._key_prefix}/{name}" if self._key_prefix else name
 
     def _store(self, transfer_bytes: int, may_retry: bool = True) -> Any:
-        """Returns the obstore client for requests of a certain size.
+        """Returns an obstore client whose timeout suits requests of a certain size.
 
-        A timeout of obstore begins with the request, and cannot tell a slow line from a server that
-        does not answer. So it is the sum of the patience and the time that the bytes need on a slow
-        line. It is rounded up to a multiple of the patience, because each timeout needs another
-        client. sending.py gives up a write before its timeout.
+        obstore counts a timeout from the beginning of the request, and cannot tell a slow line from
+        a server that does not answer. So the timeout is the sum of the patience and the time that
+        the bytes need on a slow line. It is rounded up to a multiple of the patience, so that few
+        clients are needed, because each timeout needs a client of its own. sending.py gives up a
+        write before its timeout.
 
         Args:
             transfer_bytes: Number of bytes that a request transfers.
@@ -218,7 +219,7 @@ class Bucket:
         max_retries = RETRIES if may_retry else 0
         try:
             store_settings = tuple(
-                sorted(self._bucket_kind.make_arguments(self._bucket_name).items())
+                sorted(self._bucket_kind.make_client_arguments(self._bucket_name).items())
             )
         except ValueError as error:
             raise FolderError(str(error)) from error
@@ -239,7 +240,8 @@ class Bucket:
         """Sends a request and returns its answer.
 
         Args:
-            action: Function that sends the request with obstore and returns its answer.
+            action: Function that sends the request with obstore, and returns the answer or the part
+                of it that the caller of `_ask` needs.
 
         Raises:
             FileNotFoundError: If the object does not exist.
@@ -258,7 +260,11 @@ class Bucket:
     def _failure(self, failure: Failure) -> FileNotFoundError | FolderError:
         """Returns the exception to raise for a failed request.
 
-        Its message states the reason and the remedies for this kind of bucket.
+        The message of the exception states the reason of the failure, and the remedies for this
+        kind of bucket.
+
+        Args:
+            failure: Reason why the request failed.
         """
         failure_reason = failure.reason
         bucket_kind = self._bucket_kind

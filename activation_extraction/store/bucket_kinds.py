@@ -35,9 +35,9 @@ class BucketKind(NamedTuple):
 
     Attributes:
         client_class: Class of obstore whose objects are connected to a bucket.
-        make_arguments: Function that takes the name of the bucket in a URL, and returns the
-            arguments of `client_class` by name. It raises ValueError if an environment variable
-            cannot be used.
+        make_client_arguments: Function that takes the name of the bucket in a URL, and returns a
+            dict with the arguments of `client_class`, by the names of its parameters. It raises
+            ValueError if an environment variable cannot be used.
         max_request_bytes: Largest number of bytes that one request may write.
         permission_help: Permissions that a run needs, as text for messages.
         credential_help: Ways to provide credentials, as text for messages.
@@ -45,7 +45,7 @@ class BucketKind(NamedTuple):
     """
 
     client_class: Callable[..., Any]
-    make_arguments: Callable[[str], dict[str, Any]]
+    make_client_arguments: Callable[[str], dict[str, Any]]
     max_request_bytes: int
     permission_help: str
     credential_help: str
@@ -87,8 +87,8 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
             variables determine them.
 
     Raises:
-        ValueError: If an environment variable cannot be used, or names another account than the
-            host.
+        ValueError: If an environment variable cannot be used, or if AZURE_STORAGE_CONNECTION_STRING
+            is for another account than the ACCOUNT in `bucket`.
     """
     container_name, _, account_host = bucket.partition("@")
     connection_string = os.environ.get(CONNECTION_STRING, "")
@@ -121,7 +121,7 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
 
 
 def _azure_connection(connection_string: str) -> dict[str, str]:
-    """Returns the arguments of AzureStore in a connection string, by name.
+    """Converts a connection string to arguments of AzureStore, by name.
 
     The Azure portal and the program `az` write such strings.
 
@@ -163,14 +163,13 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
 
 
 def _first_set(*variables: str) -> tuple[str, str]:
-    """Returns the first of several environment variables that is set.
+    """Returns the first of several environment variables that is set and not empty.
 
     Args:
         variables: Names of the environment variables.
 
     Returns:
-        A tuple of the name and the value of the variable. Both are "" if none of the variables is
-        set.
+        A tuple of the name and the value of the variable. Both are "" if there is no such variable.
     """
     for variable_name in variables:
         if variable_value := os.environ.get(variable_name, ""):
@@ -179,7 +178,7 @@ def _first_set(*variables: str) -> tuple[str, str]:
 
 
 def _checked_address(variable: str, address: str) -> str:
-    """Returns an address without a slash at its end.
+    """Checks the address of a store, and returns it without a slash at its end.
 
     Args:
         variable: Name of the environment variable that contains the address, for the message.

@@ -53,8 +53,8 @@ def _without_torch(values: Any) -> Any:
 def copy_as_int32(values: Any) -> np.ndarray:
     """Returns a copy of token ids as an int32 array.
 
-    If the ids are not integers, or do not fit int32, the array keeps their dtype, and the caller
-    reports this dtype.
+    If the ids are not integers, or do not fit int32, the copy keeps their dtype. The caller checks
+    the dtype of the copy, and names it in an error message.
 
     Args:
         values: Token ids, in any form that `copy_array` accepts.

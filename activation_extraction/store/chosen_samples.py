@@ -43,31 +43,33 @@ class StoredTokens:
 
 
 class Reread(Protocol):
-    """A function that reads the text of stored samples again and tokenises it."""
+    """A function that reads stored samples from the data set again, and tokenises their text."""
 
     def __call__(self, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-        """Returns all token ids of samples, including token ids that are not stored.
+        """Returns all token ids of some stored samples, including token ids that are not stored.
 
         Args:
             stored: Stored tokens of each sample. Samples of one host that have the same
                 `mark_before` are read together.
 
         Returns:
-            A list with an item for each sample: all its token ids, int32 (tokens,), or a message if
-            the data set no longer contains the stored tokens. `StoredTokens.positions` are indices
-            into this array. It is empty for a sample without stored tokens. It contains the whole
-            sample even if --max_tokens ended the stored sample early.
+            A list with an item for each sample, in the order of `stored`. The item is an array with
+            all token ids of the sample, int32 (tokens,), or a message if the data set no longer
+            contains the stored tokens. `StoredTokens.positions` are indices into this array. The
+            array is empty for a sample without stored tokens. It contains the whole sample even if
+            --max_tokens ended the stored sample early.
         """
 
 
 @dataclass(frozen=True)
 class RunText:
-    """The functions that return the text of a stored run.
+    """The functions with which a reader of a stored run gets the text of its samples.
 
     Attributes:
         decode: Function that takes token ids, int32 (tokens,), and returns their text without
             special tokens.
-        reread: Function that reads samples again. None if the run stores all tokens.
+        reread: Function that reads samples from the data set again, to get also the token ids that
+            the run did not store. None if the run stores all tokens.
     """
 
     decode: Callable[[np.ndarray], str]
@@ -82,8 +84,8 @@ class ChosenSample:
         path_and_number: Path of the shard's file and number of the sample, for messages.
         tokens: Stored tokens of the sample.
         hooks: Hooks of the run.
-        values: Stored values at each of the hooks, in the form in which users get them: an array
-            (tokens, width) or `Codes`.
+        values: Stored values at each hook, in the order of `hooks`. They are in the form in which
+            users get them: an array (tokens, width) or `Codes`.
     """
 
     path_and_number: str
@@ -97,9 +99,10 @@ class Recompute(NamedTuple):
 
     Attributes:
         jax_platform: JAX's name of the platform that computes the values, such as "tpu".
-        compute_values: Function that takes samples and returns an item for each of them: a dict
-            from the full name of each hook to the values of the stored tokens, in the form of
-            `ChosenSample.values`, or the reason why the sample cannot be recomputed.
+        compute_values: Function that takes samples, and returns a list with an item for each of
+            them. The item is a dict from the full name of each hook to the recomputed values of the
+            stored tokens, in the form of `ChosenSample.values`. If the sample cannot be recomputed,
+            the item is the reason instead.
     """
 
     jax_platform: str
@@ -187,7 +190,7 @@ def read_samples(
 def _tokens_of(
     reader: SafetensorsFile, run_log: RunLog, commit: Commit, sample_indices: Sequence[int]
 ) -> list[StoredTokens]:
-    """Returns the stored tokens of some samples of an open shard.
+    """Reads the stored tokens of some samples of an open shard.
 
     Args:
         reader: Open shard.

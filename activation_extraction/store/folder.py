@@ -118,9 +118,10 @@ class Folder:
     Methods may be called from several threads. Each of them raises FolderError if its request
     fails, and repeats a request that fails for a reason that may pass, such as a lost connection.
 
-    A folder on the Hugging Face hub is read from the commit that is current when this object is
-    made, or from the revision that the URL names. After its construction, its `full_url` and `url`
-    name the commit, so other processes that get one of these URLs read the same commit.
+    A folder in a repository on the Hugging Face hub is read from one git commit. It is the commit
+    to which the revision in the URL (by default, "main") points when this object is made. The
+    attributes `full_url` and `url` name this commit, so other processes that get one of these URLs
+    read the same commit.
 
     Args:
         url: URL or local path of the folder, which need not exist.
@@ -169,7 +170,17 @@ class Folder:
         return _open_foreign(self.full_url)
 
     def _pin(self, files: HubFolder) -> None:
-        """Chooses the commit from which a folder on the hub is read, and adds it to the URLs."""
+        """Chooses the git commit from which this folder on the hub is read.
+
+        Afterwards, `full_url` and `url` of this object name the commit.
+
+        Args:
+            files: This folder on the hub.
+
+        Raises:
+            InputError: If the repository or its revision cannot be read.
+            FolderError: If the hub did not answer.
+        """
         try:
             self._retry("opening", files.pin)
         except FolderError as error:
@@ -194,8 +205,8 @@ class Folder:
         """Lists the folder, sorted by name.
 
         Returns:
-            A dict by name, with the size and version of each file, and None for each folder inside
-            this folder. It is empty if this folder does not exist.
+            A dict from the name of each file to its size and version, and from the name of each
+            folder inside this folder to None. It is empty if this folder does not exist.
 
         Raises:
             FolderError: If the request failed.
@@ -339,7 +350,8 @@ class Folder:
             file_content: Content of the file, as bytes or as consecutive buffers.
             expected: Version of the file that is replaced. None to create the file, which then must
                 not exist. ANY to create or replace it without a condition.
-            patience: Time that is left for the write. None if this is the first attempt.
+            patience: Time that is left for the write if there were attempts before. None for the
+                time that `patience_for` returns.
 
         Returns:
             The new version of the file; None if the store has no versions.
@@ -411,9 +423,9 @@ class Folder:
                     "one where it is read; expected a store in which they are the same, as in "
                     "Google Cloud Storage, S3 and Azure"
                 )
-            for stale_version in (None, first_version):
+            for unmet_condition in (None, first_version):
                 with suppress(ChangedError):
-                    write_again = partial(self._files.write, test_file_name, [], stale_version)
+                    write_again = partial(self._files.write, test_file_name, [], unmet_condition)
                     self._retry(f"writing {test_file_name}", write_again)
                     raise InputError(
                         f"{self.url}: a second write of {test_file_name} was not refused: the "
@@ -491,12 +503,12 @@ class Folder:
 
 
 class Attempts:
-    """The attempts at one request to a folder: the pauses between them and the time that is left.
+    """Counts down the time for all attempts at one request to a folder, and waits between attempts.
 
     Args:
         folder: Folder to which the request is sent.
         request: Name of the request, for messages.
-        patience: Time for all attempts. None to let the folder's patience begin with the first
+        patience: Time for all attempts. None to use the folder's patience, counted from the first
             failure, so that a long transfer that fails at its end is tried again.
     """
 
@@ -507,10 +519,10 @@ class Attempts:
         self._pause_seconds = FIRST_PAUSE
 
     def failed(self, reason: object) -> None:
-        """Waits before the next attempt. Each wait is about twice as long as the previous one.
+        """Waits after a failed attempt, each time about twice as long, up to MAX_PAUSE seconds.
 
         Args:
-            reason: Reason why the previous attempt failed, for the message.
+            reason: Reason why the attempt failed, for the message of the FolderError.
 
         Raises:
             FolderError: If no time is left for another attempt.
@@ -532,7 +544,10 @@ class Attempts:
 
 
 class SourceFolder(Folder):
-    """A folder of input files, such as a model, which is read through fsspec even in a bucket."""
+    """A folder of input files, such as a model.
+
+    It is read through fsspec even if it is in a bucket, where a `Folder` would use obstore.
+    """
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | HubFolder | ForeignFolder:
         return _open_foreign(self.full_url)
@@ -560,9 +575,9 @@ def local_path(url: str) -> str:
 
 
 def failure_of(error: Exception) -> FolderError:
-    """Returns a FolderError with the reason in an exception of a file system.
+    """Converts an exception that a file system raised to a FolderError that states its reason.
 
-    The FolderError is final if a second attempt would fail in the same way.
+    The FolderError is final if a second attempt at the request would fail in the same way.
     """
     error_code = str(getattr(error, "code", ""))
     http_status = int(error_code) if error_code.isdigit() else 0

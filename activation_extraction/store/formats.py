@@ -75,8 +75,9 @@ class FileFacts:
             folder has another version. None if the store has no versions.
         crc32c: CRC-32C of every MiB of the file of activations, 8 hexadecimal digits each,
             concatenated. "" for the other files of a shard.
-        ranges: Checksums with which a reader can compare ranges of the file. None for files in
-            other formats than safetensors, and for shards that older versions have stored.
+        ranges: Checksums of ranges of the file, with which readers that read only a range can check
+            it. None for files in other formats than safetensors, and for shards that older versions
+            of this program have stored.
     """
 
     bytes: int
@@ -87,15 +88,15 @@ class FileFacts:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "FileFacts":
-        """Returns the facts that a commit records.
+        """Returns the facts about one file from the JSON of its shard.
 
         Args:
-            fields: Values of the fields by name. Fields with unknown names are ignored.
+            fields: JSON object about the file. Fields with unknown names are ignored.
 
         Raises:
             KeyError: If a field is missing.
             TypeError: If a field has a value of another type.
-            ValueError: If a number is not valid.
+            ValueError: If a number in the field "ranges" cannot be read.
         """
         range_fields = fields.get("ranges")  # older files lack this field
         return cls(
@@ -156,12 +157,13 @@ class PackedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardFormat:
-    """A format of shard files.
+    """A format of the file of a shard that contains its activations.
 
     Attributes:
         suffix: End of the names of files in this format, such as ".pkl.gz".
         serialize: Function that takes a shard and the id of the process that writes the file, and
-            returns consecutive buffers of the uncompressed file. The id "" is left out.
+            returns consecutive buffers of the uncompressed file. If the id is "", the file contains
+            no id.
         is_compressed: Whether the bytes are compressed with gzip.
         checksum_ranges: Function that takes a shard and the buffers of its file, and returns the
             checksums of ranges of the file. None for a format whose files are always read as a
@@ -174,7 +176,7 @@ class ShardFormat:
     checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 
     def pack(self, shard: Shard, threads: Executor, writer: str = "") -> PackedFile:
-        """Makes the content of a shard's file of activations, in memory.
+        """Makes the content of a shard's file of activations in memory, without writing it.
 
         Args:
             shard: Shard, whose values are in the stored form (hook_values.py).
@@ -207,7 +209,7 @@ class ShardFormat:
         )
 
 
-# Dtypes of values that shards can store without encoding them.
+# Names of the dtypes of the values that shards can store without encoding them.
 DTYPES = {np.dtype(type_code).name for type_code in NUMBER_TYPES}
 PICKLE = ShardFormat(".pkl", pickle_pieces)
 GZIP_PICKLE = ShardFormat(".pkl.gz", pickle_pieces, is_compressed=True)

@@ -54,8 +54,8 @@ Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
 FLOATS: np.dtype = np.dtype(np.float32)
 SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
-# Largest number of tokens of a shard whose encoding errors are measured. Attention sinks and other
-# tokens are counted separately.
+# Largest number of attention sinks of a shard, and also of its other tokens, whose encoding errors
+# are measured. Measuring decodes the tokens again, which takes time.
 MAX_MEASURED_TOKENS = 1024
 # Number of integers or features of a sample that may always differ. If two nearly equal scores are
 # sorted in the other order, two integers or features differ.
@@ -81,10 +81,10 @@ class TensorFile(Protocol):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest differences between stored and recomputed values of a sample that are allowed.
+    """The largest allowed differences between the stored and the recomputed values of a sample.
 
-    Relative errors are the norm of the difference divided by the norm of the sample's values at a
-    hook.
+    A relative error is the norm of the difference between the stored and the recomputed values at a
+    hook, divided by the norm of the stored values.
 
     Attributes:
         computing_error: Largest relative error of computing the values again.
@@ -104,7 +104,9 @@ class Tolerance:
         return self.computing_error + self.rounding_error
 
     def different_numbers(self, compared_count: int) -> int:
-        """Returns the largest number of integers or features that may differ.
+        """Returns the largest number of integers or features of a sample that may differ.
+
+        It is the share `max_different_share`, but at least TIE.
 
         Args:
             compared_count: Number of integers or features that are compared.
@@ -178,13 +180,16 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def is_encoded(self) -> bool:
-        """Whether `encode` makes new arrays, so that both old and new arrays need memory."""
+        """Whether `encode` converts the values to new arrays.
+
+        While a shard is encoded, the original and the encoded values then need memory together.
+        """
 
     def stored_as(self, dtype: str) -> str:
-        """Returns the name of the dtype in which files contain the values.
+        """Returns the name of the dtype that the values have in files.
 
         Args:
-            dtype: Name of the dtype of the values in memory.
+            dtype: Name of the dtype that the values have in memory, before they are encoded.
         """
         return dtype
 
@@ -202,10 +207,10 @@ class HookValues(ABC):
 
     @abstractmethod
     def bytes_of(self, values: Any) -> int:
-        """Returns the number of bytes that a sample adds to a shard at this hook.
+        """Returns the number of bytes that the values of a sample at this hook take in a shard.
 
-        It is the size before compression. If the values are arrays, a sample without tokens counts
-        as one token.
+        The sum over all samples decides when a shard is full. It is the size before compression. If
+        the values are arrays, a sample without tokens counts as one token.
 
         Args:
             values: Values of the sample, as `for_shard` returns them.
@@ -222,18 +227,29 @@ class HookValues(ABC):
             threads: Threads that encode slices of the samples.
 
         Returns:
-            A tuple of the encoded values of each sample (in the stored form), and the encoding
-            errors of some of the tokens. The errors are an empty dict if nothing is encoded.
+            A tuple of two elements. The first is a list of the values of each sample, in the stored
+            form. The second is a dict with the encoding errors, measured on some of the tokens, by
+            kind of token ("sinks" and "others"). It is empty if `is_encoded` is False.
         """
         return samples, {}
 
     @abstractmethod
     def sums(self, samples: Sequence[Any], positions: Sequence[np.ndarray]) -> Sums | SumsOfCodes:
-        """Returns the sums of the values over all tokens of some samples.
+        """Returns sums over all tokens of some samples, from which statistics are computed.
+
+        There are separate sums for the first tokens of samples (position 0), which are often
+        attention sinks, and for all other tokens.
 
         Args:
             samples: Values of each sample, as `encode` returns them; at least one sample.
-            positions: Positions of each sample's tokens, int32 (tokens,).
+            positions: Positions of each sample's tokens, int32 (tokens,), which tell the first
+                tokens from the others.
+
+        Returns:
+            `Sums` for arrays: number of tokens, sum of their norms, and sums of the values and of
+            the squared values in each dimension. `SumsOfCodes` for codes: number of tokens and of
+            active features, and sums of the squared norms of the activations and of the errors of
+            reconstruction. store/statistics.py declares both classes.
         """
 
     def to_json(self, values: Any) -> dict[str, Any]:
@@ -256,31 +272,36 @@ class HookValues(ABC):
 
     @abstractmethod
     def tensors(self, samples: Sequence[Any]) -> dict[str, list[np.ndarray]]:
-        """Returns the tensors of a safetensors shard at this hook.
+        """Returns the tensors in which a safetensors shard contains the values at this hook.
 
         Args:
-            samples: Values of each sample, as `encode` returns them.
+            samples: Values of each sample of the shard, as `encode` returns them.
 
         Returns:
-            The consecutive parts of each tensor, by the name of the tensor.
+            A dict from the name of each tensor to a list of arrays, which are the tensor if they
+            are concatenated along the first axis.
         """
 
     @abstractmethod
     def record(self, values: Any) -> dict[str, np.ndarray]:
-        """Returns the fields of a record in a pickle that contain the values of a sample, by name.
+        """Returns the fields with which a pickle contains the values of one sample at this hook.
 
         Args:
             values: Values of the sample, as `encode` returns them.
+
+        Returns:
+            A dict of the fields by name, which becomes a part of the sample's record
+            (pickle_file.py).
         """
 
     # The following members are used to read shards.
 
     @abstractmethod
     def from_record(self, record: Mapping[str, Any]) -> Any:
-        """Returns the values in a record of a pickle, in the stored form.
+        """Returns the values of one sample at this hook from a pickle, in the stored form.
 
         Args:
-            record: Record of a sample.
+            record: Record of the sample, as pickle_file.py describes it.
 
         Raises:
             KeyError: If the record lacks a field.
@@ -301,25 +322,26 @@ class HookValues(ABC):
 
     @abstractmethod
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
-        """Returns the tensors that a safetensors shard must have at this hook.
+        """Returns the dtypes and shapes that the tensors of a safetensors shard must have.
 
-        Tensors whose shape does not follow from the number of tokens are left out.
+        Readers check the tensors of this hook with them. Tensors whose shape does not follow from
+        the number of tokens are left out.
 
         Args:
             tokens: Number of tokens in the shard.
 
         Returns:
-            A tuple of the dtype and the shape of each tensor, by the name of the tensor.
+            A dict from the name of each tensor to a tuple of its dtype and its shape.
         """
 
     @abstractmethod
     def begin_rows(
         self, file: TensorFile, start: int, stop: int, dtype: Any = None
     ) -> Callable[[], np.ndarray]:
-        """Begins to read the rows of consecutive tokens.
+        """Begins to read the values of consecutive tokens at this hook from a safetensors shard.
 
         Args:
-            file: File of a shard.
+            file: File of the shard.
             start: Index of the first token in the shard.
             stop: Index of the token after the last one. If it equals `start`, nothing is read.
             dtype: Dtype to which encoded activations are decoded. None for the hook's `dtype`.
@@ -330,10 +352,13 @@ class HookValues(ABC):
         """
 
     def for_user(self, rows: np.ndarray) -> Values:
-        """Converts values to the form that users get: an array (tokens, width), or `Codes`.
+        """Converts the values of tokens to the form that users get.
 
         Args:
             rows: Values as an array with one row per token.
+
+        Returns:
+            An array (tokens, width), or `Codes`.
         """
         return rows
 
@@ -343,13 +368,17 @@ class HookValues(ABC):
     def differences(
         self, stored: Any, recomputed: Any, positions: np.ndarray, tolerance: Tolerance
     ) -> Iterator[str]:
-        """Yields a message for each difference that is larger than the tolerance allows.
+        """Compares the stored values of a sample at this hook with recomputed values.
 
         Args:
             stored: Stored values of the sample, as `for_user` returns them.
             recomputed: Recomputed values of the sample, as `for_user` returns them.
-            positions: Positions of the sample's tokens, int32 (tokens,).
+            positions: Positions of the sample's tokens, int32 (tokens,). The first token of a
+                sample, at position 0, has no loss to compare.
             tolerance: Largest differences that are allowed.
+
+        Yields:
+            A message for each difference that is larger than the tolerance allows.
         """
 
 
@@ -462,8 +491,8 @@ class DenseValues(HookValues):
                 )
         elif self.meaning == "loss":
             has_loss = self._has_loss(stored, positions) | self._has_loss(recomputed, positions)
-            max_error = tolerance.computing_error
-            yield from _norm_difference(stored[has_loss], recomputed[has_loss], max_error)
+            max_relative_error = tolerance.computing_error
+            yield from _norm_difference(stored[has_loss], recomputed[has_loss], max_relative_error)
         elif self.meaning == "numbers":
             # Numbers such as entropies are stored in the dtype in which they are computed, so no
             # rounding error is added.
@@ -510,14 +539,14 @@ class Float8Values(HookValues):
         is_measured = _evenly_chosen(is_sink) | _evenly_chosen(~is_sink)
 
         def encode_slice(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
-            slice_offsets = token_offsets[sample_slice.start : sample_slice.stop + 1]
-            start_token, stop_token = slice_offsets[[0, -1]]
+            offsets_of_slice = token_offsets[sample_slice.start : sample_slice.stop + 1]
+            start_token, stop_token = offsets_of_slice[[0, -1]]
             slice_activations = np.concatenate(samples[sample_slice])
             encoded_values = Float8Array.of(slice_activations)
             is_measured_in_slice = is_measured[start_token:stop_token]
             decoded_values = encoded_values[is_measured_in_slice].decode()
             token_errors = relative_errors(slice_activations[is_measured_in_slice], decoded_values)
-            return encoded_values.split(slice_offsets[1:-1] - start_token), token_errors
+            return encoded_values.split(offsets_of_slice[1:-1] - start_token), token_errors
 
         encoded_samples: list[Float8Array] = []
         errors_by_slice: list[np.ndarray] = []
@@ -674,16 +703,16 @@ class CodeValues(HookValues):
         if start == stop:
             return lambda: np.empty(0, self.row_dtype)
         feature_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
-        first_feature, stop_feature = feature_offsets[[0, -1]].tolist()
-        finish_feature_ids = file.begin_rows(f"{self.name}.ids", first_feature, stop_feature)
-        finish_feature_values = file.begin_rows(f"{self.name}.values", first_feature, stop_feature)
+        start_feature, stop_feature = feature_offsets[[0, -1]].tolist()
+        finish_feature_ids = file.begin_rows(f"{self.name}.ids", start_feature, stop_feature)
+        finish_feature_values = file.begin_rows(f"{self.name}.values", start_feature, stop_feature)
         finish_error_rows = file.begin_rows(f"{self.name}.error", start, stop)
         finish_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            offsets_from_first_feature = feature_offsets - first_feature
+            offsets_from_start_feature = feature_offsets - start_feature
             row_codes = Codes(
-                offsets_from_first_feature,
+                offsets_from_start_feature,
                 finish_feature_ids(),
                 finish_feature_values(),
                 finish_error_rows(),
@@ -708,7 +737,7 @@ class CodeValues(HookValues):
         """
         stored_features = self._flat_features(stored)
         recomputed_features = self._flat_features(recomputed)
-        common_features, stored_indices, recomputed_indices = np.intersect1d(
+        common_features, indices_in_stored, indices_in_recomputed = np.intersect1d(
             stored_features, recomputed_features, assume_unique=True, return_indices=True
         )
         stored_feature_count = len(stored_features)
@@ -722,7 +751,7 @@ class CodeValues(HookValues):
                 f"(allowed: {max_difference_count})"
             )
         compared_arrays = {
-            "values": (stored.data[stored_indices], recomputed.data[recomputed_indices]),
+            "values": (stored.data[indices_in_stored], recomputed.data[indices_in_recomputed]),
             "norms": (stored.norm, recomputed.norm),
             "errors": (_root(stored.error), _root(recomputed.error)),
         }
@@ -781,10 +810,10 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
     Returns:
         A mask of the chosen tokens, bool (tokens,).
     """
-    masked_indices = np.flatnonzero(mask)
-    index_interval = max(math.ceil(len(masked_indices) / MAX_MEASURED_TOKENS), 1)
+    candidate_indices = np.flatnonzero(mask)
+    index_interval = max(math.ceil(len(candidate_indices) / MAX_MEASURED_TOKENS), 1)
     is_chosen = np.zeros(len(mask), bool)
-    is_chosen[masked_indices[::index_interval]] = True
+    is_chosen[candidate_indices[::index_interval]] = True
     return is_chosen
 
 

@@ -17,8 +17,8 @@ from activation_extraction.common.retries import hub_unreachable
 from activation_extraction.store.answers import Meaning, meaning_of
 from activation_extraction.store.local_files import FileEntry, FolderError, check_size
 
-# hf://datasets/ORG/NAME@REVISION/PATH. Models have no prefix. Buckets of the hub have another
-# protocol, so fsspec reads them.
+# URL of a folder in a repository on the hub, such as hf://datasets/ORG/NAME@REVISION/PATH. Models
+# need no prefix before ORG. Buckets of the hub have another protocol, so fsspec reads them.
 REPOSITORY_URL = re.compile(
     r"hf://(?:(?P<kind>datasets|spaces|models)/)?"
     r"(?P<name>(?!(?:datasets|spaces|models|buckets|kernels)/)[^/@]+/[^/@]+)"
@@ -74,7 +74,7 @@ class HubFolder:
 
     @property
     def url(self) -> str:
-        """The URL of the folder, with the revision from which it is read."""
+        """The URL of the folder, with the revision from which it is read (see `pin`)."""
         repository_url = (
             f"hf://{self._url_prefix}{self._repository_name}@{quote(self._revision, safe='')}"
         )
@@ -85,9 +85,10 @@ class HubFolder:
         )
 
     def pin(self) -> None:
-        """Replaces the revision by its current commit, which one request determines.
+        """Replaces the revision of this folder by the git commit to which it points now.
 
-        If the revision is a commit already, nothing is done.
+        All files are then read from this commit. One request determines the commit. If the revision
+        is the id of a commit already, nothing is done.
 
         Raises:
             FolderError: If the request failed. It is final if there is no such repository or

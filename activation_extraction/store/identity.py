@@ -60,13 +60,14 @@ class Difference(NamedTuple):
 
     Attributes:
         field_name: Name of the field in metadata.json.
-        first_value: Value in one identity, as JSON; in the stored one, if a run is continued.
-        second_value: Value in the other identity, as JSON.
+        value_in_first: Value of the field in the first identity, as JSON. If a process continues a
+            run, the first identity is the stored one.
+        value_in_second: Value of the field in the second identity, as JSON.
     """
 
     field_name: str
-    first_value: Any
-    second_value: Any
+    value_in_first: Any
+    value_in_second: Any
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,10 @@ class Identity:
     def hook_values(
         self, key: Key, name: str, width: int = 0, dtype: str = "", max_features: int = 0
     ) -> HookValues:
-        """Returns the description of a hook, an object of the class for the kind of its values.
+        """Makes the object that describes one hook of the run.
+
+        The names in this identity decide the class of the object: `CodeValues`, `Float8Values` or
+        `DenseValues`.
 
         Args:
             key: Name of the hook in pickles.
@@ -190,11 +194,11 @@ class Identity:
         return DenseValues(key, name, width, dtype or self.activation_dtype)
 
     def recorded_hook(self, description: Mapping[str, Any]) -> HookValues:
-        """Returns the description of a hook from the JSON files of a run.
+        """Makes the object that describes one hook, from the JSON that a run has stored.
 
         Args:
-            description: Description of the hook in a shard's JSON or in metadata.json, or both
-                merged.
+            description: JSON object about the hook, from the list "hooks" in the JSON of a shard or
+                in metadata.json, or the fields of both objects in one dict.
 
         Raises:
             ValueError: If the width is not recorded, or the dtype is unknown.
@@ -255,10 +259,10 @@ class Identity:
 
     @classmethod
     def from_json(cls, content: Any) -> "Identity":
-        """Returns the identity that `to_json` described. Missing fields get their defaults.
+        """Returns an identity from its JSON object in metadata.json. Missing fields get defaults.
 
         Args:
-            content: JSON object in metadata.json.
+            content: JSON object, as `to_json` returned it.
 
         Raises:
             TypeError: If the content is not a JSON object, or contains an unknown field, which a
@@ -303,8 +307,8 @@ class Identity:
                 run.
 
         Returns:
-            The field with both values, of which the value in `stored` is the first. None if there
-            is no difference, so that the stored run may be continued.
+            The field, with its value in `stored` as the first value and its value in this identity
+            as the second. None if there is no difference, so that the stored run may be continued.
         """
         stored_fields = stored.to_json()
         for field_name, field_value in self.to_json().items():
@@ -365,7 +369,7 @@ class Identity:
         return [
             comparison
             for comparison in compared_fields
-            if comparison.first_value != comparison.second_value
+            if comparison.value_in_first != comparison.value_in_second
         ]
 
 
@@ -413,7 +417,7 @@ class RunFacts:
 
     Attributes:
         metadata: Further fields of metadata.json by name, with values that JSON can represent.
-        hooks: Facts about each hook, such as its aliases, by the hook's key.
+        hooks: Facts about each hook by name, such as its aliases, in a dict by the hook's key.
         sources: Files of the data set. None if the samples do not come from files.
     """
 

@@ -70,7 +70,7 @@ class ChangedError(FolderError):
 
 
 def check_size(file_bytes: int, max_bytes: int | None) -> None:
-    """Checks the size of a file.
+    """Raises FolderError if a file is larger than allowed.
 
     Args:
         file_bytes: Size of the file in bytes.
@@ -281,8 +281,8 @@ class LocalFolder:
         """Lists the folder.
 
         Returns:
-            A dict by name, with the size and version of each file, and None for each folder inside
-            this folder. It is empty if this folder does not exist.
+            A dict from the name of each file to its size and version, and from the name of each
+            folder inside this folder to None. It is empty if this folder does not exist.
         """
         entry_by_name: dict[str, FileEntry | None] = {}
         with (
@@ -378,10 +378,12 @@ def version_of(file_status: os.stat_result) -> str:
 
 
 def _check_regular(file_status: os.stat_result) -> None:
-    """Raises FolderError if a status belongs to a folder, a pipe or a device.
+    """Raises FolderError if a status belongs to anything but a regular file.
+
+    Symbolic links, folders, pipes and devices are no regular files.
 
     Args:
-        file_status: Status of a file.
+        file_status: Status of the file, as os.stat or os.lstat returns it.
     """
     if stat.S_ISLNK(file_status.st_mode):
         raise FolderError(IS_A_LINK)

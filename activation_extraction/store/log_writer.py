@@ -92,7 +92,7 @@ class LogWriter:
 
     Args:
         folder: Folder of the host, local or in a bucket.
-        description: Description of the run.
+        description: Identity, hooks, limits and further facts of the run, for metadata.json.
         local_folder: Local folder for a copy of metadata.json, which is written without conditions.
             None if `folder` is local.
         keeps_shards: Whether the local folder gets a copy of the shards as well.
@@ -101,7 +101,8 @@ class LogWriter:
         folder: Folder of the host.
         id: Id of this process.
         run: Id of the run; "" until `begin` has written it.
-        began: Unix time at which this process began.
+        began: Unix time at which `begin` was last called; before the first call, the time at which
+            this object was made.
         new_commits: Commits that this process has written, in order.
         totals: Totals over all stored shards, including those of earlier processes.
     """
@@ -125,10 +126,11 @@ class LogWriter:
         self.follow(StoragePlan())
 
     def follow(self, plan: StoragePlan) -> None:
-        """Makes a plan the plan of this process. The totals begin with the totals of the plan.
+        """Sets the plan that this process follows from now on, and resets `totals`.
 
         Args:
-            plan: Plan, which lists the shards that earlier processes have stored.
+            plan: Plan, which lists the shards that earlier processes have stored. Its totals over
+                these shards become `totals`.
         """
         self._plan = plan
         self.totals = plan.totals
@@ -139,7 +141,8 @@ class LogWriter:
         If another process writes to the folder at the same time, all steps begin again.
 
         Args:
-            planner: Function that takes the log of the folder and returns the plan of this process.
+            planner: Function that takes the log of the folder, and returns the plan by which this
+                process continues or repairs the stored run.
             overwrite: Whether to begin a new run even if another run is stored.
 
         Returns:
@@ -159,12 +162,11 @@ class LogWriter:
             if not self.begin(self._plan.run or new_run_id, run_log.metadata_version):
                 continue
             run_log = RunLog.read(self.folder)
-            # Versions of the entries that are replaced by reservations, by the numbers of the
-            # shards.
+            # Shard number -> version of the shard's JSON file, which a reservation will replace.
             versions_to_withdraw: dict[int, str | None] = {}
             if overwrite:
-                # Damaged entries cannot belong to the new run, so they are withdrawn, and the
-                # planner does not see them.
+                # Damaged JSON files cannot belong to the new run, so reservations replace them, and
+                # the planner does not see them.
                 for entry_file_name in run_log.damaged_files:
                     if entry_file_name != METADATA:
                         entry_version = run_log.entry_versions[entry_file_name]
@@ -172,21 +174,24 @@ class LogWriter:
                 run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
-                versions_to_withdraw |= self._plan.repair.withdrawn_versions
+                versions_to_withdraw |= self._plan.repair.withdrawn_entry_versions
             if not self._withdraw_all(versions_to_withdraw):
-                continue  # an entry has changed, so the log is read and checked again
+                continue  # a JSON file has changed, so the log is read and checked again
             if self._plan.is_complete or self.reserve(self._plan.next_shard_number):
                 return self._plan
 
     def _withdraw_all(self, entry_versions: Mapping[int, str | None]) -> bool:
-        """Replaces entries of the log by reservations, until one of the entries has changed.
+        """Replaces the JSON files of some shards by reservations.
+
+        If another process has changed one of the files since this process read it, the function
+        stops there.
 
         Args:
-            entry_versions: Versions of the entries that were checked, by the numbers of the shards.
-                A version is None if there was no entry.
+            entry_versions: Shard number -> version of the shard's JSON file as this process has
+                read it. The version is None if there was no file.
 
         Returns:
-            Whether all entries were replaced.
+            Whether all files were replaced.
         """
         return all(
             self.withdraw(shard_number, entry_version)
@@ -315,7 +320,9 @@ class LogWriter:
         return file_version
 
     def reserve(self, number: int) -> bool:
-        """Reserves the number of the first shard to store, so that no other process can commit it.
+        """Reserves the number of the first shard that this process will store.
+
+        Afterwards, no earlier process can commit a shard under this number.
 
         Args:
             number: Number of the shard.
@@ -328,15 +335,18 @@ class LogWriter:
         return self._write_json(self._reserved_file_name, reservation(self.run, self.id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
-        """Replaces the log's entry of a bad shard by a reservation.
+        """Replaces the JSON file of a bad or missing shard by a reservation.
+
+        The shard then no longer exists.
 
         Args:
             number: Number of the shard.
-            version: Version of the entry that was checked; None if there was no entry.
+            version: Version of the JSON file as this process has read it; None if there was no
+                file.
 
         Returns:
-            Whether the entry was replaced. False if it has another version now, such as a commit
-            that has arrived since, which must be checked before it may be withdrawn.
+            Whether the file was replaced. False if it has another version now, for example because
+            a commit has arrived since. The new content must be checked before it may be replaced.
         """
         entry_file_name = commit_name(number)
         reservation_bytes = seal(reservation(self.run, self.id))
@@ -379,15 +389,16 @@ class LogWriter:
         return commit
 
     def _write_json(self, name: str, entry_fields: Mapping[str, Any]) -> Commit | None:
-        """Writes an entry of the log, but never replaces a commit of this run.
+        """Writes a commit or a reservation, but never replaces a commit of this run.
 
         Args:
-            name: Name of the entry's file.
-            entry_fields: Content of the entry.
+            name: Name of the JSON file.
+            entry_fields: Fields of the commit or of the reservation.
 
         Returns:
-            The commit of this run that the file already contained; None if the entry was written.
-            If the answer to the write was lost, it may be the commit that this process has written.
+            None if the file was written, otherwise the commit of this run that it contained
+            already. If the answer to the write was lost, this may be the commit that this process
+            has just written.
         """
         entry_bytes = seal(entry_fields)
 
@@ -398,7 +409,15 @@ class LogWriter:
         return None if current_bytes is None else self._commit_in(current_bytes)
 
     def _commit_in(self, entry_bytes: bytes) -> Commit | None:
-        """Returns the commit in an entry of the log; None if it is not a commit of this run."""
+        """Returns the commit in a JSON file of the log.
+
+        Args:
+            entry_bytes: Content of the file.
+
+        Returns:
+            The commit. None if the file is damaged, or contains a reservation or a commit of
+            another run.
+        """
         with suppress(DamagedError):
             parsed_commit = parse_commit(entry_bytes, "")
             if parsed_commit is not None and parsed_commit.run == self.run:

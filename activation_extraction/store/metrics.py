@@ -35,10 +35,10 @@ class MetricsFile:
         self._last_upload_time = time.monotonic()
 
     def begin(self, anew: bool) -> None:
-        """Prepares the file before lines are appended.
+        """Prepares the file before lines are appended, and uploads it.
 
-        If the run is continued on another machine, the local file is missing, and is downloaded
-        from the bucket.
+        If the run is continued on another machine, the local file is missing, and is first
+        downloaded from the bucket.
 
         Args:
             anew: Whether a new run begins, so that earlier metrics are deleted.

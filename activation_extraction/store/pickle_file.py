@@ -106,10 +106,14 @@ def pickle_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
 
 
 def records_of(shard: Shard) -> Records:
-    """Returns the records of a shard, by the key of the hook.
+    """Returns the content of a shard in the form in which it is pickled.
 
     Args:
         shard: Shard, whose values are in the stored form (hook_values.py).
+
+    Returns:
+        A dict from the key of each hook to a list with one record per sample. The docstring of this
+        module describes a record.
     """
 
     def record_of(key: Key, hook: HookValues, sample_index: int) -> dict[str, Any]:
@@ -141,6 +145,10 @@ def read_records(file: IO[bytes], where: str, limit: int) -> Records:
         file: File that is open for reading.
         where: Path of the file, for messages. If it ends in .gz, the file is decompressed.
         limit: Largest size in bytes to which the file may be decompressed.
+
+    Returns:
+        A dict from the key of each hook to a list with one record per sample. The docstring of this
+        module describes a record.
 
     Raises:
         UnsafeError: If the file contains anything but plain containers and NumPy arrays of numbers,
@@ -217,15 +225,18 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
 
 
 class UnsafeError(RunError):
-    """A shard contains an object that this program does not write. Its code was not run."""
+    """A pickled shard contains objects that this program never writes, or is too large.
+
+    No code in the pickle was run.
+    """
 
 
 class _LimitedReader:
-    """The input of an unpickler, which refuses to decompress more than a number of bytes.
+    """The input of an unpickler, which raises UnsafeError if more than `limit` bytes are read.
 
     Args:
         stream: Decompressed content of the file.
-        limit: Largest number of bytes to read.
+        limit: Largest number of bytes that may be read.
     """
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:

@@ -9,12 +9,12 @@ changes anything else.
   files certainly does not exist. A shard is also bad if it contains a sample that an earlier good
   shard contains. This happens if somebody puts a lost JSON file back after a repair. If a request
   fails, it is unknown whether a shard is bad, so the repair ends without changing anything.
-- *Withdrawing.* The log's entry of every bad or missing shard is replaced by a reservation. The
-  write is conditional: the entry must still have the version that was checked, or must still be
-  missing. If it has changed, the log is read and planned again, and only new commits are checked.
-  The change may be a commit that an earlier process had sent and that has arrived since, or the
-  work of another repair. Entries at the end of the log are replaced first, the last entry before
-  the others, so that a repair that is killed meanwhile leaves no new gap.
+- *Withdrawing.* The entry in the log (the JSON file) of every bad or missing shard is replaced by a
+  reservation. The write is conditional: the entry must still have the version that was checked, or
+  must still be missing. If it has changed, the log is read and planned again, and only new commits
+  are checked. The change may be a commit that an earlier process had sent and that has arrived
+  since, or the work of another repair. Entries at the end of the log are replaced first, the last
+  entry before the others, so that a repair that is killed meanwhile leaves no new gap.
 - *Bad shards at the end of the log* no longer exist after they are withdrawn, and the run continues
   after the good shards.
 - *Gaps* are the numbers of bad and missing shards that come before a good one. The data is read
@@ -93,11 +93,11 @@ class Repair:
     """The part of a plan that only a repair needs.
 
     Attributes:
-        withdrawn_versions: Versions of the entries of bad and missing shards in the log, by the
-            numbers of the shards. The order is the one in which reservations replace the entries. A
-            version is None if there is no entry.
+        withdrawn_entry_versions: Number of each bad or missing shard -> version of its JSON file,
+            None if it has no file. Reservations replace the files in the order of this dict.
         gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
-            are no gaps, the repair only withdraws shards, and then continues the run.
+            are no gaps, the repair only replaces the JSON files of bad shards at the end of the log
+            by reservations, and then continues the run.
         samples_to_read: Number of samples of the host up to which the data is read. None to read
             all the data, and for a program with a loop of its own.
         samples_to_add: Number of samples that a program with a loop of its own must add again: all
@@ -106,21 +106,24 @@ class Repair:
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """
 
-    withdrawn_versions: Mapping[int, str | None]
+    withdrawn_entry_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()
     samples_to_read: int | None = None
     samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
-        """Returns the largest numbers of samples and of tokens to store, by name.
+        """Returns the largest numbers of samples and of tokens to store during this repair.
 
-        If there are gaps, the limits in metadata.json are returned. A limit that metadata.json
-        does not record, and both limits if there are no gaps, are those of this process.
+        If there are gaps, these are the limits in metadata.json; a limit that metadata.json does
+        not record is taken from `limits`. If there are no gaps, they are the same as `limits`.
 
         Args:
             limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no
                 limit.
+
+        Returns:
+            A dict of the limits, with the names and meanings of `limits`.
         """
         recorded_limits = self.previous_metadata if self.gaps else {}
         return {
@@ -202,12 +205,12 @@ class RepairPlanner:
     folder: Folder
     identity: Identity
     limits: Mapping[str, int | None]
-    # Results of checking shards, by the numbers of the shards.
+    # Shard number -> result of the last check of this shard.
     _checked_shards: dict[int, CheckedShard] = field(default_factory=dict)
     _has_warned_of_new_metadata: bool = False
 
     def __call__(self, run_log: RunLog) -> StoragePlan:
-        """Returns the plan of the repair.
+        """Checks the shards, and returns the plan by which bad and missing ones are stored again.
 
         Args:
             run_log: Log of the folder.
@@ -245,7 +248,7 @@ class RepairPlanner:
         return newest_commit.run
 
     def _refuse_others(self, run_log: RunLog, run: str) -> None:
-        """Refuses a folder that this repair must not change.
+        """Raises InputError if the folder contains files that this repair must not change.
 
         Args:
             run_log: Log of the folder.
@@ -265,10 +268,11 @@ class RepairPlanner:
         refuse_elsewhere(run_log)
 
     def _refuse_other_shards(self, run_log: RunLog, run: str) -> None:
-        """Refuses a folder without metadata.json if its shards were stored with other settings.
+        """Raises InputError if the shards of a run were stored with other settings.
 
-        The JSON of a shard contains only the digest of the run's identity, so the message cannot
-        name the setting that differs.
+        This check is for a folder in which metadata.json is damaged or missing. The JSON of a shard
+        contains only the digest of the run's identity, so the message cannot name the setting that
+        differs.
 
         Args:
             run_log: Log of the folder.
@@ -312,10 +316,10 @@ class RepairPlanner:
         unchecked_commits = [commit for commit in run_log.in_order if not self._has_checked(commit)]
         if unchecked_commits:
             log.info("looking for damaged shards")
-        commits_and_arguments = [
+        commits_and_check_arguments = [
             (commit, (self.folder, "", run_log, commit)) for commit in unchecked_commits
         ]
-        for checked_shard in for_each_shard(check_shard, commits_and_arguments):
+        for checked_shard in for_each_shard(check_shard, commits_and_check_arguments):
             if (check_failure := checked_shard.failure) is not None:
                 raise FolderError(
                     f"{checked_shard.problem}; shard {checked_shard.commit.number} could not be "
@@ -335,7 +339,7 @@ class RepairPlanner:
         return checked_shard is not None and checked_shard.commit == commit
 
     def _without_duplicates(self, shards: list[CheckedShard]) -> list[CheckedShard]:
-        """Leaves out shards that contain a sample which an earlier shard contains as well.
+        """Returns the shards without those that repeat a sample of an earlier shard.
 
         Args:
             shards: Shards without damage, in the order of their numbers.
@@ -366,7 +370,7 @@ class RepairPlanner:
         return good_shards
 
     def _plan(self, run_log: RunLog, run: str, good_shards: list[CheckedShard]) -> StoragePlan:
-        """Returns the plan that keeps the good shards, and withdraws all other shards.
+        """Returns the plan that keeps the good shards, and replaces all others by reservations.
 
         Args:
             run_log: Log of the folder.
@@ -384,7 +388,7 @@ class RepairPlanner:
             if damaged_file_name != METADATA
         }
         existing_shard_numbers = damaged_shard_numbers | set(_commits_of(run_log, run))
-        shard_numbers_at_end = sorted(
+        bad_shard_numbers_at_end = sorted(
             (
                 shard_number
                 for shard_number in existing_shard_numbers
@@ -397,9 +401,9 @@ class RepairPlanner:
             for shard_number in range(1, last_good_shard_number)
             if shard_number not in good_commit_by_number
         )
-        withdrawn_versions = {
+        withdrawn_entry_versions = {
             shard_number: run_log.entry_versions.get(commit_name(shard_number))
-            for shard_number in (*shard_numbers_at_end, *gap_shard_numbers)
+            for shard_number in (*bad_shard_numbers_at_end, *gap_shard_numbers)
         }
         continuation_mark = furthest_mark(
             good_commit_by_number.values(), self._first_missing(good_shards)
@@ -414,7 +418,10 @@ class RepairPlanner:
             return replace(
                 plan_without_repair,
                 repair=self._repair_of_gaps(
-                    gap_shard_numbers, withdrawn_versions, plan_without_repair, stored_metadata
+                    gap_shard_numbers,
+                    withdrawn_entry_versions,
+                    plan_without_repair,
+                    stored_metadata,
                 ),
             )
         plan_without_repair = plan_rest(
@@ -428,29 +435,29 @@ class RepairPlanner:
             run=run,
             mark=continuation_mark,
             is_up_to_date=plan_without_repair.is_up_to_date
-            and not (withdrawn_versions or has_wrong_totals),
+            and not (withdrawn_entry_versions or has_wrong_totals),
             repair=Repair(
-                withdrawn_versions, samples_to_add=self._samples_to_add(plan_without_repair)
+                withdrawn_entry_versions, samples_to_add=self._samples_to_add(plan_without_repair)
             ),
         )
 
     def _repair_of_gaps(
         self,
         gaps: tuple[int, ...],
-        withdrawn_versions: Mapping[int, str | None],
+        withdrawn_entry_versions: Mapping[int, str | None],
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
-        """Returns a repair that fills gaps between good shards.
+        """Returns the repair that fills the gaps: the bad and missing shards before a good one.
 
         Args:
-            gaps: Numbers of the gaps, in ascending order.
-            withdrawn_versions: Versions of the entries that are withdrawn, by the numbers of the
-                shards.
-            plan: Plan without the repair, whose commits are the good shards.
+            gaps: Numbers of these shards, in ascending order.
+            withdrawn_entry_versions: Number of each bad or missing shard -> version of its JSON
+                file, None if it has no file.
+            plan: Plan of which the repair becomes a part. Its commits are those of the good shards.
             metadata: Content of metadata.json; empty if it is missing.
         """
-        gap_repair = Repair(withdrawn_versions, gaps, previous_metadata=metadata)
+        gap_repair = Repair(withdrawn_entry_versions, gaps, previous_metadata=metadata)
         if not self.identity.from_dataset:
             return replace(
                 gap_repair,
@@ -472,10 +479,10 @@ class RepairPlanner:
         return 0 if self.identity.from_dataset else plan.end_of_stored(self.identity.worker)
 
     def _first_missing(self, good_shards: list[CheckedShard]) -> int:
-        """Returns the number of samples of this host before the first one that is not stored.
+        """Counts the samples of this host that come before its first sample that is not stored.
 
         Args:
-            good_shards: Good shards, which contain all stored samples.
+            good_shards: Good shards, which contain all samples of this host that are stored.
         """
         stored_sample_numbers = np.sort(_sample_numbers(good_shards))
         host_worker = self.identity.worker
@@ -486,7 +493,12 @@ class RepairPlanner:
 
 
 def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
-    """Returns the commits of one run in a log, by the numbers of the shards."""
+    """Returns a dict from the number of each shard to its commit, without those of other runs.
+
+    Args:
+        run_log: Log of a folder.
+        run: Id of the run.
+    """
     return {
         shard_number: commit
         for shard_number, commit in run_log.commits.items()
@@ -495,10 +507,10 @@ def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
 
 
 def _sample_numbers(shards: list[CheckedShard]) -> np.ndarray:
-    """Returns the numbers (`sample_idx`) of all samples of good shards, in the order of the shards.
+    """Returns the numbers (`sample_idx`) of all samples of some shards, one shard after the other.
 
     Args:
-        shards: Shards whose samples were read.
+        shards: Results of checking the shards. Bad shards are left out.
     """
     sample_numbers_of_shards = [
         checked_shard.sample_idx for checked_shard in shards if checked_shard.sample_idx is not None

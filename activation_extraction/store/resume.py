@@ -322,8 +322,8 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 
     Args:
         where: URL of the folder, for the message.
-        difference: Field in which the two runs differ, with the stored value as `first_value`. None
-            if the runs are the same.
+        difference: Field in which the two runs differ, with the stored value as `value_in_first`.
+            None if the runs are the same.
 
     Raises:
         InputError: If there is a difference. The message shows both values.
