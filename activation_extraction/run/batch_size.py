@@ -74,14 +74,15 @@ def fit_rows(
 
     Args:
         host: This host.
-        request: The request for a step, with the default rows.
-        forward: The model for this request.
+        request: The request for a step with the default number of rows.
+        forward: The model, made ready to compute this step.
         earlier: The contents of metadata.json that the run has stored already, in the local folder
             and in the bucket. Empty for a new run.
 
     Returns:
         A tuple of:
-            The model for the chosen number of rows, which is the same on all hosts.
+            The model, made ready to compute steps of the chosen number of rows. The number is the
+            same on all hosts.
             The JSON object that metadata.json records as "auto_batch_size", with the keys "rows",
             "device", "devices" and "mesh". None if the default number of rows is used.
 
@@ -144,14 +145,14 @@ def _largest_fitting(
 
     Args:
         host: This host.
-        prepare: A function that takes a number of rows and returns the model for it. All hosts
-            must call it together.
+        prepare: A function that takes a number of rows, and returns the model, made ready to
+            compute steps of this size. All hosts must call it together.
         smallest_rows: The smallest number of rows, which is used even if it does not fit.
-        usable_bytes: Bytes of memory of a device that may be used.
+        usable_bytes: Bytes of memory that may be used on each device.
 
     Returns:
         A tuple of:
-            The model for the largest number of rows that fits.
+            The model, made ready to compute steps of the largest number of rows that fits.
             The reason why there are not more rows, in words.
     """
     largest_fitting_forward = prepare(smallest_rows)
@@ -178,7 +179,7 @@ def _shortage_on_host(forward: Forward) -> str:
     """Returns a message if the activations of STEPS_ON_HOST steps exceed this host's memory.
 
     Args:
-        forward: The model for the tried number of rows.
+        forward: The model, made ready to compute steps of some number of rows (`forward.shape`).
 
     Returns:
         The message. "" if the activations fit.
@@ -192,14 +193,18 @@ def _shortage_on_host(forward: Forward) -> str:
 
 
 def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
-    """Returns a message if a step needs too much memory on a device.
+    """Returns a message if the compiled step needs too much memory on each device of the run.
 
     Args:
-        forward: The model for the tried number of rows.
-        usable_bytes: Bytes of memory of the device that may be used.
+        forward: The model, made ready to compute steps of some number of rows (`forward.shape`).
+        usable_bytes: Bytes of memory that may be used on each device.
 
     Returns:
         The message. "" if the step fits.
+
+    Raises:
+        InputError: If the compiler does not report how much memory the step needs.
+        JaxRuntimeError: If the compiler failed for another reason than lack of memory.
     """
     num_rows, _ = forward.shape
     try:
@@ -213,13 +218,13 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
 def _shortage_message(
     rows_in_words: str, needed_bytes: float, memory_owner: str, usable_bytes: float
 ) -> str:
-    """Returns a message if rows need more memory than can be used; otherwise "".
+    """Returns a message if some rows need more memory than a host or a device has; otherwise "".
 
     Args:
         rows_in_words: The rows that need the memory, in words, such as "4 steps of 8".
-        needed_bytes: Bytes that are needed.
-        memory_owner: The owner of the memory, "host" or "device".
-        usable_bytes: Bytes that can be used.
+        needed_bytes: Bytes of memory that the rows need on each host or device.
+        memory_owner: "host" or "device", to which the memory belongs.
+        usable_bytes: Bytes of memory that can be used on each host or device.
     """
     if needed_bytes <= usable_bytes:
         return ""

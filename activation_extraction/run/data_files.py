@@ -34,7 +34,7 @@ class RecordedFile:
 
     Attributes:
         name: The name under which rows refer to the file.
-        bytes: The number of bytes that the run reads.
+        bytes: The number of bytes of the file that the run reads, from its beginning.
         fingerprint: The fingerprint of these bytes if the file is local (see digests.py). For a
             file at a URL, the version that its server reports, or its size if the server reports
             none.
@@ -236,7 +236,17 @@ def _in_recorded_order(
 
 
 def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
-    """Returns whether a file has the recorded content, apart from lines that were appended."""
+    """Returns whether the beginning of a file still has the recorded size and fingerprint.
+
+    If the file cannot grow (`file.may_grow` is False), its whole size must be the recorded size.
+
+    Args:
+        file: The file as it is now.
+        record: The record of the file.
+
+    Raises:
+        InputError: If a local file cannot be read.
+    """
     if file.size != record.bytes and not file.may_grow:
         return False
     return _record_of_file(replace(file, size=record.bytes)).fingerprint == record.fingerprint

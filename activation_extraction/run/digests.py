@@ -58,7 +58,7 @@ def content_digest(repository: Repository) -> str:
 
 
 def digest_fingerprints(paths: Sequence[Path]) -> str:
-    """Returns a digest of the fingerprints of files, which does not cover the files' names.
+    """Returns a digest of the fingerprints of files. It does not depend on the files' names.
 
     Args:
         paths: The files. The digest depends on their order.
@@ -98,17 +98,17 @@ def file_fingerprint(path: Path, size: int) -> str:
     Raises:
         InputError: If the file cannot be read.
     """
-    sampled_contents = []
+    sampled_block_contents = []
     with naming_unreadable(path), open(path, "rb", buffering=0) as binary_file:
         for block_start, block_stop in sampled_blocks(size):
-            sampled_contents.append(
+            sampled_block_contents.append(
                 os.pread(binary_file.fileno(), block_stop - block_start, block_start)
             )
-    return _digest_of(size, sampled_contents)
+    return _digest_of(size, sampled_block_contents)
 
 
 def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Yields the positions of the sampled blocks of a file.
+    """Yields the byte ranges of a file that its fingerprint covers, which are called blocks.
 
     The blocks cover a small file completely. In a large file, the first block is at the beginning,
     the last block is at the end, and the others are spread evenly between them.
@@ -118,8 +118,8 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
 
     Yields:
         A tuple for each block:
-            The offset of its first byte.
-            The offset after its last byte.
+            The offset of its first byte in the file.
+            The offset of the byte after its last byte.
     """
     block_starts: Iterable[int] = range(0, size, BLOCK)
     if size > BLOCK * BLOCKS:
@@ -158,7 +158,12 @@ def _weight_fingerprint(file: WeightFile, pool: ThreadPoolExecutor) -> str:
 
 
 def _digest_of(size: int, blocks: Iterable[bytes]) -> str:
-    """Returns the SHA-256 of the size of a file and of some of its blocks, in hexadecimal."""
+    """Returns the SHA-256 of the size of a file and of some of its blocks, in hexadecimal digits.
+
+    Args:
+        size: The size of the file in bytes.
+        blocks: The contents of the blocks.
+    """
     size_and_blocks_digest = hashlib.sha256(str(size).encode())
     for block_bytes in blocks:
         size_and_blocks_digest.update(block_bytes)

@@ -191,19 +191,21 @@ def read_config(config: Config) -> Mapping[str, Any]:
     if config.demo:
         return MODEL_CONFIG
     model_path = config.model.model_path
-    released_sizes = None if os.path.exists(model_path) else released_config(model_path)
+    config_of_released_model = None
+    if not os.path.exists(model_path):
+        config_of_released_model = released_config(model_path)
     try:
         model_repository = Repository(model_path, config.model.model_revision)
         return read_json(model_repository.file("config.json"))
     except InputError as error:
-        if released_sizes is None:
+        if config_of_released_model is None:
             raise
         log.info("%s; the estimate uses the known sizes of this model", error)
-        return released_sizes
+        return config_of_released_model
 
 
 def program_of(run: PlannedRun, request: StepRequest) -> Program:
-    """Returns the program that computes a step, which is not compiled yet.
+    """Returns the program that computes a step, without compiling it.
 
     Args:
         run: The planned run.
@@ -222,25 +224,26 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:
-    """Estimates the memory and the time of a step.
+    """Estimates the memory and the time of a step on one mesh of the planned machine.
 
-    For a TPU, the program is also compiled if libtpu is installed.
+    If the machine has TPUs and libtpu is installed here, the program is also compiled.
 
     Args:
         run: The planned run.
-        request: The request for the step.
-        program: The program of this request.
+        request: The request for the step, which determines the mesh.
+        program: The program that `program_of` returns for this request.
 
     Returns:
         A JSON object about the mesh, which --json prints, with these keys:
 
         - shape: The size of each mesh axis by its name.
-        - fits: Whether the run fits in the memory of a device.
+        - fits: Whether the run fits in the memory of each device.
         - memory_gb: Memory of each device in GB, by formula.
         - compiled_gb: Memory of each device in GB, by the compiler. None if the program was not
           compiled or the compiler failed.
         - step_ms: Milliseconds of a step at the peak speed of the chips.
-        - tokens_per_second: The lowest and the highest guessed speed of the whole machine.
+        - tokens_per_second: A list of the lowest and the highest guess of the number of tokens
+          that the whole machine computes per second.
     """
     mesh_layout = program.layout
     devices_of_mesh = [*program.rows.mesh.devices.flat]
@@ -397,11 +400,11 @@ def lines_of(
     token_bytes: int,
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yields the lines of the estimate in words.
+    """Yields the estimate in words, line by line.
 
     Args:
         run: The planned run.
-        meshes: The results of `estimate_mesh`.
+        meshes: The result of `estimate_mesh` for each mesh to describe.
         totals: The result of `estimate_totals`.
         token_bytes: The bytes of a stored token, before compression.
         tokens_per_second: The value of --tokens_per_second, the stored tokens per second of each
@@ -439,12 +442,12 @@ def lines_of(
         )
     else:
         time_in_words = range_in_words(map(hours_in_words, totals["hours"]))
-        lowest_fraction, highest_fraction = GUESSED_FRACTIONS
+        lowest_fraction_of_peak, highest_fraction_of_peak = GUESSED_FRACTIONS
         yield (
             f"time: {time_in_words}; a guess, which assumes that the fastest mesh above reaches "
-            f"{lowest_fraction:.0%} to {highest_fraction:.0%} of its chips' peak speed, and that "
-            "hosts and uploads keep up. To know it, run --max_samples 200 on this machine and give "
-            "the tokens/s of its last line, 'time: ...', as --tokens_per_second"
+            f"{lowest_fraction_of_peak:.0%} to {highest_fraction_of_peak:.0%} of its chips' peak "
+            "speed, and that hosts and uploads keep up. To know it, run --max_samples 200 on this "
+            "machine and give the tokens/s of its last line, 'time: ...', as --tokens_per_second"
         )
     if totals["terabytes"] is not None:
         size_in_words = terabytes_in_words(totals["terabytes"])
@@ -460,7 +463,7 @@ def lines_of(
 
 
 def samples_in_words(run: PlannedRun) -> str:
-    """Returns a sentence that states the assumed number of tokens of a sample."""
+    """Returns a clause for the estimate that states the assumed number of tokens of a sample."""
     tokens_per_sample = tokens_of_a_sample(run.request.batch_shape[1])
     return (
         f"a sample is taken to have {counted(tokens_per_sample, 'token')}, as FineWeb-Edu's have "
@@ -471,13 +474,15 @@ def samples_in_words(run: PlannedRun) -> str:
 def hours_in_words(hours: float) -> str:
     """Returns a duration in words, rounded to two significant digits, such as "3.5 hours".
 
+    It is in days if it is at least 2 days, otherwise in hours or minutes.
+
     Args:
         hours: The duration in hours.
     """
     for unit_name, hours_per_unit in (("day", 24), ("hour", 1), ("minute", 1 / 60)):
         rounded_duration = float(f"{hours / hours_per_unit:.2g}")
-        smallest_duration = 2 if unit_name == "day" else 1
-        if rounded_duration >= smallest_duration:
+        smallest_shown_duration = 2 if unit_name == "day" else 1
+        if rounded_duration >= smallest_shown_duration:
             plural_ending = "" if rounded_duration == 1 else "s"
             return f"{rounded_duration:,.10g} {unit_name}{plural_ending}"
     return "under a minute"

@@ -143,7 +143,7 @@ class Text:
 
     @cached_property
     def drop_token_ids(self) -> tuple[int, ...]:
-        """The token ids of --drop_token_ids, a flag that may also contain names of tokens."""
+        """The ids of the tokens that --drop_token_ids gives by their ids or names, ascending."""
         return dropped_ids(self.options.drop_token_ids, self.tokenizer, self.vocabulary_size)
 
     @cached_property
@@ -174,7 +174,7 @@ class Text:
         """Returns the stream of documents in a worker's share of the data.
 
         Args:
-            worker: The machine and the host.
+            worker: The worker (a host of a machine) whose share is read.
         """
         data_sources = self.dataset.sources
         text_options = self.options
@@ -207,7 +207,7 @@ class Text:
         """Opens the stream of batches that contain the samples that are not stored yet.
 
         Args:
-            worker: The machine and the host.
+            worker: The worker (a host of a machine) whose share is read.
             shape: The number of rows of a batch, and the number of tokens of a row.
             storage: The storage of the host, which knows the samples that are stored already.
             watchdog: The watchdog, which ends the process if the first batch does not come in time.
@@ -320,10 +320,10 @@ def known_special_tokens(config: Config) -> SpecialTokens:
 def dropped_ids(
     tokens: Sequence[int | str], tokenizer: Tokenizer | None, vocabulary_size: int
 ) -> tuple[int, ...]:
-    """Returns the ids of the tokens to drop, in ascending order.
+    """Returns the ids of the tokens whose activations are not stored, in ascending order.
 
     Args:
-        tokens: The ids or names of the tokens to drop.
+        tokens: The ids or names of these tokens, as --drop_token_ids gives them.
         tokenizer: The tokenizer, which knows the names. May be None if `tokens` are all ids.
         vocabulary_size: The number of token ids that the model has.
 
