@@ -1,15 +1,17 @@
 """Checks that all contenders of a benchmark stored the same tokens and similar activations.
 
-A contender is a program that end_to_end.py measures: this tool, or a way of competitors.py. The
-first contender in a dtype is the reference for the other contenders in this dtype.
+A contender is a program that end_to_end.py measures: this tool, or one of the ways to use
+transformers in competitors.py. The first contender that is checked in a dtype is the reference in
+this dtype: the other contenders are compared with its values.
 
 If two experts are nearly tied, rounding may decide to which of them a token is routed, and the
 token's activations differ in all later layers. So activations are compared only for tokens that the
 contender and the reference route to the same experts in all layers.
 
-The experts of a token are changed if they differ from the reference's experts in float32. A
-contender may have at most about twice as many tokens with changed experts as the reference has in
-the same dtype, and the reference may have only a few more than the contender.
+A token has changed experts if a contender routes it to other experts than the reference does in
+float32. A contender may have at most about twice as many tokens with changed experts as the
+reference has in the same dtype, and the reference may have only a few more of them than the
+contender.
 """
 
 from collections import Counter
@@ -21,13 +23,14 @@ import numpy as np
 
 from activation_extraction.store.pickle_file import read_records
 
-# The largest size of a shard in bytes after decompression.
+# The largest size in bytes to which a shard may be decompressed, so that no shard fills the memory.
 MAX_SHARD_BYTES = 4 * 10**9
-# Dtype -> the largest allowed deviation of a value from the reference, relative to the RMS of the
-# hook. bfloat16 has only 8 significant bits, and every layer rounds several times.
+# Dtype -> the largest allowed deviation from the reference (see `deviation`). bfloat16 has only 8
+# significant bits, and every layer rounds several times, so its tolerance is large.
 TOLERANCE = {"float32": 1e-2, "bfloat16": 0.5}
-# The largest ratio of two numbers of tokens with changed experts: the contender's number divided by
-# the reference's. They should be similar, because both programs round to the same dtype.
+# The largest allowed ratio of two numbers of tokens with changed experts: the contender's number
+# divided by the reference's. The numbers should be similar, because both programs round to the same
+# dtype.
 MAX_CHANGED_RATIO = 2
 # The largest number of tokens of a document that is compared. Longer documents are left out,
 # because the activations of all compared documents of the reference stay in memory.
@@ -46,11 +49,14 @@ class Disagreement(Exception):
 
 @dataclass
 class Comparison:
-    """The differences between the documents of one contender and of the reference, in one dtype.
+    """The differences between the values that one contender and the reference stored in one dtype.
+
+    The reference is the contender that was checked first in this dtype.
 
     Attributes:
-        deviations: Deviation of each hook of each compared document from the reference (see
-            `deviation`). Empty if the contender is the reference.
+        deviations: For each compared document and each hook with activations, the deviation of the
+            contender's values from the reference's values (see `deviation`). Empty if the
+            contender's values are themselves the reference's values.
         num_compared_tokens: Number of tokens in all documents that were compared.
         num_rerouted_tokens: Number of these tokens that the contender and the reference route to
             different experts.
@@ -135,10 +141,10 @@ class Agreement:
     """
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        """Remembers the documents. No contender has been checked yet.
+        """Prepares to check contenders. There is no reference yet.
 
         Args:
-            documents: The expected token ids of each document.
+            documents: The token ids that every contender should store for each document.
         """
         self._token_ids_of_documents = documents
         # (dtype, number of a document) -> values of the reference.
@@ -146,6 +152,8 @@ class Agreement:
 
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
         """Compares the shards of one contender with the documents and with the reference.
+
+        The contender that is checked first in a dtype becomes the reference in this dtype.
 
         Args:
             folder: The folder of the shards, whose name is the name of the contender.
@@ -158,7 +166,7 @@ class Agreement:
         Raises:
             Disagreement: If tokens, activations or experts differ by more than rounding explains.
         """
-        tokens_by_hook: Counter[str] = Counter()
+        num_tokens_of_hook: Counter[str] = Counter()
         comparison = Comparison()
         for document_number, token_ids, values in stored_documents(folder):
             num_tokens = len(token_ids)
@@ -167,30 +175,33 @@ class Agreement:
                 self._token_ids_of_documents[document_number]
             ) or array_lengths != {num_tokens}:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
-            tokens_by_hook.update(dict.fromkeys(values, num_tokens))
+            num_tokens_of_hook.update(dict.fromkeys(values, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
                 reference_values = self._reference_values.setdefault(
                     (dtype, document_number), values
                 )
                 exact_values = self._reference_values.get(("float32", document_number))
                 comparison.add(values, reference_values, exact_values)
-        if set(tokens_by_hook.values()) != {tokens}:
+        if set(num_tokens_of_hook.values()) != {tokens}:
             raise Disagreement(
-                f"{folder.name}: tokens by hook are {tokens_by_hook}, expected {tokens}"
+                f"{folder.name}: tokens by hook are {num_tokens_of_hook}, expected {tokens}"
             )
         comparison.check(folder.name, dtype)
         return comparison
 
 
 def same_experts(values: ValuesByHook, expected: ValuesByHook) -> np.ndarray:
-    """Returns a mask of the tokens that are routed to the same experts in all layers.
+    """Returns which tokens two programs route to the same experts in all layers.
 
     Args:
-        values: Hook name -> array (..., width). The expert numbers of a token may be in any order.
-        expected: The expected values, with the hooks and shapes of `values`.
+        values: The values that one program stored: hook name -> array (..., width), where "..."
+            stands for any number of axes of tokens. The numbers of a token's experts may be in any
+            order.
+        expected: The values that the other program stored, at the same hooks and in the same
+            shapes.
 
     Returns:
-        A mask of bool in the shape (...). It is True for all tokens of a model without experts.
+        A mask of the tokens, bool (...). It is True for all tokens of a model without experts.
     """
     has_same_experts = np.ones(next(iter(values.values())).shape[:-1], bool)
     for expert_hook in filter(_is_expert_hook, values):
@@ -201,27 +212,34 @@ def same_experts(values: ValuesByHook, expected: ValuesByHook) -> np.ndarray:
 
 
 def _is_expert_hook(hook: str) -> bool:
-    """Returns whether the values of a hook are the numbers of a layer's experts."""
+    """Returns whether a hook stores the numbers of the experts to which tokens are routed."""
     return hook.endswith(CHOSEN.removeprefix("blocks.{}"))
 
 
 def few_more(count: int, reference_count: int) -> bool:
-    """Returns whether `count` is at most 10 more than 1.25 times `reference_count`.
+    """Returns whether one number of tokens is at most a few larger than another.
 
-    Two programs that round equally often have similar numbers of tokens with changed experts, up to
-    chance.
+    The numbers are compared to check that one program does not round more often than another.
+    `count` may be 1.25 times `reference_count` plus 10, because both numbers depend on chance.
 
     Args:
-        count: The number of tokens whose experts one program changed by rounding.
-        reference_count: The number of tokens whose experts another program changed by rounding.
+        count: The number of tokens that one program routes to other experts than in float32.
+        reference_count: The number of tokens that the other program routes to other experts than in
+            float32.
     """
     return count <= 1.25 * reference_count + 10
 
 
 def deviation(values: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest absolute difference of two arrays, divided by the RMS of the second one.
+    """Returns how far the values at a hook are from the expected values.
 
-    RMS stands for the root mean square of all elements.
+    Args:
+        values: The values.
+        expected: The expected values, in the same shape.
+
+    Returns:
+        The largest absolute difference of two elements, divided by the root mean square of all
+        expected values.
     """
     float32_values = values.astype(np.float32)
     float32_expected = expected.astype(np.float32)
@@ -230,14 +248,14 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:
-    """Yields the documents in the gzipped pickles of a folder.
+    """Yields the documents that a contender stored as gzipped pickles in a folder.
 
     Yields:
-        A tuple of the number of the document, its token ids (tokens,), and its values: hook name ->
-        array (tokens, width).
+        A tuple of the number of the document in the data set, from 0, its token ids (tokens,), and
+        its values: hook name -> array (tokens, width).
     """
     for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
-        # The keys of both dicts are the numbers of documents.
+        # The keys of both dicts are the numbers of the documents in the data set.
         token_ids_of_document: dict[int, np.ndarray] = {}
         values_of_document: dict[int, dict[str, np.ndarray]] = {}
         with open(shard_path, "rb") as shard_file:

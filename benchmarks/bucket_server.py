@@ -1,11 +1,11 @@
 """Serves a folder as a slow remote bucket: `python -m benchmarks.bucket_server FOLDER`.
 
 The server answers as Google Cloud Storage does: it supports listings in pages of 1000 entries,
-HEAD, and GET of ranges with If-Match. The files must not change. Every answer begins after
-`latency` milliseconds, and every connection gets at most `rate` MB/s. The server is a separate
-process with a thread for each connection. Therefore waiting takes no processor time, and the kernel
-sends files from the page cache. The server prints its port. GET /counts returns the totals of the
-server's answers (`Counts`), without latency.
+HEAD, and GET of ranges with If-Match. The files must not change while they are served. Every answer
+begins after --latency milliseconds, and every connection gets at most --rate MB/s. The server is a
+separate process with a thread for each connection. Therefore waiting takes no processor time, and
+the kernel sends files from the page cache. The server prints its port. GET /counts returns the
+totals of the server's answers (`Counts`), without latency.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BUCKET = "bucket"
 RATE = 200.0
 # The number of entries of a listing's page. Google, S3 and Azure use this number.
 PAGE_ENTRIES = 1000
-# The number of bytes that are sent before the rate of the connection is checked again.
+# The number of bytes that are sent before the server waits again to keep to the largest rate.
 SENT_AT_ONCE = 2**20
 # The modification time of all files, as listings and as headers contain it.
 LISTED_DATE, HEADER_DATE = "2026-01-01T00:00:00.000Z", "Thu, 01 Jan 2026 00:00:00 GMT"
@@ -121,7 +121,7 @@ class Server(socketserver.ThreadingTCPServer):
                 entry. Empty to list all objects.
             last_entry: The last entry of the previous page. Empty for the first page.
         """
-        # Entry (the name of an object, or of a folder up to the delimiter) -> its XML.
+        # Entry of the page (the name of an object, or of a folder with the delimiter) -> its XML.
         xml_of_entry: dict[str, str] = {}
         first_index = bisect_left(self.object_names, max(prefix, last_entry))
         for object_name in self.object_names[first_index:]:
@@ -265,9 +265,9 @@ def requested_range(header: str, size: int) -> tuple[int, int, int]:
     range_match = re.fullmatch(r"bytes=(\d*)-(\d*)", header)
     if range_match is None:
         return 200, 0, size
-    first_byte, last_byte = range_match.groups()
-    start_offset = int(first_byte) if first_byte else max(0, size - int(last_byte))
-    stop_offset = min(int(last_byte) + 1, size) if first_byte and last_byte else size
+    first_byte_text, last_byte_text = range_match.groups()
+    start_offset = int(first_byte_text) if first_byte_text else max(0, size - int(last_byte_text))
+    stop_offset = min(int(last_byte_text) + 1, size) if first_byte_text and last_byte_text else size
     return (206, start_offset, stop_offset) if start_offset < size else (416, 0, 0)
 
 
@@ -300,7 +300,7 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
 
 
 def counts(address: str) -> Counts:
-    """Returns the totals of a server.
+    """Returns the number of requests that a server has answered since its start, and their bytes.
 
     Args:
         address: The address of the server, "HOST:PORT".

@@ -43,7 +43,7 @@ ISAL_LEVEL = 1
 
 @dataclass(frozen=True)
 class Way:
-    """A way to batch and write documents.
+    """A way to extract activations with transformers: how documents are batched and written.
 
     Attributes:
         pads_batches: Whether a batch contains several documents, which are padded to the longest
@@ -70,7 +70,9 @@ WAYS = {
 def batches_of(
     lengths: Sequence[int], way: Way, batch_size: int, computed_every: int
 ) -> list[list[int]]:
-    """Divides documents into batches, and selects every `computed_every`-th batch.
+    """Divides documents into batches, and selects the batches that are computed.
+
+    If computing all batches takes too long, one of every `computed_every` batches is selected.
 
     Args:
         lengths: The number of tokens of each document.
@@ -146,7 +148,7 @@ def layer_of(hook: str) -> int:
 
 
 def is_expert_hook(hook: str) -> bool:
-    """Returns whether the values of a hook are expert numbers, and not the residual stream."""
+    """Returns whether a hook stores the numbers of the tokens' experts, not the residual stream."""
     return hook.endswith("mlp.hook_expert_indices")
 
 
@@ -190,7 +192,10 @@ def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:
 
 @dataclass
 class Shards:
-    """Collects records and writes them to shard_0001.pkl.gz, shard_0002.pkl.gz, ... in a folder.
+    """Writes documents to shard_0001.pkl.gz, shard_0002.pkl.gz, ... in a folder.
+
+    Each document becomes one record for each hook. Records are collected in memory until they fill
+    a shard.
 
     Attributes:
         folder: Folder of the shards.
@@ -210,13 +215,13 @@ class Shards:
     def add(
         self, document_number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]
     ) -> None:
-        """Adds one document to the collected records.
+        """Adds the records of one document.
 
-        If their arrays would become larger than SHARD_BYTES, the records of earlier documents are
-        first written as a shard.
+        If the arrays of all collected records would become larger than SHARD_BYTES, the records of
+        earlier documents are first written as a shard.
 
         Args:
-            document_number: The number of the document.
+            document_number: The number of the document in the data set, from 0.
             token_ids: The token ids of the document.
             values: The values at each hook, (tokens, width), in the order of `hooks`.
         """
@@ -274,9 +279,10 @@ def run(
     shards: Shards,
     written_every: int,
 ) -> dict[str, float]:
-    """Computes all batches, and writes the first one of every `written_every` documents.
+    """Computes all batches, writes some of their documents, and measures the seconds of both.
 
-    Computing and writing alternate in one thread.
+    Of every `written_every` successive documents, the first one is written. Computing and writing
+    alternate in one thread.
 
     Args:
         forward: The function that computes a batch.
@@ -287,7 +293,7 @@ def run(
 
     Returns:
         A dict with these figures.
-        tokens, documents: The numbers of computed tokens and documents.
+        tokens, documents: The numbers of tokens and of documents that were computed.
         written_tokens: The number of written tokens.
         bytes: The total size of the files in bytes.
         compute_seconds, store_seconds: The seconds of computing and of writing.

@@ -27,7 +27,8 @@ from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 
-# The batches of full rows are computed again and again until this number of seconds is over.
+# The batches of full rows are computed again and again until this number of seconds is over,
+# because there are few of them.
 MIN_SECONDS = 2
 
 
@@ -58,8 +59,8 @@ def mean_seconds(step: Step, batches: Sequence[Batch], min_seconds: float = 0) -
 def main() -> None:
     extraction_options = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
-    forward = prepare_model(step_request(extraction_options))
-    num_rows, row_length = forward.shape
+    program = prepare_model(step_request(extraction_options))
+    num_rows, row_length = program.shape
     token_ids_of_documents = tokenise(
         Path(extraction_options.model.model_path),
         Path(str(extraction_options.text.dataset_path)),
@@ -69,7 +70,7 @@ def main() -> None:
     full_documents = [[token_id] * row_length for token_id in range(max(num_rows, 8))]
     full_batches = list(pack(samples_of(full_documents), num_rows, row_length))
     start_time = time.perf_counter()
-    compiled_step = compile_step(forward)
+    compiled_step = compile_step(program)
     # The first call of the step does additional work, so it is not measured with the other calls.
     mean_seconds(compiled_step, packed_batches[:1])
     step_figures = {
@@ -79,8 +80,8 @@ def main() -> None:
         "seconds": mean_seconds(compiled_step, packed_batches),
         "full_rows_tokens": sum(batch.num_tokens for batch in full_batches),
         "full_rows_seconds": mean_seconds(compiled_step, full_batches, MIN_SECONDS),
-        "full_rows_flops_per_token": forward.model.flops([row_length]) / row_length,
-        "kernels": list(forward.kernels),
+        "full_rows_flops_per_token": program.model.flops([row_length]) / row_length,
+        "kernels": list(program.kernels),
     }
     print(json.dumps(step_figures))
 

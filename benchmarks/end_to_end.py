@@ -20,8 +20,8 @@ compute    the speed of computing without storing
 of peak    the speed as a fraction of the fastest matrix product
 deviation  the largest deviation from the first contender, over tokens with the same experts
            (see agreement.py)
-experts    the fraction of tokens whose experts differ from the experts in float32 in any layer, in
-           documents of at most 640 tokens
+experts    the fraction of tokens that are routed to other experts in any layer than by the first
+           contender in float32, in documents of at most 640 tokens
 disturbed  the fraction of the machine's processor time that other processes used meanwhile
 
 Results for other families, on an idle machine with 2 cores (--shape SHAPE --documents 24
@@ -71,8 +71,9 @@ class Sampling(NamedTuple):
     """The fraction of the documents that a contender computes and writes.
 
     Attributes:
-        computed_every: Number of batches of which one is computed.
-        written_every: Number of computed documents of which one is written.
+        computed_every: Number of successive batches of which one is computed. 1 to compute all.
+        written_every: Number of successive computed documents of which one is written. 1 to write
+            all.
     """
 
     computed_every: int
@@ -117,8 +118,8 @@ class Bench:
     def layers(self) -> list[int]:
         """The numbers of the extracted layers.
 
-        They are the default of --layers_to_extract, in which numbers above the number of the
-        model's last layer are replaced by this number.
+        They are the default of --layers_to_extract. If the model has fewer layers, the numbers of
+        missing layers are replaced by the number of the last layer.
         """
         last_layer = self.model_config.num_hidden_layers - 1
         return sorted({min(layer, last_layer) for layer in LAYERS})
@@ -143,7 +144,9 @@ class Bench:
         return len(self.hooks) > len(self.layers)
 
     def flops_per_token(self, lengths: Sequence[int]) -> float:
-        """Returns the mean number of floating-point operations that the model needs for a token.
+        """Returns the mean number of floating-point operations that a token needs.
+
+        Layers after the last extracted layer are not computed, so their operations do not count.
 
         Args:
             lengths: The number of tokens of each document.
@@ -172,12 +175,17 @@ class Bench:
         return extraction_flags
 
     def sampling(self, contender: str) -> Sampling:
-        """Returns the fraction of the documents that a contender computes and writes."""
+        """Returns the fraction of the documents that a contender computes and writes.
+
+        Args:
+            contender: The name of the contender. With --whole, every contender computes and writes
+                all documents.
+        """
         return EVERYTHING if self.parsed_flags.whole else SAMPLINGS[contender]
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Bench:
-    """Writes a model with random weights, random documents, and their token ids.
+    """Writes the inputs: a model with random weights, random documents, and their token ids.
 
     Args:
         folder: The folder to which the files are written.
@@ -206,10 +214,10 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         dtype -> FLOP/s of the fastest product in the faster library.
     """
     peak_of_dtype: dict[str, float] = defaultdict(float)
-    python_and_library_pairs = [(sys.executable, "jax")]
+    pythons_and_libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
-        python_and_library_pairs.append((str(options.competitors), "torch"))
-    for python_path, library in python_and_library_pairs:
+        pythons_and_libraries.append((str(options.competitors), "torch"))
+    for python_path, library in pythons_and_libraries:
         peak_command = [
             python_path,
             str(ROOT / "benchmarks/peak.py"),
@@ -232,8 +240,17 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
         output: The folder of the shards.
 
     Returns:
-        A dict: name of a figure -> figure. Speeds whose names begin with "compute" or "full_rows"
-        are measured by compute_only.py, the other figures by `extract` in processes.py.
+        A dict with these figures.
+        tokens_per_second, bytes_per_token: The speed of the extraction, and the bytes of its files
+            for each token.
+        tokens, written_tokens, bytes, peak_bytes, process_seconds, compile_seconds,
+            first_batch_seconds: See `extract` in processes.py. All tokens are written.
+        compute_tokens_per_second, steps: The speed of compute_only.py, and the number of its
+            batches.
+        full_rows_tokens_per_second, full_rows_flops_per_second: The speed of compute_only.py with
+            full rows.
+        disturbed: The larger fraction of processor time that other processes used, of both
+            measurements.
     """
     extraction_flags = [*bench.flags(), "--dtype", dtype]
     extraction_figures = extract(output, extraction_flags)
@@ -270,8 +287,9 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         output: The folder of the shards.
 
     Returns:
-        A dict: name of a figure -> figure. The names are names that `run_ours` also uses, and
-        "versions", whose value is a dict: name of a package -> its version.
+        A dict with some of the figures that `run_ours` returns, and with "versions", a dict: name
+        of a package -> its version. If only a part of the batches or documents is computed or
+        written, speeds are estimated for all of them.
     """
     sampling = bench.sampling(name)
     competitor_command = [
@@ -365,8 +383,8 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
         A dict with these figures.
         deviation: See `Comparison.largest_deviation`.
         compared_tokens: The number of compared tokens.
-        changed_experts: The fraction of these tokens whose experts differ from the experts in
-            float32. None in a model without experts or without a float32 run.
+        changed_experts: The fraction of these tokens that are routed to other experts than by the
+            first contender in float32. None in a model without experts or without a float32 run.
     """
     changed_token_fraction = None
     if has_experts and comparison.num_changed_tokens is not None and comparison.num_compared_tokens:
@@ -387,8 +405,17 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
         peak: The FLOP/s of the fastest matrix product in this dtype.
 
     Returns:
-        A dict: name of a figure -> its median over the rounds. It also contains figures that are
-        derived from these medians, and "tokens_per_second_of_rounds", the speed in each round.
+        A dict with these figures.
+        Figures that are numbers in the first round: Their medians over the rounds, under their
+            names.
+        deviation, changed_experts, versions: Their values in the first round, if these are no
+            numbers.
+        flops_per_second, compute_flops_per_second: FLOP/s of the extraction, and of computing
+            alone.
+        of_peak, compute_of_peak, full_rows_of_peak: FLOP/s divided by `peak`. The last one is
+            missing for competitors.
+        end_to_end_over_compute: The speed of the extraction, divided by the speed of computing.
+        tokens_per_second_of_rounds: The speed of the extraction in each round.
     """
     median_of_figure = {
         figure_name: statistics.median(figures_of_round[figure_name] for figures_of_round in rounds)
@@ -431,7 +458,7 @@ def report(
     figures_of_rounds: dict[str, dict[str, list[Figures]]],
     peaks: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-    """Prints the table of figures, and returns the JSON object that this script prints.
+    """Prints the figures of all contenders for readers, and returns them as one JSON object.
 
     Args:
         bench: The inputs.
@@ -442,10 +469,10 @@ def report(
     """
     print(HEADER)
     figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
-    for contender, rounds_of_dtype in figures_of_rounds.items():
+    for contender, round_figures_of_dtype in figures_of_rounds.items():
         sampling = bench.sampling(contender)
-        for dtype, rounds_in_dtype in rounds_of_dtype.items():
-            summarised_figures = summarise(bench, rounds_in_dtype, peaks["best"][dtype])
+        for dtype, round_figures in round_figures_of_dtype.items():
+            summarised_figures = summarise(bench, round_figures, peaks["best"][dtype])
             figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
             print(table_line(contender, dtype, summarised_figures, sampling))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.
@@ -464,8 +491,8 @@ def report(
             f"{summarised_figures['full_rows_of_peak']:.0%} of the peak of "
             f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
-    for competitor, ratio_by_dtype in speed_ratio_of_competitor.items():
-        ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_by_dtype.items()]
+    for competitor, ratio_of_dtype in speed_ratio_of_competitor.items():
+        ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_of_dtype.items()]
         print(f"ours / {competitor}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
     value_of_flag = vars(bench.parsed_flags).copy()
@@ -572,8 +599,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures_of_rounds = run_all(bench)
         peaks_after = measure_peaks(parsed_flags)
         best_peaks = {dtype: max(peaks_before[dtype], peaks_after[dtype]) for dtype in peaks_before}
-        peaks_of_moment = {"before": peaks_before, "after": peaks_after, "best": best_peaks}
-        report_content = report(bench, figures_of_rounds, peaks_of_moment)
+        measured_peaks = {"before": peaks_before, "after": peaks_after, "best": best_peaks}
+        report_content = report(bench, figures_of_rounds, measured_peaks)
     print_result(report_content)
 
 

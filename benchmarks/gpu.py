@@ -34,7 +34,7 @@ Figures = dict[str, Any]
 
 
 def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> Figures:
-    """Runs compute_only.py and an extraction, each in its own process.
+    """Measures this tool: runs compute_only.py and an extraction, each in its own process.
 
     Args:
         folder: The folder of the model.
@@ -88,7 +88,7 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
 
 
 def measure_transformers(folder: Path, num_hooks: int, options: argparse.Namespace) -> Figures:
-    """Runs gpu_torch.py in its own process.
+    """Measures transformers: runs gpu_torch.py in its own process.
 
     Args:
         folder: The folder of the model.

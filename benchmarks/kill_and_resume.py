@@ -71,7 +71,8 @@ os._exit(status)
 # A process is killed at a random moment, at most this number of seconds after its start or after
 # its first sign of life.
 MAX_SECONDS_TO_KILL = 0.8
-# The largest allowed difference of two values, divided by the root mean square of their hook.
+# The largest allowed difference between a value of a disturbed run and the same value of an
+# undisturbed run, divided by the root mean square of the values at the hook.
 TOLERANCE = 1e-5
 # Words in the message of a process whose folder another process has taken over.
 TAKEN_OVER = "has taken over"
@@ -83,7 +84,7 @@ MESHES: tuple[tuple[int, list[str]], ...] = (
     (4, ["--mesh_shape", "2,2", "--mesh_axes", "data,fsdp"]),
     (4, ["--no_data_parallel"]),
 )
-# The number of documents in each input.
+# The number of documents in each input. They fill several shards (see RUN_FLAGS).
 DOCUMENTS = 900
 
 
@@ -139,7 +140,9 @@ class Extraction:
     num_starts: int = 0
 
     def start(self, *more_flags: str) -> StartedProcess:
-        """Starts the extraction in a new process, which pauses before it stores each batch.
+        """Starts the extraction in a new process, which can be killed while it stores.
+
+        The process pauses before it stores each batch, so that it lasts long enough.
 
         Args:
             more_flags: Flags that are added to the flags of the extraction.
@@ -176,10 +179,12 @@ class Extraction:
             RuntimeError: If a process fails.
         """
         for kill_number in range(kills):
-            signs_before = signs_of_life()
+            signs_before_start = signs_of_life()
             started_process = self.start()
             if kill_number > 1 and kill_number % 4:
-                while started_process.process.poll() is None and signs_of_life() == signs_before:
+                while (
+                    started_process.process.poll() is None and signs_of_life() == signs_before_start
+                ):
                     time.sleep(0.01)
             time.sleep(self.rng.uniform(0, MAX_SECONDS_TO_KILL))
             started_process.process.kill()
@@ -189,7 +194,7 @@ class Extraction:
         return kills
 
     def compete(self, writers: int, events: int) -> Counter[str]:
-        """Lets several processes write to one bucket, and stops or kills them at random.
+        """Lets several processes store one run in a bucket, and stops or kills them at random.
 
         After each stop or kill, every process that has ended is replaced by a new process. When all
         processes have ended, one more process runs until the extraction is complete.
@@ -292,8 +297,9 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
         undisturbed: Sample number -> sample of the undisturbed run.
 
     Returns:
-        The largest difference of two values, divided by the root mean square of their hook. It is 0
-        if all values are equal.
+        The largest difference between a value of the disturbed run and the same value of the
+        undisturbed run, divided by the root mean square of the undisturbed run's values at the
+        hook. It is 0 if all values are equal.
 
     Raises:
         RuntimeError: If the numbers, tokens, positions or facts of the samples differ.
@@ -330,7 +336,7 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
 
 def make_texts() -> list[str]:
-    """Returns a list of DOCUMENTS random texts, each of 0 to 60 words."""
+    """Returns as many random texts as DOCUMENTS says, each of 0 to 60 words."""
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
     first_word_indices = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
@@ -372,8 +378,8 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         system_message = {"role": "system", "content": "Hm."}
         conversations.append({"messages": [system_message, {"role": "user", "content": text}]})
         token_ids = [ord(character) % 128 for character in text[:80]]
-        is_kept = [position % 3 > 0 for position in range(len(token_ids))]
-        token_rows.append({"ids": token_ids, "mask": is_kept})
+        kept_token_mask = [position % 3 > 0 for position in range(len(token_ids))]
+        token_rows.append({"ids": token_ids, "mask": kept_token_mask})
 
     def write(name: str, rows: Sequence[Mapping[str, Any]], bad_lines: int = 0) -> str:
         """Writes rows to a JSON Lines file, and returns its path.
@@ -397,9 +403,9 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     bad_rows_path = write("b.jsonl", documents, bad_lines=9)
     for file_number in range(3):
         write(f"files/{file_number}.jsonl", documents[file_number::3])
-    middle = len(documents) // 2
-    first_half_path = write("half.jsonl", documents[:middle])
-    second_half_table = pyarrow.Table.from_pylist(documents[middle:])
+    middle_index = len(documents) // 2
+    first_half_path = write("half.jsonl", documents[:middle_index])
+    second_half_table = pyarrow.Table.from_pylist(documents[middle_index:])
     pyarrow.parquet.write_table(second_half_table, folder / "half.parquet", row_group_size=100)
 
     model_flags = ["--model_path", str(model_folder)]
@@ -426,12 +432,12 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
 # Flags of all runs. The shards are small, so that a run has several shards.
 RUN_FLAGS = ["--layers_to_extract", "1", "3", "--max_seq_length", "32", "--shard_size_gb", "0.0015"]
 BUCKET_FLAGS = ["--upload_to_gcs", "--gcs_bucket", Bucket.name, "--gcs_prefix", "run"]
-# The folder of a run with BUCKET_FLAGS.
+# The URL of the folder in which a run with BUCKET_FLAGS stores its files.
 BUCKET_URL = f"gs://{Bucket.name}/run/machine_000"
 
 
 def run_tool(*flags: object) -> None:
-    """Runs extract_activations.py in this process, without starting another one.
+    """Runs extract_activations.py in this process, without starting a new process.
 
     Args:
         flags: The flags of extract_activations.py.
@@ -439,8 +445,8 @@ def run_tool(*flags: object) -> None:
     Raises:
         RuntimeError: If the exit status is not 0.
     """
-    if tool_status := command.main([str(flag) for flag in flags]):
-        raise RuntimeError(f"{flags}: status {tool_status}")
+    if exit_status := command.main([str(flag) for flag in flags]):
+        raise RuntimeError(f"{flags}: status {exit_status}")
 
 
 def disturb(
@@ -450,16 +456,17 @@ def disturb(
     seed: int,
     action: Callable[[Extraction, Callable[[], object]], Any],
 ) -> tuple[Any, dict[int, Sample]]:
-    """Disturbs an extraction until it is complete, verifies it and reads its samples.
+    """Makes a run while it is disturbed, verifies its files and reads its samples.
 
     Args:
-        folder: The folder in which the run, its logs and the script that is run are written.
+        folder: The folder in which the run, the logs of its processes and the script that they run
+            are written.
         flags: The flags of the input and of the shard format.
         in_bucket: Whether the run stores in a bucket. A fifth of the bucket's requests fail while
             the extraction is disturbed.
         seed: The seed of all random choices.
-        action: A function that disturbs the extraction until it is complete. Its arguments are the
-            extraction and the function `signs_of_life` (see `Extraction.kill`).
+        action: A function that starts and disturbs the extraction until the run is complete. Its
+            arguments are the extraction and the function `signs_of_life` (see `Extraction.kill`).
 
     Returns:
         A tuple of the result of `action` and the stored samples: sample number -> sample.
@@ -512,7 +519,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         def compare(input_name: str, disturbed: Mapping[int, Sample]) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
-            Also updates `deviation_of_input`. The undisturbed run is made when it is first needed.
+            The largest deviation of each input is kept in `deviation_of_input`, for the result. The
+            undisturbed run is made when it is first needed.
 
             Args:
                 input_name: The name of the input of both runs.
@@ -551,11 +559,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         ) -> Counter[str]:
             return extraction.compete(num_writers, events=8)
 
-        combinations = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
-        combinations = random.Random(parsed_flags.seed).sample(combinations, len(combinations))
-        max_kills_of_run = max(1, parsed_flags.kills // len(combinations))
+        kill_settings = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
+        kill_settings = random.Random(parsed_flags.seed).sample(kill_settings, len(kill_settings))
+        max_kills_of_run = max(1, parsed_flags.kills // len(kill_settings))
         total_num_kills = 0
-        for run_number, (in_bucket, shard_format, input_name) in enumerate(cycle(combinations)):
+        for run_number, (in_bucket, shard_format, input_name) in enumerate(cycle(kill_settings)):
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)

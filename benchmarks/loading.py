@@ -1,6 +1,7 @@
 """Measures how fast weights are loaded: `python -m benchmarks.loading`.
 
-It makes checkpoints of one layer of Qwen3-8B and of one layer of Qwen3-30B-A3B, which has experts.
+The benchmark makes checkpoints of one layer of Qwen3-8B, and of one layer of Qwen3-30B-A3B, which
+has experts.
 Each checkpoint is made in bfloat16, and in float8 with a scale for each block of 128 x 128 values,
 as in Qwen's releases. As in a run, they are loaded into one device of this machine: warm, from the
 page cache, and cold, from the disk. In every round, each dtype is loaded once.
@@ -74,8 +75,8 @@ def quantise(source: Path, target: Path) -> None:
         # The standard deviation of the weights is 1 / sqrt(num_columns) (see `write_weights`).
         smallest_scale = SMALLEST_SCALE / num_columns**0.5
         block_scales = (smallest_scale * rng.uniform(1, 2, block_counts)).astype(weight.dtype)
-        scale_of_weight = block_scales.repeat(BLOCK, 0)[:num_rows].repeat(BLOCK, 1)[:, :num_columns]
-        scaled_weight = weight.astype(np.float32) / scale_of_weight.astype(np.float32)
+        scale_of_value = block_scales.repeat(BLOCK, 0)[:num_rows].repeat(BLOCK, 1)[:, :num_columns]
+        scaled_weight = weight.astype(np.float32) / scale_of_value.astype(np.float32)
         tensor_of_name[tensor_name] = scaled_weight.astype(VALUE_DTYPE)
         tensor_of_name[f"{tensor_name}_scale_inv"] = block_scales
     save_file(tensor_of_name, target / SINGLE_FILE)
@@ -139,8 +140,8 @@ def compare(folders: dict[str, Path], dtype: str, rounds: int, is_cold: bool) ->
             strict=True,
         )
     )
-    median_and_range = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
-    speed_figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in median_and_range]}
+    ratio_median_and_range = statistics.median(speed_ratios), speed_ratios[0], speed_ratios[-1]
+    speed_figures: dict[str, Any] = {"share": [round(ratio, 3) for ratio in ratio_median_and_range]}
     for checkpoint_dtype, speeds_of_rounds in speeds_of_checkpoint_dtype.items():
         speed_figures[checkpoint_dtype] = round(statistics.median(speeds_of_rounds), 3)
     return speed_figures

@@ -30,9 +30,9 @@ from benchmarks.one_pass import mask_of
 from benchmarks.processes import ROOT, medians, print_result, print_table
 from benchmarks.reading import Run
 
-# The number of tokens in a short sample.
+# The number of tokens of a sample in the scenarios whose names begin with "short samples".
 SHORT_SAMPLE_TOKENS = 48
-# The fraction of the samples that the filter `where` keeps.
+# The fraction of the samples that the filter `where` keeps, in the scenario with this filter.
 KEPT_FRACTION = 0.9
 READER_SCRIPT = Path(__file__).with_name("one_pass.py")
 
@@ -52,10 +52,13 @@ class Scenario(NamedTuple):
 
 
 def scenarios(shard_bytes: int) -> dict[str, Scenario]:
-    """Returns the scenarios by name.
+    """Returns the ways to read a run that are measured.
 
     Args:
         shard_bytes: The number of bytes of activations in a shard, at all hooks together.
+
+    Returns:
+        Name of a scenario -> scenario.
     """
     # The largest size of a shard is twice the size of all activations, so the run has one shard.
     max_shard_bytes = 2 * shard_bytes
@@ -125,7 +128,7 @@ def passing_fraction(folder: Path, scenario: Scenario) -> float:
 
     Args:
         folder: The folder of the run.
-        scenario: The scenario.
+        scenario: The scenario, whose filters are in `batch_options` and `kept_fraction`.
     """
     dataset = ActivationDataset(str(folder))
     batch_options = dict(scenario.batch_options)
@@ -138,17 +141,17 @@ def passing_fraction(folder: Path, scenario: Scenario) -> float:
 def measure_reader(
     checkout: Path, scenario: Scenario, folder: str, workers: int
 ) -> dict[str, float]:
-    """Measures the reader of a checkout in a new process.
+    """Measures how fast a version of this tool reads a run, in a new process.
 
     Args:
-        checkout: The folder of the checkout.
-        scenario: The scenario.
+        checkout: The folder of a checkout of this repository, whose reader is measured.
+        scenario: The way to read the run.
         folder: The name of the run's folder in the bucket.
         workers: The number of workers among which the run is divided. The share of the first worker
             is read.
 
     Returns:
-        The figures that one_pass.py prints.
+        The figures that one_pass.py prints (see its function `measure`).
     """
     batch_options = {**scenario.batch_options, "workers": workers}
     reader_command = [

@@ -19,9 +19,11 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-# The size in bytes up to which the content of an object is kept.
+# The size in bytes up to which the content of an object is kept, so that small files can be read
+# again.
 MAX_KEPT_BYTES = 2**20
-# The number of bytes of a request's body that are read at a time.
+# The number of bytes of a request's body that are read at a time, so that large bodies take little
+# memory.
 READ_BYTES = 2**20
 
 
@@ -40,9 +42,9 @@ class StoredObject(NamedTuple):
 
 
 class NullBucketHandler(BaseHTTPRequestHandler):
-    """Handles the requests of a connection.
+    """Answers the requests of one connection to the server.
 
-    All connections share the attributes of this class.
+    The attributes belong to the class, so all connections share one bucket.
 
     Attributes:
         objects: Name of an object -> the object.

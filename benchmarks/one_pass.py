@@ -22,9 +22,11 @@ BATCH_TOKENS = 1024
 
 
 def server_counts() -> dict[str, int]:
-    """Returns the totals of the bucket's server, "requests" and "bytes" (see `Counts`).
+    """Returns how much the bucket's server has answered since its start.
 
-    `Counts` is in bucket_server.py.
+    Returns:
+        A dict with "requests", the number of requests, and "bytes", the number of bytes that they
+        asked for (see `Counts` in bucket_server.py).
     """
     server_url = os.environ["STORAGE_EMULATOR_HOST"]
     with urllib.request.urlopen(f"{server_url}/counts") as counts_answer:
@@ -33,11 +35,14 @@ def server_counts() -> dict[str, int]:
 
 
 def mask_of(samples: int, keep: float) -> list[bool]:
-    """Returns a mask of samples: True to keep a sample. Samples to leave out are evenly spaced.
+    """Returns a value for the option `where` of `batches`, which keeps some samples of a run.
 
     Args:
-        samples: The number of samples.
+        samples: The number of samples in the run.
         keep: The fraction of the samples to keep, less than 1.
+
+    Returns:
+        For each sample, whether it is kept. Samples that are left out are evenly spaced.
     """
     left_out_interval = round(1 / (1 - keep))
     return [sample_number % left_out_interval != 0 for sample_number in range(samples)]
@@ -46,8 +51,8 @@ def mask_of(samples: int, keep: float) -> list[bool]:
 def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[str, float]:
     """Reads the batches of a run twice, each time with a new dataset, and measures both passes.
 
-    The buffer for activations is allocated in the first pass, which may take longer than reading a
-    small run. Therefore, speeds are measured in the second pass.
+    In the first pass, the buffer for activations is allocated. This may take longer than reading a
+    small run, so speeds are measured in the second pass.
 
     Args:
         url: The URL of the run in the bucket.
@@ -90,16 +95,16 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     dataset = ActivationDataset(url, [hook])
     counts_before = server_counts()
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
-    batch_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH_TOKENS, **options))
+    activation_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH_TOKENS, **options))
     cpu_seconds = time.process_time() - cpu_start_time
     pass_seconds = time.perf_counter() - start_time
     counts_after = server_counts()
     answer_bytes = counts_after["bytes"] - counts_before["bytes"]
     num_requests = counts_after["requests"] - counts_before["requests"]
-    pass_figures["downloaded"] = answer_bytes / batch_bytes
-    pass_figures["requests_per_gb"] = num_requests / batch_bytes * 1e9
-    pass_figures["cpu_s_per_gb"] = cpu_seconds / batch_bytes * 1e9
-    pass_figures["mb_per_s"] = batch_bytes / 1e6 / pass_seconds
+    pass_figures["downloaded"] = answer_bytes / activation_bytes
+    pass_figures["requests_per_gb"] = num_requests / activation_bytes * 1e9
+    pass_figures["cpu_s_per_gb"] = cpu_seconds / activation_bytes * 1e9
+    pass_figures["mb_per_s"] = activation_bytes / 1e6 / pass_seconds
     peak_match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert peak_match is not None
     pass_figures["peak_mb"] = int(peak_match[1]) * 1024 / 1e6

@@ -52,7 +52,7 @@ OPTIONS = StorageOptions(shard_size_gb=1e-9, shard_format="safetensors")
 
 
 def identity_of_host(host: int, hosts: int) -> Identity:
-    """Returns the identity of a host's share of the run.
+    """Returns the identity (see `Identity`) with which a host stores its share of the run.
 
     Args:
         host: Number of the host, from 0.
@@ -93,18 +93,18 @@ def open_dataset(url: str, hosts: int) -> None:
 
     Args:
         url: URL of the run.
-        hosts: Number of hosts. Not used.
+        hosts: Number of hosts. Not used, but all actions have the same arguments.
     """
     dataset = ActivationDataset(url)
     assert len(dataset) and len(dataset.hooks) == len(dataset.statistics) == LAYERS
 
 
 def show_status_of(url: str, hosts: int) -> None:
-    """Writes to a buffer what --status prints about a run.
+    """Makes the report that --status prints about a run, without printing it.
 
     Args:
         url: URL of the run.
-        hosts: Number of hosts. Not used.
+        hosts: Number of hosts. Not used, but all actions have the same arguments.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         assert show_status(Folder(url), writes_totals=False) == 0
@@ -137,10 +137,10 @@ def plan_continued_run(url: str, hosts: int) -> None:
 def measure(
     action: Callable[[str, int], None], root: Path, hosts: int, latency: float
 ) -> dict[str, float]:
-    """Measures an action on the run in the bucket.
+    """Serves the stored run as a bucket, and measures an action on it.
 
     Args:
-        action: Function that takes the URL of the run and the number of hosts.
+        action: Function to measure. It takes the URL of the run and the number of hosts.
         root: Local folder that the bucket serves.
         hosts: Number of hosts.
         latency: Milliseconds before each answer.

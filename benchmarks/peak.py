@@ -1,8 +1,9 @@
 """Measures the speed of matrix products on this machine, in JAX or PyTorch.
 
-Other benchmarks call the fastest product the peak of the machine. `python benchmarks/peak.py jax`
-(or `torch`) prints one JSON object: dtype -> sizes of the product -> FLOP/s. Products of bfloat16
-values are summed in float32, as in the models of JAX and of PyTorch.
+Other benchmarks call the speed of the fastest product the peak of the machine.
+`python benchmarks/peak.py jax` (or `torch`) prints one JSON object: dtype -> sizes of the product
+-> FLOP/s. Products of bfloat16 values are summed in float32, as in the models of JAX and of
+PyTorch.
 """
 
 import argparse

@@ -87,13 +87,16 @@ class FinishedProcess:
         return json.loads(self.stdout.splitlines()[-1])
 
     def seconds_until(self, words: str) -> float:
-        """Returns the seconds from the start of the process to the first line with some words.
+        """Returns when the process first wrote a line with a certain text to its stderr.
 
         Args:
-            words: Text that the line of stderr contains.
+            words: The text, which may be a part of the line.
+
+        Returns:
+            The seconds from the start of the process to the line.
 
         Raises:
-            StopIteration: If no line of stderr contains the words.
+            StopIteration: If no line of stderr contains the text.
         """
         return next(seconds for seconds, line in self.stderr_lines if words in line)
 
@@ -117,7 +120,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         # The tool also computes on the CPU, so JAX needs the platform "cpu" as well.
         process_environment["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
     start_time = time.perf_counter()
-    seconds_of_others_before = _seconds_of_other_processes()
+    seconds_of_other_processes_before = _seconds_of_other_processes()
     stderr_lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         command, env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -138,8 +141,10 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         sys.stderr.writelines(line for _, line in stderr_lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {started_process.returncode}")
     process_seconds = time.perf_counter() - start_time
-    seconds_of_others = max(0.0, _seconds_of_other_processes() - seconds_of_others_before)
-    disturbed_fraction = seconds_of_others / process_seconds / (os.cpu_count() or 1)
+    seconds_of_other_processes = max(
+        0.0, _seconds_of_other_processes() - seconds_of_other_processes_before
+    )
+    disturbed_fraction = seconds_of_other_processes / process_seconds / (os.cpu_count() or 1)
     return FinishedProcess(
         stdout_text, stderr_lines, process_seconds, peak_memory.peak_bytes, disturbed_fraction
     )

@@ -27,7 +27,8 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\](?:\{([\d,]*)(?::([^}]*))?\})
 # FREE_CUSTOM_CALL.
 FREE_OPCODES = "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all"
 FREE_CUSTOM_CALL = re.compile(r'custom_call_target="(\w*Bitcast|AllocateBuffer|AssumeGather\w*)"')
-# Text in the layout of an array that is not in HBM, but in another memory, such as on-chip memory.
+# Text that the layout of an array contains if the array is not in HBM, but in another memory, such
+# as on-chip memory.
 OTHER_MEMORY = "S("
 # A function of a kernel's name and of the shapes of its operands, followed by the shape of its
 # result. It returns how often the kernel reads each operand, followed by how often it writes the
@@ -132,10 +133,13 @@ class Move(NamedTuple):
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":
-        """Returns a copy of this move with `count` times its bytes and operations.
+        """Returns the bytes and operations of several executions of the instruction.
 
         Args:
-            count: The number of executions of the instruction. It may be a fraction.
+            count: The number of executions. It may be a fraction, if it is an average.
+
+        Returns:
+            A copy of this move with `count` times its bytes and operations.
         """
         return self._replace(
             hbm_bytes=round(self.hbm_bytes * count),
@@ -169,7 +173,8 @@ class ProgramText:
             text: The text of the compiled program.
             mesh: Mesh axis -> size. None to leave out the mesh axes of collectives.
             layer_shares: For each type of layer, the fraction of the model's layers that have this
-                type. Empty for a model with one type of layer.
+                type, in the order of the branches of the conditional that chooses the type. Empty
+                if the program has no such conditional.
             kernel_passes: The function that returns how often a Pallas kernel reads and writes its
                 arrays (see `KernelPasses`).
         """
@@ -286,16 +291,17 @@ class ProgramText:
     def _moves_of_nested(
         self, computation: str, instruction: Instruction, channels_in_flight: Collection[str]
     ) -> list[Move] | None:
-        """Returns the data transfers of a loop, call or conditional.
+        """Returns the data transfers of the computations that a loop, call or conditional runs.
 
         Args:
             computation: The name of the computation that contains the instruction.
-            instruction: The instruction.
+            instruction: The loop, call or conditional, or any other instruction.
             channels_in_flight: The channels of collectives that are in flight while the instruction
                 runs.
 
         Returns:
-            The moves. None if the instruction is no loop, call or conditional.
+            A move for each instruction in these computations (see `moves`). None if `instruction`
+            is no loop, call or conditional.
         """
         if instruction.opcode == "while":
             iteration_count = self._iterations(instruction)
@@ -327,9 +333,9 @@ class ProgramText:
         assert "direction=LT" in comparison_instruction.line and len(constant_lines) == 1, (
             condition_instructions
         )
-        limit_match = re.search(r"constant\((\d+)\)", constant_lines[0])
-        assert limit_match, constant_lines
-        return int(limit_match[1])
+        iteration_count_match = re.search(r"constant\((\d+)\)", constant_lines[0])
+        assert iteration_count_match, constant_lines
+        return int(iteration_count_match[1])
 
     def _started_channels(self, instruction: Instruction) -> list[str]:
         """Returns the channels of the collectives that an instruction starts but does not await.
@@ -404,13 +410,14 @@ class ProgramText:
         )
 
     def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
-        """Returns the bytes that a Pallas kernel reads and writes.
+        """Returns the bytes of HBM that a Pallas kernel reads and writes, if its passes are known.
 
         Args:
             kernel: The instruction that calls the kernel.
 
         Returns:
-            The bytes. None if `KernelPasses` returns None for this kernel.
+            The number of bytes. None if `KernelPasses` returns None for the kernel, which then
+            counts like any other instruction.
         """
         operand_texts = [self.instructions[operand_name].result for operand_name in kernel.operands]
         array_matches = [ARRAY.search(array_text) for array_text in (*operand_texts, kernel.result)]
@@ -443,7 +450,10 @@ class ProgramText:
         return 2 * math.prod(_element_count(array_text) for array_text in array_texts) ** 0.5
 
     def _axes(self, collective: Instruction) -> list[str]:
-        """Returns the mesh axes along which the devices of a collective's group differ."""
+        """Returns the mesh axes along which a collective communicates.
+
+        They are the axes on which devices of the same group have different coordinates.
+        """
         if not self.mesh:
             return []
         # One array for each mesh axis: the coordinates of all devices along the axis, (groups,
@@ -487,7 +497,7 @@ class ProgramText:
         An array that is an operand twice is read once.
 
         Args:
-            instruction: The instruction.
+            instruction: The instruction that reads its operands.
             counted_names: The names of collectives whose bytes were counted at their start.
         """
         read_bytes = 0
@@ -562,7 +572,8 @@ class ProgramText:
             return 0
         result_arrays = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-            # The results of such an instruction begin with its operands, which are not written.
+            # The results of these two kinds of collectives begin with their operands, which are not
+            # written.
             result_arrays = result_arrays[len(instruction.operands) :]
         written_bytes = 0
         for result_position, result_array in enumerate(result_arrays):
@@ -606,8 +617,8 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     group_size = device_groups(collective.line).shape[1]
     result_arrays = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
-        # The results of such an instruction are its operands, the received arrays, of which there
-        # are as many as operands, and sometimes synchronisation flags.
+        # The results of these two kinds of collectives are their operands, then as many received
+        # arrays, and sometimes synchronisation flags. Only the received arrays count.
         result_arrays = result_arrays[len(collective.operands) :][: len(collective.operands)]
     result_bytes = sum(_bytes_of_elements(result_array) for result_array in result_arrays)
     if opcode.startswith("collective-permute"):

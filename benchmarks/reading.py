@@ -326,7 +326,7 @@ def bytes_of(batches: Iterable[Any], arrays_of: Callable[[Any], list[Any]]) -> i
 
 
 def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
-    """Makes an autoencoder, and returns the training step of the README for it.
+    """Makes an autoencoder, and returns a function that trains it as the README does.
 
     Args:
         hook: The name of the hook on whose activations an autoencoder is trained.
@@ -334,7 +334,7 @@ def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
         features: The number of features of the autoencoder.
 
     Returns:
-        A function that takes a batch and trains the autoencoder on it once.
+        The training step: a function that takes a batch and trains the autoencoder on it once.
     """
     encoder, decoder = torch.nn.Linear(width, features), torch.nn.Linear(features, width)
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
@@ -353,10 +353,10 @@ def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
 
 
 def train(dataset: ActivationDataset, hook: str, features: int) -> int:
-    """Trains an autoencoder on a run once, with the training loop of the README.
+    """Trains an autoencoder in one pass over a run, with the training loop of the README.
 
     Args:
-        dataset: The run.
+        dataset: The run whose activations are read.
         hook: The name of the hook on whose activations an autoencoder is trained.
         features: The number of features of the autoencoder.
 
@@ -410,7 +410,7 @@ class Scenario(NamedTuple):
 def scenarios(
     plain: Run, fourteen: Run, chat: Run, larger_shards: Run, features: int
 ) -> dict[str, Scenario]:
-    """Returns the scenarios by name.
+    """Returns the ways to read runs that are measured.
 
     Args:
         plain: A run with one hook.
@@ -418,6 +418,9 @@ def scenarios(
         chat: A run of conversations.
         larger_shards: A run of the same data as `plain` with larger shards.
         features: The number of features of the trained autoencoder.
+
+    Returns:
+        Name of a scenario -> scenario.
     """
 
     def batches_of(run: Run, **options: Any) -> Scenario:
@@ -454,11 +457,11 @@ def scenarios(
 def measure(
     address: str, scenario: Scenario, root: Path, other_process: ProcessPoolExecutor
 ) -> dict[str, float]:
-    """Measures one round: the simple readers in another process, and then the scenario.
+    """Measures the simple readers in another process, and then a scenario, once each.
 
     Args:
         address: The address of the bucket's server, "HOST:PORT".
-        scenario: The scenario.
+        scenario: The way to read runs that is measured.
         root: The local folder of all runs.
         other_process: A pool of one process, which runs the simple readers.
 
@@ -526,7 +529,7 @@ class Rate(NamedTuple):
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
-    """Calls a function that reads bytes, and returns its speed.
+    """Measures the speed of a function that reads bytes, by calling it once.
 
     Args:
         read: The function, which returns the number of bytes that it has read.
@@ -553,12 +556,12 @@ def summarise(rounds: list[dict[str, float]]) -> dict[str, list[float]]:
     summary_of_figure = {}
     for figure_name in rounds[0]:
         values_of_rounds = [figures_of_round[figure_name] for figures_of_round in rounds]
-        median_and_range = (
+        median_least_and_largest = (
             statistics.median(values_of_rounds),
             min(values_of_rounds),
             max(values_of_rounds),
         )
-        summary_of_figure[figure_name] = [round(figure, 3) for figure in median_and_range]
+        summary_of_figure[figure_name] = [round(figure, 3) for figure in median_least_and_largest]
     return summary_of_figure
 
 
@@ -588,10 +591,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parsed_flags = parser.parse_args(argv)
     torch.set_num_threads(1)
-    run_bytes = int(parsed_flags.mb * 1e6)
-    plain_run, chat_run = Run(run_bytes), Run(run_bytes, has_conversations=True)
+    bytes_of_single_hook = int(parsed_flags.mb * 1e6)
+    plain_run, chat_run = (
+        Run(bytes_of_single_hook),
+        Run(bytes_of_single_hook, has_conversations=True),
+    )
     run_of_fourteen_hooks = Run(int(parsed_flags.mb_of_fourteen * 1e6), num_hooks=14, width=896)
-    run_of_larger_shards = Run(run_bytes, max_shard_bytes=200_000_000)
+    run_of_larger_shards = Run(bytes_of_single_hook, max_shard_bytes=200_000_000)
     summaries_of_latency: dict[float, dict[str, Any]] = defaultdict(dict)
     with tempfile.TemporaryDirectory() as temporary_folder:
         root_folder = parsed_flags.folder or Path(temporary_folder)

@@ -134,10 +134,11 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
 
 
 def read_step(program: Program, compiled: Any) -> StepPlan:
-    """Returns the cost of a compiled step.
+    """Computes the cost of a step from its compiled program.
 
     Args:
-        program: The program that was compiled.
+        program: The program before it was compiled: the model, its mesh, and the shapes of weights
+            and batches.
         compiled: The compiled program, as JAX returns it.
 
     Raises:
@@ -183,10 +184,11 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
 
 
 def text_of(program: Program, compiled: Any) -> ProgramText:
-    """Parses the text of a compiled program.
+    """Parses the text of a compiled program, with the facts that its text does not contain.
 
     Args:
-        program: The program that was compiled.
+        program: The program before it was compiled. It contains the mesh, the types of layers and
+            the division of experts.
         compiled: The compiled program, as JAX returns it.
     """
     model_config, mesh = program.model.config, program.layout.mesh
@@ -254,9 +256,9 @@ def passes_of_expert_kernel(
 
 
 def _flops_of_delta_rule(program: Program) -> float:
-    """Returns the operations of the kernel of gated delta nets in all layers on one device.
+    """Returns the operations that one device performs in the kernel of gated delta nets, per step.
 
-    The number is 0 for a model without gated delta nets.
+    They include all layers with this kernel. The number is 0 for a model without gated delta nets.
 
     Args:
         program: The program of the step.
@@ -332,10 +334,12 @@ def _padded_flops_of_product(product: Any, tile: int) -> int:
 
 
 def equations(program: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr and of jaxprs nested in it, but not those in Pallas kernels.
+    """Yields the equations of a jaxpr and of the jaxprs nested in it.
+
+    A Pallas kernel is one equation. The equations of its own jaxpr are not included.
 
     Args:
-        program: The jaxpr, which may be closed.
+        program: A Jaxpr or a ClosedJaxpr.
     """
     for equation in getattr(program, "jaxpr", program).eqns:
         yield equation

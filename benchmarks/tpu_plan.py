@@ -58,10 +58,11 @@ MIN_PRINTED_BYTES = 1e6
 
 
 class Compiled(NamedTuple):
-    """The step of a run, compiled, with its cost.
+    """The compiled step of a run, with its cost.
 
     Attributes:
-        program: Program that was compiled.
+        program: Program of the step before it was compiled: the model, its mesh, and the shapes of
+            weights and batches.
         step_plan: Cost of a step on each chip.
         program_text: Parsed text of the compiled program.
         memory_analysis: Memory analysis of the compiler, as JAX returns it.

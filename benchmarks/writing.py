@@ -49,7 +49,7 @@ from benchmarks.processes import medians, print_result, print_table
 HIDDEN, ROWS, LENGTH = 896, 8, 1024
 # The number of all features of an autoencoder, and the number of active features of a token.
 FEATURES, CODE_FEATURES = 16384, 64
-# The size of a shard in 10^9 bytes.
+# The largest size of a shard in 10^9 bytes, as --shard_size_gb takes it.
 SHARD_GB = 0.43
 CODES = "codes"
 KINDS_OF_VALUES = ("bfloat16", "float32", FLOAT8, CODES)
@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
     @property
     def hook_names(self) -> dict[int | str, str]:
-        """A dict: key of a hook, which is the number of its layer here -> name of the hook."""
+        """The hooks of the case: number of a layer, which is the hook's key -> name of the hook."""
         return {layer: f"blocks.{layer}.hook_resid_post" for layer in range(self.num_hooks)}
 
     @property
@@ -91,8 +91,9 @@ class Case(NamedTuple):
         """Returns random values of one batch, as a step of the model returns them.
 
         Returns:
-            Activations (num_hooks, ROWS, LENGTH, HIDDEN). For codes, a record of each token's codes
-            instead, int32 (num_hooks, ROWS, LENGTH, numbers of a record).
+            Activations (num_hooks, ROWS, LENGTH, HIDDEN), in float32 if `kind` is "float32" and in
+            bfloat16 otherwise. For codes, a record with the codes of each token instead, int32
+            (num_hooks, ROWS, LENGTH, numbers of a record).
         """
         rng = np.random.default_rng(0)
         if self.kind == CODES:
@@ -105,7 +106,9 @@ class Case(NamedTuple):
         return activations if self.kind == "float32" else activations.astype(ml_dtypes.bfloat16)
 
     def _records(self, rng: np.random.Generator) -> np.ndarray:
-        """Returns a random record of codes for each token, whose layout common/codes.py defines.
+        """Returns random codes, as one record for each token.
+
+        common/codes.py defines the layout of a record.
 
         Args:
             rng: The generator of random numbers.
@@ -146,8 +149,8 @@ class Case(NamedTuple):
         )
         identity, run_facts = Identity(activation_dtype=self.kind), RunFacts()
         if self.kind == CODES:
-            names_of_codes = tuple(self.hook_names.values())
-            identity = Identity(activation_dtype="bfloat16", code_hooks=names_of_codes)
+            names_of_code_hooks = tuple(self.hook_names.values())
+            identity = Identity(activation_dtype="bfloat16", code_hooks=names_of_code_hooks)
             run_facts = RunFacts(hooks={key: {"width": FEATURES} for key in self.hook_names})
         with ActivationStorage(
             folder, self.hook_names, storage_options, identity, remote, run_facts
