@@ -40,7 +40,7 @@ def record_width(features: int) -> int:
 
 
 def value_dtype(activation_dtype: Any) -> np.dtype:
-    """Returns the dtype in which files store the values of features.
+    """Returns the dtype in which files store the values of an autoencoder's active features.
 
     Args:
         activation_dtype: The dtype of the run's activations, or `encodings.FLOAT8`.
@@ -108,11 +108,11 @@ class Codes:
         values_start = RECORD_IDS + num_record_features
         active_counts = records[:, 0].astype(np.int64)
         float_records = records.view(np.float32)
-        is_defined = np.arange(num_record_features) < active_counts[:, None]
+        is_feature_defined = np.arange(num_record_features) < active_counts[:, None]
         return cls(
             indptr=np.cumsum([0, *np.minimum(active_counts, num_record_features)], dtype=np.int64),
-            indices=records[:, RECORD_IDS:values_start][is_defined],
-            data=float_records[:, values_start:][is_defined].astype(dtype, copy=False),
+            indices=records[:, RECORD_IDS:values_start][is_feature_defined],
+            data=float_records[:, values_start:][is_feature_defined].astype(dtype, copy=False),
             error=float_records[:, 1].copy(),
             norm=float_records[:, 2].copy(),
             features=features,
@@ -156,12 +156,12 @@ class Codes:
         values_start = RECORD_IDS + record_features
         records = np.zeros((len(feature_counts), record_width(record_features)), np.int32)
         float_records = records.view(np.float32)
-        is_defined = np.arange(record_features) < feature_counts[:, None]
+        is_feature_defined = np.arange(record_features) < feature_counts[:, None]
         records[:, 0] = feature_counts
         float_records[:, 1] = self.error
         float_records[:, 2] = self.norm
-        records[:, RECORD_IDS:values_start][is_defined] = self.indices
-        float_records[:, values_start:][is_defined] = self.data
+        records[:, RECORD_IDS:values_start][is_feature_defined] = self.indices
+        float_records[:, values_start:][is_feature_defined] = self.data
         return records
 
     def __len__(self) -> int:

@@ -20,7 +20,8 @@ FLOAT8 = "float8"
 VALUE_DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_DTYPE = np.dtype(np.float32)
 LARGEST_E4M3 = 448
-# The smallest scale is the smallest normal number of float32.
+# The smallest scale of a token, which is the smallest normal number of float32. It is not 0, so an
+# activation of zeros can be divided by its scale.
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 # The number of values that are encoded together. It is chosen so that they fit in the CPU's caches.
 VALUES_AT_ONCE = 2**17
@@ -63,8 +64,8 @@ class Float8Array:
         with np.errstate(invalid="ignore", over="ignore"):
             for token_slice in _blocks_of_tokens(x):
                 activations = np.array(x[token_slice], np.float32, order="C")
-                largest_values = np.abs(activations).max(axis=1, keepdims=True, initial=0)
-                exact_scales = largest_values * np.float32(1 / LARGEST_E4M3)
+                largest_magnitudes = np.abs(activations).max(axis=1, keepdims=True, initial=0)
+                exact_scales = largest_magnitudes * np.float32(1 / LARGEST_E4M3)
                 token_scales[token_slice] = np.maximum(exact_scales, SMALLEST_SCALE)
                 activations /= token_scales[token_slice]
                 float8_values[token_slice] = activations

@@ -123,29 +123,29 @@ def parse_positions(typed: str) -> Positions:
         return Positions(start=-1)
     if typed == LAST_OF_TURN:
         return Positions(last_of_turn=True)
-    if named_rule := NAMED.fullmatch(typed):
-        number_in_rule = int(named_rule[2])
-        if named_rule[1] == "first":
+    if named_rule_match := NAMED.fullmatch(typed):
+        number_in_rule = int(named_rule_match[2])
+        if named_rule_match[1] == "first":
             return Positions(stop=number_in_rule)
-        if named_rule[1] == "last":
+        if named_rule_match[1] == "last":
             return Positions(start=-number_in_rule)
         return Positions(step=number_in_rule)
     # In the following rules, a start of 0 becomes None, which also means the first position of the
     # sample. So rules with equal meanings are equal objects.
-    if count_rule := RANDOM_COUNT.fullmatch(typed):
+    if count_rule_match := RANDOM_COUNT.fullmatch(typed):
         token_count, seed, first_position = (
-            int(digits_in_rule or 0) for digits_in_rule in count_rule.groups()
+            int(digits_in_rule or 0) for digits_in_rule in count_rule_match.groups()
         )
         if token_count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
         return Positions(start=first_position or None, random_count=token_count, seed=seed)
-    if probability_rule := RANDOM_FRACTION.fullmatch(typed):
-        probability = float(probability_rule[1])
+    if probability_rule_match := RANDOM_FRACTION.fullmatch(typed):
+        probability = float(probability_rule_match[1])
         if not 0 < probability < 1:
             raise FlagValueError(f"{typed}: the share is not between 0 and 1")
-        return Positions(probability=probability, seed=int(probability_rule[2] or 0))
-    if slice_rule := SLICE.fullmatch(typed):
-        first_position = int(slice_rule[1] or 0)
-        stop_position = None if slice_rule[2] is None else int(slice_rule[2])
-        return Positions(first_position or None, stop_position, step=int(slice_rule[3] or 1))
+        return Positions(probability=probability, seed=int(probability_rule_match[2] or 0))
+    if slice_rule_match := SLICE.fullmatch(typed):
+        first_position = int(slice_rule_match[1] or 0)
+        stop_position = None if slice_rule_match[2] is None else int(slice_rule_match[2])
+        return Positions(first_position or None, stop_position, step=int(slice_rule_match[3] or 1))
     raise FlagValueError(f"{typed!r} is no choice of positions; {EXPECTED}")

@@ -36,7 +36,8 @@ class Worker:
     def sample_idx(self, number: int) -> int:
         """Returns the `sample_idx` of a sample, its number among the samples of the whole run.
 
-        The numbers of the workers' samples alternate, so no two samples have the same number.
+        The numbers of a run with W workers are dealt out to the workers in turn: each worker gets
+        every W-th number. So no two samples have the same number.
 
         Args:
             number: Number of the sample among this worker's samples, counted from 0.
@@ -133,7 +134,7 @@ class PlacedSample(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The index in the row of the position after the sample's last token."""
+        """The index in the row after the index of the sample's last token."""
         return self.start_in_row + len(self.sample.token_ids)
 
 

@@ -75,7 +75,8 @@ class MessagesColumn:
     """Reads conversations from a column of messages, and from the column `tools` if a row has it.
 
     Attributes:
-        activity: Description of the reading for the log and for errors (see `Reader`).
+        activity: Words that precede the position of a row in the log if reading the row takes too
+            long (see `Reader`).
         column_name: Name of the column of messages.
         template: Chat template that renders the messages.
     """
@@ -92,7 +93,13 @@ class MessagesColumn:
         return self.column_name in row
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
-        """Returns the rendered conversation of a row; None if it has no messages.
+        """Returns the conversation of a row, rendered with the chat template.
+
+        Args:
+            row: The columns of the row by name.
+
+        Returns:
+            The rendered conversation; None if the row has no messages.
 
         Raises:
             UnusableRowError: If the messages are not a list of objects, if the tools are not a
@@ -260,7 +267,8 @@ class ChatTemplate:
         tokenizer: The tokenizer, an object of transformers.
         source_by_name: Jinja sources of the templates by name. The names are "default", "tool_use"
             (for conversations with tools), or both.
-        flag_and_path: Flag and path from which the templates were read, for error messages.
+        flag_and_path: Flag that names the file of the templates, or their model or adapter, and the
+            value of this flag, such as "--chat_template x.jinja". Error messages contain both.
         value_by_argument: Values of --chat_template_args by name, which are variables of the
             templates besides messages and tools.
     """
@@ -405,11 +413,13 @@ class ChatTemplate:
             tools: The tools that the assistant may call; None for no tools.
 
         Returns:
-            The rendered text, with the roles of its characters if `has_roles`.
+            The rendered text. It comes with the roles of its characters if the templates write
+            turns between <|im_start|> and <|im_end|>.
 
         Raises:
             UnusableRowError: If the template fails, if the rendered text lacks the text of a
-                message, or if the roles would be ambiguous.
+                message, or if the roles of characters would be ambiguous, for example because a
+                message contains <|im_end|>.
         """
         if self.has_roles:
             error_message_pattern = "its text contains {}, which would end a turn"
@@ -430,14 +440,18 @@ class ChatTemplate:
         return Content(rendered_text)
 
     def _refuse_marked_thinking(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Checks that messages with a separate key for thinking contain no <think> or </think>.
+        """Checks that messages with thinking in `reasoning_content` contain no <think> or </think>.
 
-        A <think> or </think> in such a message could end the thinking early, or make other text
-        look like thinking.
+        The template writes the value of the key `reasoning_content` between <think> and </think>.
+        If the value or the content of the message contained these markers as well, the thinking
+        could end early, or other text could look like thinking.
+
+        Args:
+            messages: The messages in the format of transformers.
 
         Raises:
-            UnusableRowError: If a message has a key for thinking, and its thinking or its content
-                contains <think> or </think>.
+            UnusableRowError: If a message has the key `reasoning_content`, and its thinking or its
+                content contains <think> or </think>.
         """
         error_message_pattern = "a message has its thinking apart, and {} in its text"
         for message in messages:
@@ -450,6 +464,10 @@ class ChatTemplate:
 
         The first attempt passes the arguments of tool calls as objects. Some templates only accept
         text, so a second attempt passes the arguments as JSON text.
+
+        Args:
+            messages: The messages in the format of transformers.
+            tools: The tools that the assistant may call; None for no tools.
 
         Raises:
             UnusableRowError: If the template raises an error in both attempts.

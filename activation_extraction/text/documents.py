@@ -135,7 +135,8 @@ def unusable_row(problem: str) -> RunError:
 def log_skipped_row(problem: str, num_skipped: int) -> None:
     """Logs that a row is skipped.
 
-    The first LOGGED_ROWS skipped rows are logged as warnings, and later rows for debugging.
+    The first LOGGED_ROWS skipped rows are logged as warnings. Later rows are logged as debug
+    messages, which only --verbose shows.
 
     Args:
         problem: The position of the row, and the reason why it is skipped.
@@ -206,8 +207,9 @@ class DocumentStream:
             schema: The columns to read of each row, and their readers.
             worker: The worker; None for a worker that reads all rows.
             skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
-            leave: A function that is called when the worker has read its last row of a file. Its
-                argument is a list with one element, the position of this row.
+            leave: A function that is called when the worker has read its last row of a file, for
+                example to check that the file has not changed. Its argument is a list with one
+                element, the position of this row.
             shuffle: The seed of a random order of the rows; None for the order of the data set.
             source: The name of the data set in a mixture; None without a mixture.
         """
@@ -258,7 +260,11 @@ class DocumentStream:
         return {"rows": 0, "dataset": None}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker from a state to the end of the data (see `Documents`)."""
+        """Reads the rows of the worker from a place in the data to the end (see `Documents`).
+
+        Args:
+            state: The place, a JSON object with the keys that the docstring of this class lists.
+        """
         row_number: int = state["rows"]
         if state["dataset"] is not None:
             # The data set modifies the object from which it loads its state, so it gets a copy.
@@ -295,11 +301,14 @@ class DocumentStream:
                 yield ReadRow(document, skip_reason, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
-        """Calls the constructor's `leave` if the worker has read its last row of a file.
+        """Calls the function `leave` of the constructor if no row of the present file is left.
+
+        The worker has read its last row of a file if its next row is in another file, or if it has
+        no next row.
 
         Args:
-            last: The position of the row that was read last; empty if no row was read.
-            following: The position of the next row; empty at the end of the data.
+            last: The position of the worker's row that was read last; empty if no row was read.
+            following: The position of the worker's next row; empty at the end of the data.
         """
         if "file" in last and last["file"] != following.get("file"):
             self._on_last_row_of_file([last])
@@ -392,7 +401,11 @@ class Mixture:
         return {"given": [0] * len(stream_states), "streams": stream_states}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker from a state to the end of the data (see `Documents`)."""
+        """Reads the rows of the worker from a place in the data to the end (see `Documents`).
+
+        Args:
+            state: The place, a JSON object with the keys that the docstring of this class lists.
+        """
         num_documents_by_dataset_index = list(state["given"])
         stream_states = list(state["streams"])
         # Index of each data set that may have more rows -> iterator over the rows of the data set.
@@ -441,32 +454,32 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
     Args:
         dataset: The data set.
         schema: The columns to read of each row, and their readers.
-        skip_bad_rows: Whether rows that cannot be used are skipped. If so, only one of the first
-            CHECKED_ROWS rows must be usable.
+        skip_bad_rows: Whether rows that cannot be used are skipped. If so, it is enough
+            that one of the first CHECKED_ROWS rows can be used.
 
     Raises:
         InputError: If the data set is empty, if a column is missing, or if the rows cannot be used.
     """
     document_stream = DocumentStream(dataset, schema, skip_bad_rows=skip_bad_rows)
-    num_skipped = 0
+    num_skipped_rows = 0
     try:
         with hub_requests("the data set"):
             for read_row in islice(document_stream.read(document_stream.beginning), CHECKED_ROWS):
                 if not read_row.skip_reason:
                     return
-                log_skipped_row(read_row.skip_reason, num_skipped)
-                num_skipped += 1
+                log_skipped_row(read_row.skip_reason, num_skipped_rows)
+                num_skipped_rows += 1
     except RunError as error:
         # If a column is missing, all rows are unusable. So the message must not recommend
         # --skip_bad_rows, which would skip all of them.
         if isinstance(error.__cause__, ColumnError):
             raise InputError(str(error)) from error
         raise with_remedy(error) from error
-    if not num_skipped:
+    if not num_skipped_rows:
         raise InputError("the data set is empty: it has no rows; expected at least one with text")
     raise InputError(
-        f"--skip_bad_rows: none of the first {counted(num_skipped, 'row')} can be used; the log "
-        "above says why"
+        f"--skip_bad_rows: none of the first {counted(num_skipped_rows, 'row')} can be used; the "
+        "log above says why"
     )
 
 

@@ -139,7 +139,8 @@ def count_row_groups(file: DataFile) -> int:
     """Returns the number of row groups of a Parquet file; 1 for any other file.
 
     Raises:
-        RunError: If the file is in one of OTHER_FORMATS, which the message names.
+        RunError: If the file is not Parquet, but in a format that OTHER_FORMATS lists. The message
+            names the format.
         ArrowException: If the file is damaged.
     """
     if file.kind is not PARQUET:
@@ -227,8 +228,9 @@ class OtherFormat(NamedTuple):
     """A file format that this program does not read.
 
     Attributes:
-        description: Clause that says what the file is, for messages.
-        remedy: Advice on what to do with the file, for messages.
+        description: Predicate that follows the name of a file in messages, such as "is a zip
+            archive".
+        remedy: Advice on what to do with the file, such as "extract it", for messages.
     """
 
     description: str
@@ -329,8 +331,8 @@ class FirstBytes(io.RawIOBase):
         """Opens the first bytes of a file for reading.
 
         Args:
-            file: The other file, which is at its start.
-            size: The number of its first bytes that this file object contains.
+            file: The other file, of which nothing has been read yet.
+            size: The number of bytes at the start of `file` that this file object contains.
         """
         self._source_file = file
         self._remaining_bytes = size
@@ -380,8 +382,11 @@ def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]
 
 # The following functions read the rows of text files, which are JSON or CSV.
 
-MAX_LINE = 2**27  # the largest number of characters or bytes of a line, or of a field of CSV
-MAX_ARRAY_BYTES = 2**30  # the largest size in bytes of a file that is a JSON array
+# A line with this number of characters or bytes is rejected, as is a field of CSV with a larger
+# number, because it could fill the memory.
+MAX_LINE = 2**27
+# The largest size in bytes of a file that is a JSON array, because the array is decoded as a whole.
+MAX_ARRAY_BYTES = 2**30
 # The characters that end a line, then their codes, because the elements of `bytes` are integers.
 NEWLINES = ("\n", "\r", 10, 13)
 # Separators that some CSV files contain instead of commas -> their names for messages.
@@ -390,9 +395,10 @@ DOUBLE_QUOTES = (
     "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
     "one if it is cut off"
 )
-# A quotation mark in the text of a field, between a backslash and a comma or the end of a line. The
-# file contains it doubled, as \"". If backslashes escape quotation marks in this file, the field
-# already ends with the second quotation mark. If quotation marks are doubled, the field continues.
+# A quotation mark in the decoded text of a field, after a backslash and before a comma or the end
+# of a line. In the file, it is doubled: \"". If the writer of the file escaped quotation marks with
+# backslashes, the second of the two quotation marks ends the field. If the writer doubled quotation
+# marks, the field continues.
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 
@@ -581,7 +587,9 @@ def _byte_after(file: DataFile) -> bytes:
 # The following functions read the rows of Parquet and Arrow files with pyarrow.
 
 ARROW_FILE_MAGIC = b"ARROW1"  # the first bytes of an Arrow file; an Arrow stream lacks them
-PARQUET_BATCH_ROWS = 256  # the number of rows of a row group that are decoded together
+# The number of rows of a row group that are decoded together. A whole row group might not fit in
+# memory.
+PARQUET_BATCH_ROWS = 256
 # Arrow's types of text -> the types of the same values as bytes.
 BYTES_TYPES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 

@@ -29,7 +29,8 @@ class TextColumn:
     """Reads the text of a column.
 
     Attributes:
-        activity: Description of the reading for the log and for errors (see `Reader`).
+        activity: Words that precede the position of a row in the log if reading the row takes too
+            long (see `Reader`).
         column_name: Name of the column.
     """
 
@@ -45,6 +46,9 @@ class TextColumn:
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the text of a row; None if the text is null or blank.
+
+        Args:
+            row: The columns of the row by name.
 
         Raises:
             ColumnError: If the column is missing, or if it contains a conversation or token ids.
@@ -70,7 +74,8 @@ class IdsColumn:
     """Reads token ids from a column, and a mask of padding or context from another column.
 
     Attributes:
-        activity: Description of the reading for the log and for errors (see `Reader`).
+        activity: Words that precede the position of a row in the log if reading the row takes too
+            long (see `Reader`).
         column_name: Name of the column with lists of token ids.
         mask_column: Name of the column with masks, which are lists of 0 and 1; "" for no mask. In
             the column ATTENTION_MASK, 0 means padding, which is removed from the token ids. In any
@@ -94,6 +99,9 @@ class IdsColumn:
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the token ids of a row; None if the row has no token ids.
+
+        Args:
+            row: The columns of the row by name.
 
         Raises:
             UnusableRowError: If a column is missing or does not contain a list of integers, if the
@@ -177,7 +185,8 @@ class ArcTask:
     only rows without that column.
 
     Attributes:
-        activity: Description of the reading for the log and for errors (see `Reader`).
+        activity: Words that precede the position of a row in the log if reading the row takes too
+            long (see `Reader`).
         template: Chat template that renders the prompt as a message of the user; None to use
             the prompt without a template.
     """
@@ -195,7 +204,10 @@ class ArcTask:
         )
 
     def read(self, row: Mapping[str, Any]) -> Content:
-        """Returns the prompt of a task.
+        """Returns the prompt for the ARC-AGI task in a row.
+
+        Args:
+            row: The columns of the row by name.
 
         Raises:
             UnusableRowError: If the columns contain no grids, or if the chat template cannot render

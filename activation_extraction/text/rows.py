@@ -33,8 +33,9 @@ TYPES_STORED_AS_TEXT = (
     decimal.Decimal,
     uuid.UUID,
 )
-# Kinds of values in columns, as messages call them, and the flag that reads a column of each kind.
+# Names of two kinds of values in columns, for messages.
 CONVERSATION, TOKEN_IDS = "a conversation", "token ids"
+# Kind of values in a column -> name of the flag that reads a column of this kind.
 READING_FLAGS = {CONVERSATION: "messages_column", TOKEN_IDS: "ids_column"}
 
 
@@ -114,8 +115,8 @@ class Reader(Protocol):
     """Reads the content of rows from certain columns.
 
     Attributes:
-        activity: Description of the reading for the log and for errors, such as "reading". The
-            position of the row follows it.
+        activity: Words that precede the position of a row in the log if reading the row takes too
+            long. For example, with "reading" the log contains "reading x.jsonl line 5".
         columns: Names of the columns that the reader needs.
     """
 
@@ -125,10 +126,17 @@ class Reader(Protocol):
     def columns(self) -> Columns: ...
 
     def can_read(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether a row has the columns that this reader requires."""
+        """Returns whether a row has the columns that this reader requires.
+
+        Args:
+            row: The columns of the row by name.
+        """
 
     def read(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the content of a row; None if the row has no content.
+
+        Args:
+            row: The columns of the row by name.
 
         Raises:
             UnusableRowError: If the content cannot be used.
@@ -155,7 +163,10 @@ class RowSchema:
 
     @property
     def activity(self) -> str:
-        """The description of the reading for the log and for errors (see `Reader.activity`)."""
+        """Words that precede the position of a row in the log if reading the row takes too long.
+
+        For example, with "reading" the log contains "reading x.jsonl line 5".
+        """
         return self.readers[0].activity
 
     def columns_among(self, names: Sequence[str]) -> list[str]:
@@ -193,6 +204,9 @@ class RowSchema:
     def content_of(self, row: Mapping[str, Any]) -> Content | None:
         """Returns the content of a row; None if the row has no content.
 
+        Args:
+            row: The columns of the row by name.
+
         Raises:
             UnusableRowError: If no reader can read the row, or if its content cannot be used.
         """
@@ -203,6 +217,9 @@ class RowSchema:
 
     def id_of(self, row: Mapping[str, Any]) -> DocId:
         """Returns the id of a row in the data set; None if the row has no id.
+
+        Args:
+            row: The columns of the row by name.
 
         Raises:
             UnusableRowError: If the column that --id_column names is missing, or if the id is too
@@ -232,22 +249,28 @@ class RowSchema:
         return None
 
     def kept_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values that --keep_columns stores of a row, as JSON values by column name.
+        """Returns the values of a row that are stored because --keep_columns names their columns.
+
+        Args:
+            row: The columns of the row by name.
+
+        Returns:
+            The values by column name. Only values that JSON can represent occur.
 
         Raises:
             UnusableRowError: If a column is missing, cannot be stored or is nested too deeply, or
                 if the columns together are too large.
         """
-        kept_values_by_column = {
+        kept_value_by_column = {
             column_name: _as_json(row, column_name) for column_name in self.keep_columns
         }
-        num_json_bytes = len(json.dumps(kept_values_by_column))
+        num_json_bytes = len(json.dumps(kept_value_by_column))
         if num_json_bytes > MAX_COLUMN_BYTES:
             raise UnusableRowError(
                 f"--keep_columns: the row's columns take {num_json_bytes:,} bytes, expected at "
                 f"most {MAX_COLUMN_BYTES:,}"
             )
-        return kept_values_by_column
+        return kept_value_by_column
 
 
 def _as_json(row: Mapping[str, Any], name: str) -> Any:

@@ -199,18 +199,23 @@ def _whole_samples(
 ) -> Generator[Sample, None, Mark]:
     """Yields the samples of one worker without applying the limit of tokens.
 
-    The caller completes the samples: `SampleFacts.cut` counts all tokens that follow the sample in
-    its document, and `Mark.tokens` is still 0.
+    Two values in the yielded samples are preliminary, and the caller of this function replaces
+    them. `SampleFacts.cut` counts all tokens of the document after the sample, even if a later
+    piece contains them. `Mark.tokens` is 0.
 
     Args:
         documents: The documents of the worker.
         tokenizer: The tokenizer; None if documents are token ids.
         settings: The settings by which documents become samples.
         start: The mark before the first sample to yield.
-        sample_limit: The number of samples at which reading ahead stops; infinite for no limit.
+        sample_limit: The number of the worker's samples, from the beginning of the data, for which
+            rows are read; infinite for no limit. The caller takes no more samples.
+
+    Yields:
+        The samples, in order.
 
     Returns:
-        The mark after all rows, whose `tokens` is still 0.
+        The mark after all rows, whose `tokens` is 0.
 
     Raises:
         RunError: If reading fails, or if a row cannot be used and `documents.skip_bad_rows` is
@@ -230,7 +235,7 @@ def _whole_samples(
     is_last_chunk = False
     while not is_last_chunk:
         state_before_chunk = with_counts(state_of_documents, row_counts)
-        first_sample_number = sample_number
+        first_sample_number_of_chunk = sample_number
         max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - sample_number))
         chunk_rows: list[ReadRow] = []
         try:
@@ -276,7 +281,7 @@ def _whole_samples(
                         token_range=token_range,
                         mark=Mark(
                             sample_number,
-                            sample_number - first_sample_number,
+                            sample_number - first_sample_number_of_chunk,
                             row_counts.skipped,
                             row_counts.empty,
                             state_before_chunk,

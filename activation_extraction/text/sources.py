@@ -64,7 +64,10 @@ class Rows(Protocol):
         """
 
     def reshard(self) -> Any:
-        """Returns the same rows in more partitions, if the partitions can be divided further."""
+        """Returns the same rows, divided into more partitions if that is possible.
+
+        Partitions that cannot be divided further stay as they are.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state after the row that was read last.
@@ -97,7 +100,8 @@ class FilePartitions:
         """
         self._partitions = tuple(partitions)
         self._schema = schema
-        # Each is a tuple of the index of a partition and the number of its rows that were read.
+        # A position in the stream is a tuple of the index of a partition and the number of the
+        # partition's rows that were read.
         self._start_position = self._current_position = (0, 0)
 
     @property
@@ -305,7 +309,11 @@ class ShuffledRows:
         self._current_state: dict[str, Any] = {"piece": 0, "block": 0, "taken": 0, "begin": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state after the row that was read last (see the class)."""
+        """Returns the state after the row that was read last.
+
+        The state is a JSON object from which reading can continue with the next row. The docstring
+        of this class lists its keys.
+        """
         return dict(self._current_state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -328,11 +336,11 @@ class ShuffledRows:
                 random_generator = np.random.default_rng(
                     [self._shuffle_seed, partition_index, block_number]
                 )
-                permuted_block_indices = random_generator.permutation(len(block_rows)).tolist()
+                permuted_indices_in_block = random_generator.permutation(len(block_rows)).tolist()
                 for num_rows_read in range(
-                    state_at_block_start["taken"], len(permuted_block_indices)
+                    state_at_block_start["taken"], len(permuted_indices_in_block)
                 ):
-                    index_in_block = permuted_block_indices[num_rows_read]
+                    index_in_block = permuted_indices_in_block[num_rows_read]
                     self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
                     partition_row = block_rows[index_in_block]
                     # Hub data sets yield rows as dicts without a position, which is added here.

@@ -81,21 +81,22 @@ class SpecialTokens:
 
         Args:
             tokens: The tokens of a text, without labels.
-            characters: The number of characters of the text, at which the tokens after it begin.
+            characters: The number of characters of the text. It becomes the start offset of the
+                special tokens after the text.
         """
         front_ids = np.array(self.front_ids, np.int32)
         end_ids = np.array(self.end_ids, np.int32)
         all_token_ids = np.concatenate([front_ids, tokens.ids, end_ids])
-        token_starts = tokens.start_offsets
-        if token_starts is not None:
-            front_starts = np.zeros_like(front_ids)
-            end_starts = np.full_like(end_ids, characters)
-            token_starts = np.concatenate([front_starts, token_starts, end_starts])
+        start_offsets = tokens.start_offsets
+        if start_offsets is not None:
+            front_offsets = np.zeros_like(front_ids)
+            end_offsets = np.full_like(end_ids, characters)
+            start_offsets = np.concatenate([front_offsets, start_offsets, end_offsets])
         return replace(
             tokens,
             ids=all_token_ids,
             total_tokens=tokens.total_tokens + len(self),
-            start_offsets=token_starts,
+            start_offsets=start_offsets,
         )
 
 
