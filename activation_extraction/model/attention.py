@@ -21,10 +21,12 @@ from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
 
 class Segments(NamedTuple):
-    """The segment numbers of queries and keys.
+    """The segment numbers of queries and keys, which limit attention to tokens of the same sample.
 
-    Tokens of the same sample in a row have the same number, and the samples of a row follow one
-    another. Padding comes after them, with the number 0.
+    The tokens of a sample in a row are a segment, and all have the number of this segment. The
+    segments of a row follow one another. Padding comes after them, with the number 0.
+
+    Letters: B rows, T queries, S keys.
 
     Attributes:
         q: The segment number of every query, (B, T) int32.
@@ -50,7 +52,7 @@ Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes together
 # `blocked_attention` reads spans of keys. The length of every span except the longest one is a
-# multiple of this number.
+# multiple of this number of keys, so that only a few different lengths occur.
 KEY_BLOCK = 128
 # The largest number of different lengths of spans. The program has a branch for each of them, and
 # more branches take longer to compile.
@@ -69,9 +71,9 @@ def visible_keys(
 
     Args:
         segments: The segments of the queries (..., T) and of the keys (..., S).
-        first_query: The index of the first query in its row.
+        first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
-        first_key: The index of the first key in its row.
+        first_key: The index in the row of the first of the S keys.
 
     Returns:
         True where the query sees the key, (..., T, S) bool. A query sees the keys of its own
@@ -85,12 +87,12 @@ def visible_keys(
 
 
 def whole_blocks(x: Array, block: int, value: int = 0) -> Array:
-    """Appends padding to the axis of tokens, so that its size is a multiple of a block's size.
+    """Appends padding to the rows of an array, so that each row consists of whole blocks of tokens.
 
     Args:
-        x: The array, (B, T, ...).
+        x: The array, (B, T, ...), for B rows of T tokens.
         block: The number of tokens of a block.
-        value: The value of the padding.
+        value: The value with which the array is padded.
 
     Returns:
         The padded array, (B, T rounded up to a multiple of `block`, ...).
@@ -118,7 +120,7 @@ def dense_attention(
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
         segments: The segment number of every query and key.
-        first_query: The index of the first query in its row.
+        first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
@@ -148,7 +150,7 @@ def attention_pattern(
         k: The keys, (B, S, K, H).
         v: The values, which are not used.
         segments: The segment number of every query and key.
-        first_query: The index of the first query in its row.
+        first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
@@ -161,7 +163,8 @@ def attention_pattern(
     key_weights = key_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     is_same_segment = segments.q[..., :, None] == segments.k[..., None, :]
     segment_starts = jnp.argmax(is_same_segment, axis=-1)
-    # Columns after the end of the segment contain weights of keys in other segments, which are 0.
+    # Column j of a query is the key j tokens after the start of the query's segment. Where this key
+    # lies in another segment, its weight is 0.
     pattern_columns = segment_starts[..., None] + jnp.arange(k.shape[1])
     return jnp.take_along_axis(key_weights, pattern_columns[:, :, None] % k.shape[1], axis=-1)
 
@@ -211,7 +214,7 @@ def blocked_attention(
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
         segments: The segment number of every query and key.
-        first_query: The index of the first query in its row.
+        first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
@@ -275,21 +278,23 @@ def blocked_attention(
 def _branch_numbers(
     segments: Segments, first_query: int | Array, span_lengths: list[int], window: int | None
 ) -> Array:
-    """Returns the number of the branch that each block of queries of `blocked_attention` runs.
+    """Returns the number of the branch that `blocked_attention` runs for each block of queries.
 
-    Letters: T queries, S keys.
+    Branch 0 skips the block. Each of the other branches reads a span of keys of one length.
+
+    Letters: B rows, T queries, S keys.
 
     Args:
         segments: The segments of the queries (B, T), where QUERY_BLOCK divides T, and of the keys
             (B, S).
-        first_query: The index of the first query in its row.
-        span_lengths: The lengths of spans that have a branch, in ascending order.
+        first_query: The index in the row of the first of the T queries.
+        span_lengths: The lengths of the spans that branches 1, 2 and so on read, ascending.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
         The number of each block's branch, row by row, (B * T / QUERY_BLOCK,) int32. It is 0 if the
-        block is nothing but padding, otherwise 1 + the index in `span_lengths` of the length that
-        the block needs.
+        block contains only padding. Otherwise, it is the number of the branch with the shortest
+        span that contains all keys that the block's queries see.
     """
     # The span of a block begins where the segment of the block's first query begins.
     first_segment_of_block = segments.q[:, ::QUERY_BLOCK, None]

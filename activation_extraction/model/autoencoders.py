@@ -58,7 +58,9 @@ FIELD_OF_TENSOR = {
 
 @dataclass(frozen=True, eq=False)
 class Autoencoder:
-    """A sparse autoencoder, or a transcoder, which reconstructs another hook than it reads.
+    """A published sparse autoencoder or transcoder, with its weights on the host.
+
+    A sparse autoencoder reconstructs the hook that it reads, and a transcoder another hook.
 
     Letters: D is the width of the hook that is read, O the width of the hook that is reconstructed,
     and F the number of features. `input` is the vector (D,) of a token at the hook that is read,
@@ -67,11 +69,12 @@ class Autoencoder:
         pre      = x @ W_enc.T + b_enc                      (F,)
         score    = pre * score_factor                       (F,)
         active   = score > threshold, and pre > 0 if `uses_relu`
-        values   = pre where active and, with k, where score is among the k largest; 0 elsewhere
+        values   = pre where active (and score is among the k largest, if k is not None); else 0
         output   = values @ W_dec + b_dec                   (O,)
-        result   = output + input @ W_skip.T
+        result   = output + input @ W_skip.T                (O,)
 
-    An autoencoder, unlike a transcoder, undoes the normalisation of `output` before W_skip.
+    If the hook that is reconstructed is the hook that is read, the normalisation is undone in
+    `output` before `result` is computed. A transcoder does not undo it.
 
     Attributes:
         name: The autoencoder as the user gave it: a folder or a file, as a local path, a URL, or
@@ -160,7 +163,7 @@ class AutoencoderFiles:
 
     @property
     def path(self) -> str:
-        """The path or URL of the folder, with a slash at the end."""
+        """The path or URL of the autoencoder's folder, with a slash at the end."""
         return f"{self.repository.path}/{self.folder}"
 
     def error(self, reason: str) -> InputError:
@@ -210,7 +213,8 @@ class AutoencoderFiles:
         Args:
             config: The configuration.
             key: The key of the setting.
-            supported_values: The supported values. The first one is the default.
+            supported_values: The supported values. The first one is returned if the configuration
+                does not contain the key.
 
         Raises:
             InputError: If the setting has a value that is not supported.
@@ -224,7 +228,7 @@ class AutoencoderFiles:
 
 
 def read_autoencoder(hook: str, name: str) -> Autoencoder:
-    """Reads a published autoencoder, in the first format whose files exist.
+    """Reads a published autoencoder, in the first of `FORMATS` whose files exist.
 
     Args:
         hook: The name of the hook to encode; "" for the hook that the files name. If the folder
@@ -329,10 +333,10 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
 
 
 def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
-    """Converts an autoencoder of Qwen-Scope, by the formula in its README.
+    """Converts an autoencoder of Qwen-Scope to the formula of `Autoencoder`.
 
-    The k largest values of `pre` are active, even if they are negative. k is read from the name of
-    the repository, because the files do not contain it.
+    By the README of Qwen-Scope, the k largest values of `pre` are active, even if they are
+    negative. k is read from the name of the repository, because the files do not contain it.
 
     Args:
         files: The files of the autoencoder.
@@ -359,13 +363,16 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
 
 
 def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
-    """Converts an autoencoder or transcoder of SAELens 6, by the formulas in sae_lens/saes.
+    """Converts an autoencoder or transcoder of SAELens 6 to the formula of `Autoencoder`.
 
-    Two settings change the weights. rescale_acts_by_decoder_norm scales each feature by the norm of
-    its decoder row, and normalize_activations scales the activations. The norms of the stored
-    decoder are folded into the weights first, because SAELens computes these norms in training for
-    normalised activations. The normalisation is folded into the weights afterwards, and would
-    change the norms.
+    SAELens has its formulas in sae_lens/saes. Two of its settings are folded into the weights, in
+    this order:
+
+    - rescale_acts_by_decoder_norm scales each feature by the norm of its decoder row.
+    - normalize_activations scales or maps the activations before they are encoded.
+
+    In training, SAELens computes the norms from a decoder for normalised activations, which is the
+    stored decoder. Folding normalize_activations changes the decoder, so the norms come first.
 
     Args:
         files: The files of the autoencoder.
@@ -502,11 +509,12 @@ def _fold_normalisation(
 
 
 def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
-    """Converts an autoencoder or transcoder of EleutherAI's sparsify (sparse_coder.py).
+    """Converts an autoencoder or transcoder of sparsify to the formula of `Autoencoder`.
 
-    The k largest values of `pre` are active if they are positive. The folder has the name of a
-    Hugging Face module, such as layers.10.mlp. The output of this module is reconstructed. A
-    transcoder reads the input of the module, and an autoencoder its output.
+    EleutherAI's sparsify has its formula in sparse_coder.py. The k largest values of `pre` are
+    active if they are positive. The folder has the name of a Hugging Face module, such as
+    layers.10.mlp. The output of this module is reconstructed. A transcoder reads the input of the
+    module, and an autoencoder its output.
 
     Args:
         files: The files of the autoencoder.
@@ -536,7 +544,9 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
 
 
 def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
-    """Converts an autoencoder of Llamascopium, formerly lm_saes (models/sae.py).
+    """Converts an autoencoder or transcoder of Llamascopium to the formula of `Autoencoder`.
+
+    Llamascopium was formerly called lm_saes. It has its formula in models/sae.py.
 
     Args:
         files: The files of the autoencoder.
@@ -569,7 +579,7 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     if not config.get("use_decoder_bias", True):
         tensors["b_dec"] = np.zeros(output_width, np.float32)
     # With this setting, training scales the activations at the input hook and at the output hook to
-    # an average norm of sqrt(O). The factors are folded into the weights.
+    # an average norm of sqrt(output_width). The factors are folded into the weights.
     if norm_setting == "dataset-wise":
         input_factor = np.float32(output_width**0.5 / average_norm_by_hook[input_hook].item())
         output_factor = np.float32(output_width**0.5 / average_norm_by_hook[output_hook].item())
@@ -587,7 +597,7 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
 
 
 def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
-    """Converts a transcoder of circuit-tracer for a single layer.
+    """Converts a transcoder of circuit-tracer for a single layer to the formula of `Autoencoder`.
 
     The transcoder is computed in float32, with JumpReLU if it has thresholds, otherwise with ReLU.
     The file config.yaml, which names the hooks, is optional.
@@ -622,8 +632,8 @@ class Format(NamedTuple):
             files, the content of the configuration file ({} if there is none), and the tensors of
             the weights file. It returns the fields of an `Autoencoder`: name of a field -> value.
         config_file: The name of the configuration file; None if the format has none.
-        weights_file: The name of the file with the tensors, in which "{}" stands for the number of
-            the layer.
+        weights_file: The name of the file with the tensors. "{}" in the name stands for the number
+            of the layer; a name without "{}" is the same for all layers.
     """
 
     convert: Callable[[AutoencoderFiles, Config, Tensors], Fields]
@@ -691,8 +701,8 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
 def _check_finite(files: AutoencoderFiles, fields: Fields) -> None:
     """Checks that all weights are finite.
 
-    A feature with a weight that is not finite would never be active, and nothing else would show
-    this fault. The function checks a block of rows at a time to save memory.
+    A feature with a weight that is not finite would never be active, and no other check would
+    detect this. The function checks a block of rows at a time to save memory.
 
     Args:
         files: The files of the autoencoder.

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Capture:
-    """Captures the values at hooks in one array per vector type.
+    """Captures the values at hooks, in one buffer for each vector type (a width and a dtype).
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
@@ -106,25 +106,26 @@ class Capture:
         Returns:
             The plan, in which the slots of each kind have the shape (layers,).
         """
-        kind_by_index = {
+        kind_by_kind_index = {
             hook.kind_index: hook.kind for hook in self.hooks if not hook.kind.is_after_layers
         }
         hooks_by_type = self.hooks_by_type()
-        kind_indices = sorted(kind_by_index)
+        kind_indices = sorted(kind_by_kind_index)
         slots_by_kind = []
         for kind_index in kind_indices:
-            hook_positions = [
+            hook_sort_keys = [
                 (hook.layer, hook.kind_index)
-                for hook in hooks_by_type[self.vector_type(kind_by_index[kind_index])]
+                for hook in hooks_by_type[self.vector_type(kind_by_kind_index[kind_index])]
                 if hook.layer >= layers.start
             ]
-            layer_slots = [
-                sum(hook_position < (layer, kind_index) for hook_position in hook_positions)
+            slot_by_layer = [
+                sum(hook_sort_key < (layer, kind_index) for hook_sort_key in hook_sort_keys)
                 for layer in layers
             ]
-            slots_by_kind.append(np.array(layer_slots, np.int32))
+            slots_by_kind.append(np.array(slot_by_layer, np.int32))
         return Plan(
-            tuple(kind_by_index[kind_index] for kind_index in kind_indices), tuple(slots_by_kind)
+            tuple(kind_by_kind_index[kind_index] for kind_index in kind_indices),
+            tuple(slots_by_kind),
         )
 
     def plan_stages(self, stages: int, length: int) -> Plan:
@@ -137,9 +138,10 @@ class Capture:
         Returns:
             The plan, in which the slots of each kind have the shape (stages, layers of a stage).
         """
-        first_layers = range(0, stages * length, length)
+        first_layer_by_stage = range(0, stages * length, length)
         stage_plans = [
-            self.plan(range(first_layer, first_layer + length)) for first_layer in first_layers
+            self.plan(range(first_layer, first_layer + length))
+            for first_layer in first_layer_by_stage
         ]
         slots_by_kind = zip(*(plan.slots_by_kind for plan in stage_plans), strict=True)
         return stage_plans[0].with_slots(
@@ -147,12 +149,18 @@ class Capture:
         )
 
     def plan_end(self) -> Plan:
-        """Plans the slots of the buffers for the hooks that come after the last layer."""
+        """Plans the slots of the buffers for the hooks that come after the last layer.
+
+        Returns:
+            The plan, in which each kind has a single slot, () int32.
+        """
         hooks_by_type = self.hooks_by_type()
-        end_hooks = [hook for hook in self.hooks if hook.kind.is_after_layers]
-        end_slots = [hooks_by_type[self.vector_type(hook.kind)].index(hook) for hook in end_hooks]
-        end_kinds = tuple(hook.kind for hook in end_hooks)
-        return Plan(end_kinds, tuple(np.int32(end_slot) for end_slot in end_slots))
+        hooks_after_layers = [hook for hook in self.hooks if hook.kind.is_after_layers]
+        slots_by_kind = tuple(
+            np.int32(hooks_by_type[self.vector_type(hook.kind)].index(hook))
+            for hook in hooks_after_layers
+        )
+        return Plan(tuple(hook.kind for hook in hooks_after_layers), slots_by_kind)
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
         """Makes buffers of zeros with room for everything that the plans write.
@@ -170,9 +178,9 @@ class Capture:
         slot_count_by_type: dict[VectorType, int] = {}
         for plan in plans:
             for hook_kind, kind_slots in zip(plan.kinds, plan.slots_by_kind, strict=True):
-                type_of_kind = self.vector_type(hook_kind)
-                slot_count_by_type[type_of_kind] = max(
-                    slot_count_by_type.get(type_of_kind, 0), kind_slots.max() + 1
+                vector_type_of_kind = self.vector_type(hook_kind)
+                slot_count_by_type[vector_type_of_kind] = max(
+                    slot_count_by_type.get(vector_type_of_kind, 0), kind_slots.max() + 1
                 )
         buffer_by_type = {}
         for vector_type, slot_count in slot_count_by_type.items():
@@ -202,11 +210,13 @@ class Capture:
         row_and_token_counts = intermediates["resid_pre"].shape[:2]
         bits_by_kind = []
         for hook_kind in kinds:
-            type_of_kind = self.vector_type(hook_kind)
+            vector_type_of_kind = self.vector_type(hook_kind)
             x = intermediate(intermediates, hook_kind.intermediate)
             if x is None:
-                x = jnp.zeros((*row_and_token_counts, type_of_kind.width), type_of_kind.dtype)
-            x = x.reshape(*row_and_token_counts, -1).astype(type_of_kind.dtype)
+                x = jnp.zeros(
+                    (*row_and_token_counts, vector_type_of_kind.width), vector_type_of_kind.dtype
+                )
+            x = x.reshape(*row_and_token_counts, -1).astype(vector_type_of_kind.dtype)
             bits_by_kind.append(_unsigned(x))
         return bits_by_kind
 
@@ -233,13 +243,13 @@ class Capture:
         for hook_kind, kind_slot, kind_bits in zip(
             plan.kinds, plan.slots_by_kind, bits_by_kind, strict=True
         ):
-            type_of_kind = self.vector_type(hook_kind)
+            vector_type_of_kind = self.vector_type(hook_kind)
             kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
             buffer_index = (kind_slot,) if micro_batch is None else (kind_slot, micro_batch)
-            bits_in_buffer_shape = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
-            type_buffer = buffers[type_of_kind]
-            buffers[type_of_kind] = lax.dynamic_update_slice(
-                type_buffer, bits_in_buffer_shape, (*buffer_index, 0, 0, 0)
+            bits_with_buffer_axes = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
+            type_buffer = buffers[vector_type_of_kind]
+            buffers[vector_type_of_kind] = lax.dynamic_update_slice(
+                type_buffer, bits_with_buffer_axes, (*buffer_index, 0, 0, 0)
             )
         return buffers
 
@@ -263,7 +273,7 @@ class Capture:
     def values_of_stages(
         self, buffers: Buffers, rows: int, length: int, end_bits_by_kind: Mapping[HookKind, Array]
     ) -> dict[VectorType, Array]:
-        """Returns the values at all hooks after the stages of a pipeline.
+        """Returns the values at all hooks after all stages of a pipeline have run their layers.
 
         Args:
             buffers: The buffers of all stages, to which all layers have written.

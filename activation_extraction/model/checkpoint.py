@@ -48,11 +48,13 @@ class Adapter(Protocol):
         Args:
             tensor: The name of the tensor in the language model.
             index: A (start, stop) slice for each axis.
-            read_base: A function that maps an index of this form to the part of the tensor as
-                stored in the base model.
+            read_base: A function that maps an index, in the form of `index`, to this part of the
+                tensor as stored in the base model.
 
         Returns:
-            The values of the part.
+            The values of the part. They are float32 if the adapter adds a change to the tensor. If
+            it replaces the whole tensor, they have the dtype of the adapter's file. Otherwise they
+            are the result of `read_base`.
         """
         ...
 
@@ -158,7 +160,7 @@ class Checkpoint(Repository):
         Returns:
             The values of the part. They are float32 if the adapter adds a change to the tensor.
             Otherwise, float8 values are dequantised (see `dtype`), and other values have the dtype
-            of the file.
+            of the file from which they are read, which may be the adapter's file.
         """
         if self.adapter is None:
             return self._read_stored(tensor, index, dtype)
@@ -205,7 +207,7 @@ class Checkpoint(Repository):
     def _float8(self) -> Float8Format:
         """The format of float8 weights that config.json describes.
 
-        The default format if config.json is missing or describes no quantisation.
+        It is the default `Float8Format` if config.json is missing or describes no quantisation.
         """
         config_path = self.find(MODEL.config_file)
         if config_path is None:

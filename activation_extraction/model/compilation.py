@@ -1,9 +1,9 @@
 """Compiles programs with the options of their platform, and sets up JAX's compilation cache.
 
 The cache keeps compiled programs in a folder or bucket, so that a run that starts again need not
-compile its programs again. Computers of different kinds may share a folder, because JAX's key of a
-program depends on the program, its devices, the version and the flags of the compiler, and for CPUs
-on their instruction set.
+compile its programs again. Computers of different kinds may share a folder, because the key under
+which JAX stores a program depends on the program, its devices, the version and the flags of the
+compiler, and for CPUs on their instruction set.
 """
 
 import os

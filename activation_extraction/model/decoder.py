@@ -100,12 +100,12 @@ class Decoder:
                 Whether the first layer's attention has a sliding window, () bool; None in a model
                 without windows.
         """
-        zero_ids = jnp.zeros((1, 1), jnp.int32)
+        zero_token_array = jnp.zeros((1, 1), jnp.int32)
         module_dtype = self.module_by_type[self.config.layer_types[0]].dtype
         x = jnp.zeros((1, 1, self.config.hidden_size), module_dtype)
         has_window_by_layer = self.config.sliding(range(1))
         has_window = None if has_window_by_layer is None else has_window_by_layer[0]
-        return x, rotary_table(zero_ids, self.config), zero_ids, has_window
+        return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
 
     def stacked(self, params: Any) -> Layers:
         """Returns the argument `layers` of `scan` for layers with the given parameters.
@@ -123,7 +123,11 @@ class Decoder:
         return params, self.config.sliding(range(self._count(params)))
 
     def _count(self, params: Any) -> int:
-        """Returns the number of layers to which stacked parameters belong."""
+        """Returns the number of layers to which stacked parameters belong, from the array shapes.
+
+        Args:
+            params: The stacked parameters of layers of all types.
+        """
         params_of_types = params.values() if self.has_several_types else [params]
         return sum(len(jax.tree.leaves(type_params)[0]) for type_params in params_of_types)
 
@@ -163,7 +167,7 @@ class Decoder:
             per_layer: A pytree of arrays, each with the layers as its first axis. None if `body`
                 needs none.
             keep: A function that maps the intermediates of a layer to the arrays that `layer`
-                returns.
+                returns with the residual stream. By default, it returns None, so no array is kept.
 
         Returns:
             The carry after the last layer.
@@ -226,7 +230,7 @@ class Decoder:
         return carry
 
     def _separate(self, layer_type: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:
-        """Separates the stacks that layers read in place from the stacks that a loop copies from.
+        """Separates the stacks of parameters that layers read in place from the other stacks.
 
         A stack is the array of a parameter for all layers of a type. A loop copies the parameters
         of a layer out of their stacks. The weights of experts are too large to be copied, so
@@ -325,8 +329,8 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         stages: The number of stages.
 
     Raises:
-        InputError: If stages with the same sequence of types would have to be so long that more
-            stages stay empty than if the layers were divided evenly.
+        InputError: If no length gives all stages the same sequence of types. Lengths that leave
+            more stages empty than an even division of the layers do not count.
     """
     layer_count = len(types)
     min_length = -(-layer_count // stages)
@@ -338,10 +342,10 @@ def stage_length(types: Sequence[str], stages: int) -> int:
             -layer_count // min_length
         ):
             return candidate_length
-    counts_in_words = [
+    type_count_texts = [
         f"{len([*equal_types])} {layer_type}" for layer_type, equal_types in groupby(types)
     ]
-    shown_types = ", ".join(counts_in_words[:6]) + (", ..." if len(counts_in_words) > 6 else "")
+    shown_types = ", ".join(type_count_texts[:6]) + (", ..." if len(type_count_texts) > 6 else "")
     raise InputError(
         f"--mesh_shape: {stages} pipeline stages cannot have the same sequence of layers: layers 0 "
         f"to {layer_count - 1} are {shown_types}; choose another number of stages, or a mesh "
@@ -391,8 +395,8 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     """Wraps a layer so that it computes a few rows of a batch at a time where this is faster.
 
     `rows_at_once` determines the number of rows. If these rows contain only padding, as at the end
-    of the data, the layer is not computed: the result is x unchanged, and zeros for the other
-    arrays.
+    of the data, the layer is not computed: the result is x unchanged, and zeros for the arrays that
+    the layer returns besides.
 
     Args:
         layer: A function that maps (x, rotary, segment_ids) to the residual stream after the layer
@@ -404,12 +408,12 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     """
 
     def compute(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        x, other_arrays = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
-        return to_bits(x), other_arrays
+        x, kept_arrays = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
+        return to_bits(x), kept_arrays
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, other_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
-        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), other_shapes)
+        _, kept_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), kept_shapes)
 
     def run_rows(inputs: Any) -> Any:
         _, _, segment_ids = inputs
@@ -425,9 +429,9 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
             lambda array: array.reshape(-1, rows_per_pass, *array.shape[1:]), layer_inputs
         )
         results_by_pass = jax.lax.map(run_rows, inputs_by_pass)
-        x_bits, other_arrays = jax.tree.map(
+        x_bits, kept_arrays = jax.tree.map(
             lambda array: array.reshape(-1, *array.shape[2:]), results_by_pass
         )
-        return from_bits(x_bits, module.dtype), other_arrays
+        return from_bits(x_bits, module.dtype), kept_arrays
 
     return apply

@@ -12,14 +12,14 @@ C - 1 belong to the first chunk, and the other columns to the second. For a prod
 holds the two chunks one above the other instead, (2C, ...).
 
 Products of float32 have the precision HIGHEST: each operand is the sum of three arrays in bfloat16,
-and the six largest of their nine products are added up. With only the three largest, the errors of
+and the six largest of their nine products are added up. With only three products, the errors of
 a chunk's solution would be 15 to 50 times as large. The six products are computed as one product
 whose summed axis is six times as long, because the summed axis of a single one, with C = 64
 elements, would fill only half of a matrix unit with its 128 rows (in v6e, a quarter of 256 rows).
 
 Queries and keys in bfloat16 are normalised after they are multiplied, because normalised values
-would not be exact in bfloat16. So a product of queries and keys is one product of bfloat16 arrays,
-and their product with a float32 array is three.
+would not be exact in bfloat16. So queries are multiplied with keys in one product of bfloat16
+arrays, and queries or keys are multiplied with a float32 array in three products.
 
 Letters, as in delta_net.py: B rows, T tokens, K key heads, G value heads of each key head, D key
 size, U value size, C tokens of a chunk (also I and J, where token I reads token J).
@@ -128,7 +128,7 @@ def _compute_block(
         o        the outputs
         since    the decay of S from the beginning of the chunk to each token
         inverse  the inverse of the matrix of the chunk's system of equations
-        within   the factor of each token's vector in the output of another token
+        within   the factor of each token's vector in the output of this or a later token
 
     `_prepare` and `_step` of delta_net.py compute the same values, but solve the system before S is
     known.
@@ -136,8 +136,8 @@ def _compute_block(
     Letters: C tokens of a chunk, G value heads, D key size, U value size.
 
     Args:
-        q_ref: The queries, (2C, D).
-        k_ref: The keys, (2C, D).
+        q_ref: The queries, not yet normalised, (2C, D).
+        k_ref: The keys, not yet normalised, (2C, D).
         v_ref: The values, (G, 2C, U).
         gates_ref: The log decays of all value heads, then their rates, (2G, 2C).
         out_ref: The outputs, (G, 2C, U).
@@ -153,8 +153,8 @@ def _compute_block(
     q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # shape (2C, 1)
     k_scale = inverse_length(k)  # shape (2C, 1)
     k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # shape (1, 2C)
-    # The products of every two keys of a chunk, (C, 2C). Then the products of every query and every
-    # key of a chunk, (C, 2C).
+    # The products of every two keys of a chunk, with the two chunks of the block side by side,
+    # (C, 2C). `query_products` are the products of every query and every key of a chunk.
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
@@ -189,13 +189,13 @@ def _compute_block(
             value_differences = v_ref[head_number, token_slice].astype(jnp.float32)
             value_differences -= chunk_decays[head_number] * key_reads_by_head[head_number]
             value_differences *= betas[token_slice, head_number, None]
-            added_vector = _product(
+            added_vectors = _product(
                 "IJ,JU->IU", inverse_by_head[head_number][:, token_slice], value_differences
             )
-            added_vectors_by_head.append(added_vector)
+            added_vectors_by_head.append(added_vectors)
             head_output = chunk_decays[head_number] * query_reads_by_head[head_number]
             head_output += _product(
-                "IJ,JU->IU", output_factors_by_head[head_number][:, token_slice], added_vector
+                "IJ,JU->IU", output_factors_by_head[head_number][:, token_slice], added_vectors
             )
             out_ref[head_number, token_slice] = head_output.astype(out_ref.dtype)
         state_decays_by_head = [
@@ -220,7 +220,8 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     first, because a sum of small numbers is rounded little.
 
     Args:
-        equation: The equation, such as "CD,DU->CU"; the summed axis is the first one of y.
+        equation: The equation of the einsum, such as "CD,DU->CU". The summed axis must be the first
+            axis of y.
         x: The left operand, float32 or bfloat16.
         y: The right operand, float32.
 
@@ -231,7 +232,8 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     y_summands = _bfloat16_arrays(y)
     left_operands = []
     right_operands = []
-    # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j].
+    # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j]. So the
+    # products with i + j = 2 come first.
     for index_sum in (2, 1, 0):
         for x_index, x_summand in enumerate(x_summands[: index_sum + 1]):
             left_operands.append(x_summand)

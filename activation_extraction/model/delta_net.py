@@ -42,7 +42,9 @@ from activation_extraction.model.numerics import einsum
 from activation_extraction.model.parameters import Weight, parameter
 
 CHUNK = 64  # the number of tokens of a chunk
-EPSILON = 1e-6  # the number that is added to the squared length of queries and keys
+# The number that is added to the squared length of queries and keys, as in transformers, so that
+# the inverse of the length is finite.
+EPSILON = 1e-6
 KEY_AXES = "batch", "sequence", "key_heads", "head_dim"  # logical axes of queries and keys
 VALUE_AXES = *KEY_AXES, "head_dim"  # logical axes of values
 

@@ -60,7 +60,8 @@ CHIPS = {
 # make six passes for float32, and GPUs do not use their matrix units.
 FLOAT32_TIME = {"tpu": 6.0, "gpu": 15.0}
 
-# The largest fraction of a device's memory that a run is planned to take.
+# The largest fraction of a device's memory that a run may take by the estimates of --plan and of
+# the choice of a mesh. It is less than 1, because these estimates are not exact.
 USABLE = 0.9
 
 # The remedy in the message if a device has too little memory.
@@ -127,7 +128,7 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
 
 
 def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
-    """Returns the devices that belong to this host, which is a process of JAX."""
+    """Returns those of the given devices that belong to this host, which is a process of JAX."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
@@ -140,12 +141,12 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
-    """Returns a chip with its speed for matrix products in a dtype other than bfloat16.
+    """Returns a chip whose `flops_per_second` is its speed for matrix products in a given dtype.
 
     Args:
-        chip: The chip with its speed for bfloat16.
-        dtype: The dtype of the products.
-        platform: The platform of the device.
+        chip: The chip with its speed for bfloat16, from `chip_of`.
+        dtype: The dtype of the products. Only float32 changes the speed.
+        platform: The platform of the device, which determines how slow float32 is.
     """
     if dtype != jnp.float32:
         return chip
@@ -156,8 +157,9 @@ def at_dtype(chip: Chip, dtype: Any, platform: str) -> Chip:
 def memory_of(device: Any) -> float | None:
     """Returns the bytes of memory that a device can use, or None if they are unknown.
 
-    A device of this host reports its memory. For devices of other hosts, the result comes from
-    CHIPS. For a CPU device, it is the host's memory divided by the number of its CPU devices.
+    A device of this host reports its memory. For devices of other hosts, and for devices that
+    --plan describes, the result comes from CHIPS. For a CPU device, it is the host's memory divided
+    by the number of the host's CPU devices.
     """
     if device.platform == "cpu":
         return host_memory() / jax.local_device_count()

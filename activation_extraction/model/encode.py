@@ -69,7 +69,10 @@ class Encoder:
 
     @property
     def hook(self) -> Hook:
-        """The hook of the codes, whose values are records of codes (see common/codes.py)."""
+        """The hook whose values are the codes, a record for each token (see common/codes.py).
+
+        Its names are the names of `source_hook`, each with the ending CODES.
+        """
         source_kind = self.source_hook.kind
         codes_kind = replace(
             source_kind,
@@ -83,13 +86,13 @@ class Encoder:
         return self.source_hook._replace(kind=codes_kind)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the description of the hook of the codes, as metadata.json stores it.
+        """Returns the entry of the hook of the codes in metadata.json.
 
         Returns:
             A dict with these keys:
 
             - "module": The hook's name in Hugging Face; None if it has none there.
-            - "aliases": The hook's other names.
+            - "aliases": The hook's names besides its canonical name.
             - "width": The number of features.
             - "most": The largest number of features that are kept for each token.
             - "autoencoder": The name of the autoencoder.
@@ -106,16 +109,16 @@ class Encoder:
         }
 
     def in_words(self, dtype: Any) -> str:
-        """Returns a sentence about the number of features and bytes per token, for the log.
+        """Returns a text for the log that tells how many features and bytes are stored per token.
 
         Args:
-            dtype: The dtype in which the run stores activations.
+            dtype: The dtype in which the run stores activations, and so the values of features.
         """
         keeps_all_active = self.max_codes == self.autoencoder.k
-        sentence_start = "each token has" if keeps_all_active else "a token has at most"
+        count_in_words = "each token has" if keeps_all_active else "a token has at most"
         codes_bytes_per_token = code_bytes(self.max_codes, dtype)
         return (
-            f"{self.hook.name}: {sentence_start} {self.max_codes} of "
+            f"{self.hook.name}: {count_in_words} {self.max_codes} of "
             f"{self.autoencoder.features:,} features, {codes_bytes_per_token:,} bytes per token"
         )
 
@@ -127,7 +130,8 @@ class Encoder:
     def memory(self, layout: Layout) -> float:
         """Estimates how much memory the weights and a block of tokens take on each device.
 
-        The result is a number of bytes, which does not include the records of codes.
+        The block is the block of tokens that is encoded at a time. The result is a number of bytes,
+        without the records of codes that the step returns.
 
         Args:
             layout: The mesh over which arrays are split.
@@ -187,7 +191,7 @@ def make_encoders(
     Args:
         autoencoders: The autoencoders.
         max_codes: The largest number of features that are kept for each token, from --encode_most.
-            None for the k of an autoencoder, or for DEFAULT_MOST if the autoencoder has no k.
+            None for the k of each autoencoder, or DEFAULT_MOST for an autoencoder without k.
         table: The hooks of the model.
         depth: The number of layers of the model.
         sizes: Letter of an axis -> its size in the model (see `HookKind.letters`).

@@ -39,10 +39,14 @@ from activation_extraction.model.numerics import einsum
 SUBLANES = 8  # the number of rows of a float32 register
 ROWS = 128  # the number of rows of a tile
 TOKENS = 16  # the number of tokens of a group, whose sums one program computes together
-AT_ONCE = 8  # the number of rows that one iteration of a loop fetches
+# The number of tokens that one iteration of a loop of the kernel GATED begins to fetch. The last
+# iteration of a tile may fetch tokens that are not needed.
+AT_ONCE = 8
 # The names of the three kernels in profiles.
 GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"
-MOST_OF_WEIGHTS = 40 * 2**20  # the bytes of fast memory that two blocks of weights may take
+# The bytes of fast memory that two blocks of weights may take. The other bytes of FAST_MEMORY are
+# for the tokens and results of tiles.
+MOST_OF_WEIGHTS = 40 * 2**20
 # The bytes of fast memory that a kernel may take. v5p has 64 MiB; v5e and v6e have more.
 FAST_MEMORY = 56 * 2**20
 
@@ -174,10 +178,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     group_sort_keys, tile_row_numbers = lax.sort(
         (group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
-    # In a group's buffer, the first row of every token comes before the second row of any token.
+    # In a group's buffer, the first row of every token comes before the second row of any token, so
+    # that `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS tokens.
     places_in_group = group_sort_keys[:row_count] % rows_per_group
-    tokens_in_group = places_in_group // experts_per_token
-    buffer_places = places_in_group % experts_per_token * TOKENS + tokens_in_group
+    token_indices_in_group = places_in_group // experts_per_token
+    buffer_places = places_in_group % experts_per_token * TOKENS + token_indices_in_group
     fetched_row_numbers = tile_row_numbers[:row_count].reshape(-1, 1, rows_per_group)
     buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
     return Table(
@@ -196,17 +201,20 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
 def columns_per_block(columns: int, bytes_per_column: int) -> int:
     """Returns the number of columns in the largest block of weights that fits in fast memory.
 
-    Two blocks may take MOST_OF_WEIGHTS bytes, because the next block is read while a block is used.
-    The number is a multiple of LANES that divides `columns`. LANES is returned if no multiple fits.
+    A block is some columns of the weight matrix of an expert. Two blocks may take MOST_OF_WEIGHTS
+    bytes, because the next block is read while a block is used. The result is a multiple of LANES
+    that divides `columns`. It is LANES if no multiple fits.
 
     Args:
-        columns: The number of all columns, a multiple of LANES.
-        bytes_per_column: The bytes of the weights of a column.
+        columns: The number of columns of the matrix, a multiple of LANES.
+        bytes_per_column: The bytes of a column of the matrix; for two matrices that a kernel reads
+            together, the bytes of a column of both.
     """
     block_column_count = LANES
-    for column_count in range(LANES, columns + 1, LANES):
-        if columns % column_count == 0 and 2 * column_count * bytes_per_column <= MOST_OF_WEIGHTS:
-            block_column_count = column_count
+    for candidate_count in range(LANES, columns + 1, LANES):
+        block_pair_bytes = 2 * candidate_count * bytes_per_column
+        if columns % candidate_count == 0 and block_pair_bytes <= MOST_OF_WEIGHTS:
+            block_column_count = candidate_count
     return block_column_count
 
 
@@ -294,7 +302,10 @@ def _multiply_fetched(
     buffers: Any,
     semaphores: Any,
 ) -> None:
-    """Begins to fetch the tokens of this step's tile, and computes the previous step's tile.
+    """Begins to fetch the tokens of a tile, and computes silu(x gate) * (x up) for the tile before.
+
+    Each step of the kernel's grid fetches its own tile, and multiplies the tile of the previous
+    step, whose tokens have arrived meanwhile. A tile is ROWS rows of the same expert.
 
     Args:
         _layer: The number of the layer, which only the index maps read.
@@ -312,8 +323,8 @@ def _multiply_fetched(
     """
     step_number = pl.program_id(1)
     previous_step_number = jnp.maximum(step_number - 1, 0)
-    iteration_count = pl.cdiv(counts[step_number], AT_ONCE)
-    previous_iteration_count = pl.cdiv(counts[previous_step_number], AT_ONCE)
+    fetch_iteration_count = pl.cdiv(counts[step_number], AT_ONCE)
+    previous_fetch_iteration_count = pl.cdiv(counts[previous_step_number], AT_ONCE)
 
     def start_copies(iteration: Any, _: None) -> None:
         for row_in_iteration in range(AT_ONCE):
@@ -324,12 +335,12 @@ def _multiply_fetched(
                 token_row_ref, buffer_row_ref, semaphores.at[step_number % 2]
             ).start()
 
-    lax.fori_loop(0, iteration_count, start_copies, None)
+    lax.fori_loop(0, fetch_iteration_count, start_copies, None)
 
     @pl.when(step_number > 0)
     def multiply() -> None:
         buffer_index = (step_number - 1) % 2
-        _wait(buffers, semaphores, buffer_index, previous_iteration_count * AT_ONCE)
+        _wait(buffers, semaphores, buffer_index, previous_fetch_iteration_count * AT_ONCE)
         x = buffers[buffer_index].reshape(buffers.shape[1], -1)
         gate_product = einsum("nD,DM->nM", x, gate_ref[...])
         up_product = einsum("nD,DM->nM", x, up_ref[...])
@@ -457,9 +468,11 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
 def _add_fetched(
     counts: Any, fetches: Any, rows_ref: Any, out_ref: Any, buffers: Any, semaphores: Any
 ) -> None:
-    """Begins to fetch the rows of this step's group, and adds up the previous step's group.
+    """Begins to fetch the rows of a group, and adds up the rows of each token of the group before.
 
-    A group is TOKENS consecutive tokens, and a row is one expert of one token.
+    Each step of the kernel's grid fetches its own group and adds up the group of the previous step,
+    whose rows have arrived meanwhile. A group is TOKENS consecutive tokens, and a row is the result
+    of one expert of one token.
 
     Letters: n' rows of all tiles, X experts of a token.
 

@@ -25,12 +25,14 @@ from activation_extraction.model.mesh import MODEL_AXES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 from activation_extraction.model.parameters import StackedWeight
 
-TILE = 128  # the number of an expert's rows that `tiled_experts` multiplies at a time
+# The number of an expert's rows that `tiled_experts` multiplies at a time. The last tile of an
+# expert is computed as a whole, even if the expert has only a few rows left.
+TILE = 128
 LANES = 128  # the number of values in a row of a TPU's register
 
 
 class Stacks(NamedTuple):
-    """The weights of the experts of all layers, and the number of one layer.
+    """The weights of the experts of all layers, and the number of the layer that is computed.
 
     Letters: L layers, E experts, D hidden, M width of an expert.
 
@@ -246,11 +248,11 @@ def _sum_in_ring(
     half_slices_and_shifts = [(slice(half_token_count), 1), (slice(half_token_count, None), -1)]
 
     def hop(arrays: Any, shift: int) -> Any:
-        ring_pairs = [
+        sender_receiver_pairs = [
             (device, ring[(ring_index + shift) % device_count])
             for ring_index, device in enumerate(ring)
         ]
-        return lax.ppermute(arrays, "expert", ring_pairs)
+        return lax.ppermute(arrays, "expert", sender_receiver_pairs)
 
     halves_by_direction = []
     for half_slice, ring_shift in half_slices_and_shifts:
@@ -266,15 +268,15 @@ def _sum_in_ring(
     for both_halves in zip(*halves_by_direction, strict=True):
         ordered_halves.extend(both_halves)
     x, routing_weights, chosen_experts = (
-        jnp.concatenate(part_arrays) for part_arrays in zip(*ordered_halves, strict=True)
+        jnp.concatenate(half_arrays) for half_arrays in zip(*ordered_halves, strict=True)
     )
     chosen_experts = chosen_experts - lax.axis_index("expert") * stacks.gate.shape[1]
     y = expert_sum(
         x.reshape(-1, hidden_size), routing_weights, chosen_experts, stacks, parts=device_count
     )
 
-    # Without barriers, XLA would concatenate the results of the parts again, in order to convert
-    # and slice them together.
+    # Without barriers, XLA would join the results of the parts in one array again, in order to
+    # convert and slice them together. The first sums could then not be sent early.
     own_part_results, *other_part_results = map(
         lax.optimization_barrier, jnp.split(y, device_count)
     )
@@ -345,12 +347,12 @@ def in_sorted_rows(
             )
         return token_sums
 
-    arrays_by_part = [
-        jnp.split(row_or_token_array, parts)
-        for row_or_token_array in (sorted_row_numbers, routing_weights, has_expert)
+    parts_of_arrays = [
+        jnp.split(token_array, parts)
+        for token_array in (sorted_row_numbers, routing_weights, has_expert)
     ]
     return jnp.concatenate(
-        [add_up(*part_arrays) for part_arrays in zip(*arrays_by_part, strict=True)]
+        [add_up(*arrays_of_part) for arrays_of_part in zip(*parts_of_arrays, strict=True)]
     )
 
 
@@ -374,14 +376,14 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
     layer_number, gate, up, down = stacks
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layer_count, expert_count = gate.shape[:2]
-    sizes_of_all_layers = (
+    sizes_of_all_experts = (
         jnp.zeros((layer_count, expert_count), jnp.int32).at[layer_number].set(sizes).reshape(-1)
     )
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
         matrices_of_all_layers = stack.reshape(-1, *stack.shape[2:])
         dot_options: Any = dict(precision=dot_precision, preferred_element_type=dtype)
-        return lax.ragged_dot(x, matrices_of_all_layers, sizes_of_all_layers, **dot_options)
+        return lax.ragged_dot(x, matrices_of_all_layers, sizes_of_all_experts, **dot_options)
 
     gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
     return product(gated_values.astype(x.dtype), down, x.dtype)

@@ -76,7 +76,7 @@ class Program:
 
     @property
     def layout(self) -> Layout:
-        """The mesh of the model."""
+        """The mesh over which the arrays of the model are split."""
         return self.model.layout
 
     @property
@@ -86,7 +86,11 @@ class Program:
 
     @property
     def takes_params_as_bits(self) -> bool:
-        """Returns whether the compiled step takes parameters as uint16 arrays of their bits."""
+        """Returns whether the compiled step takes parameters as uint16 arrays of their bits.
+
+        It does so for bfloat16 on CPUs, where XLA would convert whole arrays of bfloat16 to
+        float32 in every step (see `numerics.to_bits`).
+        """
         return self.model.dtype == jnp.bfloat16 and self.platform == "cpu"
 
     @property
@@ -113,9 +117,9 @@ class Program:
 
     @property
     def token_bytes(self) -> dict[str, int]:
-        """Name of a hook -> the number of bytes that are stored for each token.
+        """Name of a stored hook -> the number of bytes that are stored for each token.
 
-        For a hook of codes, this is the number for a token with as many codes as possible.
+        For a hook of codes, it is the number for a token with the largest number of codes.
         """
         stored_dtype = self.model.activation_dtype
         bytes_by_hook = {}
@@ -264,8 +268,9 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         options: Options of the compiler, besides the options of every run.
 
     Returns:
-        The compiled program, a function of (params, token ids, segment ids, positions, flags). It
-        returns the activations by vector type, and the number of hosts that set each flag.
+        The compiled program, a function of (params, token ids, segment ids, positions, flags). The
+        flags are the three flags of each host (see `Step`). The function returns the activations
+        by vector type, and the number of hosts that set each flag.
     """
     model = program.model
     host_rows = program.rows
@@ -291,7 +296,8 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
 def compile_unloaded(program: Program, **options: Any) -> Any:
     """Compiles the program of a run without reading its weights.
 
-    All hosts must call this function together.
+    The compiled program tells, for example, how much memory a step takes. All hosts must call this
+    function together.
 
     Args:
         program: The program.

@@ -111,12 +111,12 @@ class HookKind:
 
     @property
     def is_prediction(self) -> bool:
-        """Returns whether the values are computed from the logits."""
+        """Returns whether the values at hooks of this kind are computed from the logits."""
         return self.intermediate.startswith(PREDICTED)
 
     @property
     def grows_with_row_length(self) -> bool:
-        """Returns whether the width grows with the number of tokens in a row."""
+        """Returns whether the width of this kind grows with the number of tokens in a row."""
         return "S" in self.letters
 
     @property
@@ -261,14 +261,16 @@ class HookTable:
 
     def without_predictions(self) -> "HookTable":
         """Returns the table without the kinds that need logits, for a model without an LM head."""
-        kept_kinds = tuple(hook_kind for hook_kind in self.kinds if not hook_kind.is_prediction)
-        return replace(self, kinds=kept_kinds)
+        kinds_without_logits = tuple(
+            hook_kind for hook_kind in self.kinds if not hook_kind.is_prediction
+        )
+        return replace(self, kinds=kinds_without_logits)
 
     def all_hooks(self, depth: int, large: bool = False) -> list[Hook]:
-        """Returns all hooks of a model in the order in which they are computed.
+        """Returns the hooks of a model, in the order in which they are computed.
 
         Args:
-            depth: The number of layers.
+            depth: The number of layers of the model.
             large: Whether to include hooks of large kinds (see `HookKind.is_large`).
         """
         return sorted(
@@ -353,8 +355,8 @@ class HookTable:
                     f"{2 * self.vocabulary_size:,} bytes per token in bfloat16; if you want it, "
                     f"ask for {hook.name}"
                 )
-        all_names = [hook_name for hook in hooks_of_model for hook_name in hook.names()]
-        near_miss_hint = near_miss(pattern, all_names)
+        names_of_all_hooks = [hook_name for hook in hooks_of_model for hook_name in hook.names()]
+        near_miss_hint = near_miss(pattern, names_of_all_hooks)
         return InputError(
             f"--hook_names {pattern}: matches no hook of a model with layers 0 to "
             f"{depth - 1}{near_miss_hint}; --list_hooks shows their names"
@@ -463,13 +465,15 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Finds out which layers of a model have the kinds of hooks in each row of HOOK_KINDS.
 
+    The first column of HOOK_KINDS contains a word for the layers that have the kind.
+
     Args:
         config: The configuration of the model.
 
     Returns:
-        Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows that begin with
-        this word. A layer has the hooks of these rows if its type contains one of the type words.
-        () if every layer has them. If no layer has them, the word in the first column is missing.
+        Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows with this word.
+        A layer has the hooks of these rows if its type contains one of the type words, or if the
+        type words are (). The dict lacks the words of rows whose hooks no layer has.
     """
     delta_config, experts_config = config.delta, config.experts
     attention_words = () if delta_config is None else (ATTENTION,)
@@ -518,28 +522,28 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
             )
         )
-    make_end_kind = partial(HookKind, is_after_layers=True)
+    make_kind_after_layers = partial(HookKind, is_after_layers=True)
     hook_kinds += [
-        make_end_kind("ln_final.hook_normalized", "D", "final.normalized"),
-        make_end_kind("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
-        make_end_kind(
+        make_kind_after_layers("ln_final.hook_normalized", "D", "final.normalized"),
+        make_kind_after_layers("ln_final.hook_out", "D", "final.out", ("model.norm.output",)),
+        make_kind_after_layers(
             "logits", "V", "predicted.logits", ("lm_head.output",), ("unembed.hook_out",)
         ),
-        make_end_kind(
+        make_kind_after_layers(
             "logits.top_ids", "", "predicted.top_ids", dtype="int32", width_factor=top_logits
         ),
-        make_end_kind(
+        make_kind_after_layers(
             "logits.top_logprobs",
             "",
             "predicted.top_logprobs",
             dtype="float32",
             width_factor=top_logits,
         ),
-        make_end_kind("loss", "", "predicted.loss", dtype="float32"),
-        make_end_kind("entropy", "", "predicted.entropy", dtype="float32"),
+        make_kind_after_layers("loss", "", "predicted.loss", dtype="float32"),
+        make_kind_after_layers("entropy", "", "predicted.entropy", dtype="float32"),
     ]
     return hook_kinds
 
 
-# The hooks of Qwen2, the family with the fewest kinds of hooks.
+# The hooks of Qwen2, the family with the fewest kinds of hooks. Layers of every type have them.
 HOOKS = HookTable(tuple(_kinds({EVERY: (), ATTENTION: (), DENSE: ()}, DEFAULT_TOP_LOGITS)))
