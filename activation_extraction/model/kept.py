@@ -72,13 +72,13 @@ class KeptTokens(NamedTuple):
             tokens are ordered by row and position.
         """
         # All copies are started before the first copy is awaited.
-        copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
+        host_copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
         received_array_of_type = {
             vector_type: np.empty(shape, vector_type.dtype)
             for vector_type, shape in self.shape_of_type.items()
         }
-        for block, copies_of_block in zip(self.blocks, copies_of_blocks, strict=True):
-            for vector_type, copied_block in copies_of_block.items():
+        for block, host_copies_of_block in zip(self.blocks, host_copies_of_blocks, strict=True):
+            for vector_type, copied_block in host_copies_of_block.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
                 kept_bits = np.asarray(copied_block).view(bits_dtype)[:, block.indices_in_block]
@@ -168,7 +168,7 @@ def _block_plans(
         The indices of the tokens in the block.
     """
     index_among_kept_of_token = np.cumsum(kept).reshape(kept.shape) - 1
-    kept_indices_of_devices = [
+    kept_token_indices_of_devices = [
         np.flatnonzero(kept[device_slices]) for device_slices in slices_of_devices
     ]
     indices_among_kept_of_devices = [
@@ -177,15 +177,17 @@ def _block_plans(
     ]
     tokens_per_device = kept[slices_of_devices[0]].size
     block_size = -(-tokens_per_device // MAX_BLOCKS)
-    for block_start in range(0, max(map(len, kept_indices_of_devices)), block_size):
+    for block_start in range(0, max(map(len, kept_token_indices_of_devices)), block_size):
         block_stop = block_start + block_size
         device_token_indices = np.zeros((len(slices_of_devices), block_size), np.int32)
         indices_in_block = []
         indices_among_kept = []
-        for device_number, kept_indices in enumerate(kept_indices_of_devices):
-            num_tokens = len(kept_indices[block_start:block_stop])
-            device_token_indices[device_number, :num_tokens] = kept_indices[block_start:block_stop]
-            indices_in_block.append(device_number * block_size + np.arange(num_tokens))
+        for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
+            num_block_tokens = len(kept_token_indices[block_start:block_stop])
+            device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
+                block_start:block_stop
+            ]
+            indices_in_block.append(device_number * block_size + np.arange(num_block_tokens))
             indices_among_kept.append(
                 indices_among_kept_of_devices[device_number][block_start:block_stop]
             )

@@ -33,7 +33,8 @@ class RMSNorm(nn.Module):
     Attributes:
         config: The configuration of the model. Its `norm_offset` is added to the weights.
         dtype: The dtype of the weights and of the result.
-        axis_letter: The letter of the last axis, which gives the number of weights.
+        axis_letter: The letter of the last axis, which gives the number of weights (see
+            `LOGICAL_AXES` in parameters.py).
     """
 
     config: ModelConfig
@@ -157,11 +158,11 @@ def swap_pairs(pair_count: int, x: Array) -> Array:
     Returns:
         The swapped values, (B, T, N, H) float32; 0 for dimensions that are not rotated.
     """
-    first_of_pairs, second_of_pairs, unrotated_values = jnp.split(
+    first_values_of_pairs, second_values_of_pairs, unrotated_values = jnp.split(
         x.astype(jnp.float32), [pair_count, 2 * pair_count], axis=-1
     )
     return jnp.concatenate(
-        [second_of_pairs, first_of_pairs, jnp.zeros_like(unrotated_values)], axis=-1
+        [second_values_of_pairs, first_values_of_pairs, jnp.zeros_like(unrotated_values)], axis=-1
     )
 
 

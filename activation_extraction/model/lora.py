@@ -442,9 +442,9 @@ class LoraAdapter:
         # exchanged.
         if out_size == in_size:
             peft_version = str(self._settings.get("peft_version"))
-            version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
-            has_exchanged_factors = version_numbers < EXCHANGED_UNTIL
-            if version_numbers < EXCHANGED_SINCE:
+            peft_version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
+            has_exchanged_factors = peft_version_numbers < EXCHANGED_UNTIL
+            if peft_version_numbers < EXCHANGED_SINCE:
                 error_reason = "does not tell whether its inputs and outputs are exchanged"
                 raise self._error(a, f"is square, and peft_version {peft_version} {error_reason}")
         out_size, in_size = matrix_shape[::-1] if has_exchanged_factors else matrix_shape

@@ -328,8 +328,12 @@ def _reason(best_cost: StepCost, device_memory: float | None) -> str:
         reasons_for_mesh.append(f"gathers of weights {gather_verb} products")
     if best_cost.exchange_seconds:
         exchange_percent = 100 * best_cost.exchange_seconds / best_cost.seconds
-        exchange_axes = " and ".join(axis for axis in mesh_shape if axis in ("expert", "model"))
-        reasons_for_mesh.append(f"exchanges along {exchange_axes} take {exchange_percent:.0f} %")
+        exchange_axes_text = " and ".join(
+            axis for axis in mesh_shape if axis in ("expert", "model")
+        )
+        reasons_for_mesh.append(
+            f"exchanges along {exchange_axes_text} take {exchange_percent:.0f} %"
+        )
     return "; ".join(reasons_for_mesh)
 
 

@@ -549,8 +549,8 @@ def _rope_parameters(hf: Any, source: str) -> Mapping[str, Any]:
             f"{source}: rope_parameters {rope_settings!r} is not supported, only one flat set"
         )
     if rope_settings.get("rope_type") == "yarn" and rope_settings.get("factor", 0) is None:
-        original_length = positive_field(rope_settings, TRAINED, source)
-        return {**rope_settings, "factor": hf.max_position_embeddings / original_length}
+        original_context_length = positive_field(rope_settings, TRAINED, source)
+        return {**rope_settings, "factor": hf.max_position_embeddings / original_context_length}
     return rope_settings
 
 
@@ -573,16 +573,18 @@ def _chunk(hf: Any, source: str) -> int | None:
     Raises:
         InputError: If the settings of dual-chunk attention are not valid.
     """
-    chunk_settings = getattr(hf, "dual_chunk_attention_config", None)
-    if chunk_settings is None:
+    dual_chunk_settings = getattr(hf, "dual_chunk_attention_config", None)
+    if dual_chunk_settings is None:
         return None
-    if not isinstance(chunk_settings, Mapping):
+    if not isinstance(dual_chunk_settings, Mapping):
         raise InputError(
-            f"{source}: dual_chunk_attention_config {chunk_settings!r} is not a set of fields"
+            f"{source}: dual_chunk_attention_config {dual_chunk_settings!r} is not a set of fields"
         )
-    max_row_length = positive_field({"chunk_size": 8192, **chunk_settings}, "chunk_size", source)
-    if chunk_settings.get(TRAINED):
-        max_row_length = min(max_row_length, positive_field(chunk_settings, TRAINED, source))
+    max_row_length = positive_field(
+        {"chunk_size": 8192, **dual_chunk_settings}, "chunk_size", source
+    )
+    if dual_chunk_settings.get(TRAINED):
+        max_row_length = min(max_row_length, positive_field(dual_chunk_settings, TRAINED, source))
     return int(max_row_length)
 
 

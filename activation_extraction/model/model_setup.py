@@ -43,7 +43,8 @@ from activation_extraction.model.weights import check_tensors, orient_experts
 from qwen2_jax import Qwen2, tensor_names, weight_table
 from qwen2_jax_with_hooks import HookedModel, create_model_with_hooks
 
-# The largest number of bytes of a row at a hook whose width grows with the length of the row.
+# The largest number of bytes of a row at a hook whose width grows with the length of the row. The
+# limit is necessary because these bytes grow with the square of the length.
 MAX_ROW_BYTES = 32 * 2**20
 
 
@@ -160,19 +161,19 @@ def _log_peculiarities(
         stated_config: The configuration in config.json, which may differ from the stored tensors.
         model: The model that computes the hooks.
     """
-    model_in_words = checkpoint.flag_and_path
+    flag_and_path = checkpoint.flag_and_path
     if FAMILIES[stated_config.model_type].is_multimodal:
         log.info(
             "%s: its text model alone runs; placeholders of images and sound are ordinary tokens",
-            model_in_words,
+            flag_and_path,
         )
     # An adapter may have added HEAD to the tensors of a model with a tied embedding, as another
     # name of the embedding. Therefore the name in the file tells whether a head is stored.
-    has_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
-    if model.predicts and stated_config.tie_word_embeddings and has_head:
+    file_contains_head = text_name(checkpoint.tensors.get(HEAD, "")) == HEAD
+    if model.predicts and stated_config.tie_word_embeddings and file_contains_head:
         log.info(
             "%s: its %s is used, although config.json ties it to the embedding",
-            model_in_words,
+            flag_and_path,
             HEAD,
         )
     rope = model.config.rope
@@ -180,7 +181,7 @@ def _log_peculiarities(
         log.info(
             "%s: YaRN's attn_factor %s is ignored, as by transformers; vLLM would multiply the "
             "attention factor %s by it",
-            model_in_words,
+            flag_and_path,
             rope.attn_factor,
             rope.attention_factor,
         )
@@ -256,10 +257,10 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason_for_mesh
     )
     check_divisibility(layout, num_rows_of_step, row_length, config.sizes)
-    kernel_of_field = {}
+    preferred_kernel_of_field = {}
     for kernel_field, candidates in candidates_for(platform).items():
-        kernel_of_field[kernel_field] = next(iter(candidates.values()))
-    kernels = Kernels(**kernel_of_field)
+        preferred_kernel_of_field[kernel_field] = next(iter(candidates.values()))
+    kernels = Kernels(**preferred_kernel_of_field)
     model = create_model_with_hooks(
         config, computed_hooks, model_dtype, activation_dtype, kernels, layout
     )

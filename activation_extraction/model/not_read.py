@@ -110,9 +110,9 @@ def adapter_in_model(flag_and_path: str, adapter_file: str, base_model: str | No
         adapter_file: The name of the adapter's configuration file.
         base_model: The name of the base model in this file; None if it names none.
     """
-    base_remark = f", of {base_model}" if base_model else ""
+    base_model_note = f", of {base_model}" if base_model else ""
     return InputError(
-        f"{flag_and_path}: holds an adapter ({adapter_file}{base_remark}), which --lora takes; "
+        f"{flag_and_path}: holds an adapter ({adapter_file}{base_model_note}), which --lora takes; "
         "give its base model alone here"
     )
 
@@ -151,11 +151,13 @@ def hub_not_reached(
     hub_problem = f"the hub cannot be reached for {name}"
     if name_unknown(hub_unreachable(constants.ENDPOINT) or error):
         hub_problem = f"the hub has a name that does not resolve: offline? {flag} takes a folder"
-    offline_effect = "reads its cache" if cache_is_empty else "does without what its cache lacks"
+    effect_of_hf_hub_offline = (
+        "reads its cache" if cache_is_empty else "does without what its cache lacks"
+    )
     cache_remark = ", which has nothing of this repository" if cache_is_empty else ""
     return InputError(
         f"{flag_and_path}: no such local folder, and {hub_problem}; HF_HUB_OFFLINE=1 "
-        f"{offline_effect} ({constants.HF_HUB_CACHE}){cache_remark}"
+        f"{effect_of_hf_hub_offline} ({constants.HF_HUB_CACHE}){cache_remark}"
     )
 
 

@@ -164,6 +164,7 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
 def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: Layout) -> Any:
     """Runs a function on one block of tokens after the other, and joins its results.
 
+    So the memory for the intermediate arrays of `function` does not grow with T.
     The last block is filled up with zeros, whose results are dropped.
 
     Args:
@@ -179,8 +180,8 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         The results of all blocks, a pytree of arrays (B, T, ...).
     """
     num_rows, row_length = jax.tree.leaves(arrays)[0].shape[:2]
-    rows_on_device = max(num_rows // layout.size(*RULES["batch"]), 1)
-    num_blocks = -(-row_length // max(tokens // rows_on_device, 1))
+    num_rows_on_device = max(num_rows // layout.size(*RULES["batch"]), 1)
+    num_blocks = -(-row_length // max(tokens // num_rows_on_device, 1))
     block_length = -(-row_length // num_blocks)
     array_dtypes = jax.tree.map(lambda x: x.dtype, arrays)
 

@@ -133,17 +133,24 @@ class Rope:
         if self.blended_range is None:
             return divided_frequencies
         blend_start, blend_end = self.blended_range
-        undivided_share: np.ndarray
+        share_of_undivided_frequency: np.ndarray
         if self.rope_type == "llama3":
             turns_of_frequencies = (
                 np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
             )
-            undivided_share = (turns_of_frequencies - blend_start) / (blend_end - blend_start)
+            share_of_undivided_frequency = (turns_of_frequencies - blend_start) / (
+                blend_end - blend_start
+            )
         else:
             frequency_indices = np.arange(rotated_dims // 2, dtype=np.float32)
-            undivided_share = 1 - (frequency_indices - blend_start) / (blend_end - blend_start)
-        undivided_share = np.clip(undivided_share, 0, 1)
-        return divided_frequencies * (1 - undivided_share) + undivided_frequencies * undivided_share
+            share_of_undivided_frequency = 1 - (frequency_indices - blend_start) / (
+                blend_end - blend_start
+            )
+        share_of_undivided_frequency = np.clip(share_of_undivided_frequency, 0, 1)
+        return (
+            divided_frequencies * (1 - share_of_undivided_frequency)
+            + undivided_frequencies * share_of_undivided_frequency
+        )
 
 
 def check_rope(section: dict[str, Any], source: str) -> None:
@@ -330,13 +337,13 @@ def _blended_indices(
         inverse_frequency = trained_length / (turns * 2 * math.pi)
         return rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
-    boundary_turns = []
+    turns_at_ends_of_range = []
     for beta_field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
-        boundary_turns.append(
+        turns_at_ends_of_range.append(
             positive_field(rope, beta_field, source) if rope.get(beta_field) else default_turns
         )
     try:
-        first_blended_index, last_blended_index = map(index_with_turns, boundary_turns)
+        first_blended_index, last_blended_index = map(index_with_turns, turns_at_ends_of_range)
         if rope.get("truncate", True):
             first_blended_index = math.floor(first_blended_index)
             last_blended_index = math.ceil(last_blended_index)

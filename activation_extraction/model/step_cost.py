@@ -100,17 +100,17 @@ class CostModel:
         """
         chip = chip_of(devices[0]) or STAND_IN_CHIP
         num_linked_devices = linked_devices(devices)
-        one_device_seconds = 0.0
+        seconds_on_one_device = 0.0
         for num_operations, dtype in self._operations:
             chip_at_dtype = at_dtype(chip, dtype, devices[0].platform)
-            one_device_seconds += num_operations / chip_at_dtype.flops_per_second
+            seconds_on_one_device += num_operations / chip_at_dtype.flops_per_second
         speed_of_axis = {axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES}
         exchange_seconds = self._bytes_along_model(layout) / speed_of_axis["model"]
         exchange_seconds += self._bytes_along_expert(layout) / speed_of_axis["expert"]
         return StepCost(
             layout,
             memory_bytes=self.memory_bytes(layout),
-            product_seconds=one_device_seconds / layout.size(*AXES, "query"),
+            product_seconds=seconds_on_one_device / layout.size(*AXES, "query"),
             hbm_seconds=self._moved_bytes(layout) / chip.memory_bandwidth,
             gather_seconds=self._gathered_bytes(layout) / speed_of_axis["fsdp"],
             exchange_seconds=exchange_seconds,
@@ -225,10 +225,10 @@ class CostModel:
         experts_config = self.model.config.experts
         hidden_size = self.model.config.hidden_size
         num_gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
-        num_split_values = _values_on_device(layout, spec)
+        num_values_before_gather = _values_on_device(layout, spec)
         num_moved_values = float(num_gathered_values)
-        if num_split_values < num_gathered_values:
-            num_moved_values += num_split_values + num_gathered_values
+        if num_values_before_gather < num_gathered_values:
+            num_moved_values += num_values_before_gather + num_gathered_values
         num_layers, *weight_axis_sizes = spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
             num_multiplied_tokens = num_layers * self._tokens_on_device(layout)

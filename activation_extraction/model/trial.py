@@ -239,10 +239,10 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     q = draw_normal(config.num_attention_heads // num_head_devices, head_dim, scale=head_dim**-0.5)
     k = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
     v = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
-    window_arguments: list[tuple[int, ...]] = [()]
+    optional_window_arguments: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
-        window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
-    for window_argument in window_arguments:
+        optional_window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
+    for optional_window_argument in optional_window_arguments:
         for first_position in range(0, num_keys, num_queries):
             query_slice = slice(first_position, first_position + num_queries)
             first_query_position = (
@@ -250,7 +250,11 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
             )
             query_segment_ids = segment_ids[:, query_slice]
             attention_arrays = q[:, query_slice], k, v, Segments(query_segment_ids, segment_ids)
-            attention_arguments = (*attention_arrays, first_query_position, *window_argument)
+            attention_arguments = (
+                *attention_arrays,
+                first_query_position,
+                *optional_window_argument,
+            )
             yield Trial(dense_attention, attention_arguments, query_segment_ids > 0)
 
 
@@ -277,8 +281,8 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     expert_numbers = [*range(num_experts), num_experts, -1]
     # About 70 choices are made for each of the last two numbers. The number of all choices must be
     # even, because each token makes two choices.
-    choice_counts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
-    sorted_choices = np.repeat(expert_numbers, choice_counts)
+    choice_counts_of_experts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
+    sorted_choices = np.repeat(expert_numbers, choice_counts_of_experts)
     chosen_experts = rng.permutation(sorted_choices).reshape(-1, 2).astype(np.int32)
     expert_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
     draw_normal = partial(_normal, rng, dtype)

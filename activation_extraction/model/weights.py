@@ -213,10 +213,10 @@ class WeightSpec:
         # in `stack_index` is a head, and only the values of this head are read.
         for stack_index in np.ndindex(target.shape[: self.num_stacked_axes + is_filled_per_head]):
             tensor_number = 0  # the number of the tensor in the whole stack
-            for axis_length, axis_range, part_index in zip(
+            for axis_length, axis_range, index_in_part in zip(
                 self.shape, stack_ranges, stack_index, strict=False
             ):
-                tensor_number = tensor_number * axis_length + axis_range[part_index]
+                tensor_number = tensor_number * axis_length + axis_range[index_in_part]
             if tensor_number >= len(self.hf_names):
                 target[stack_index] = 0
                 continue
@@ -269,7 +269,8 @@ def orient_experts(
             shape.
 
     Returns:
-        The same table with the specs of fused experts for this checkpoint.
+        A copy of the table, in which the specs of fused experts have the order of axes of this
+        checkpoint.
     """
     fused_spec_by_path = {
         parameter_path: weight_spec
@@ -319,15 +320,19 @@ def check_tensors(
             weight_file, header_entry = checkpoint.locate(tensor_name)
             weight_spec.check(tensor_name, header_entry.shape, weight_file.location)
             checkpoint.scales(tensor_name)
-    names_in_files = set(checkpoint.tensors)
+    tensor_names_in_files = set(checkpoint.tensors)
     # Weight files may contain tensors that the index does not list.
     for weight_file in checkpoint.weight_files:
-        names_in_files.update(text_names(weight_file.tensors, weight_file.location))
-    unknown_names = sorted(without_scales(names_in_files, checkpoint.flag_and_path) - allowed_names)
-    if unknown_names:
-        more_names_note = f" (and {len(unknown_names) - 1} more)" if len(unknown_names) > 1 else ""
+        tensor_names_in_files.update(text_names(weight_file.tensors, weight_file.location))
+    unknown_tensor_names = sorted(
+        without_scales(tensor_names_in_files, checkpoint.flag_and_path) - allowed_names
+    )
+    if unknown_tensor_names:
+        more_names_note = (
+            f" (and {len(unknown_tensor_names) - 1} more)" if len(unknown_tensor_names) > 1 else ""
+        )
         raise InputError(
-            f"{checkpoint.flag_and_path}: tensor {unknown_names[0]} is unknown to this model"
+            f"{checkpoint.flag_and_path}: tensor {unknown_tensor_names[0]} is unknown to this model"
             f"{more_names_note}"
         )
 
@@ -389,7 +394,8 @@ def load_params(
         """Returns the sort key of a job: the position of its first tensor in the files.
 
         Args:
-            job: The job.
+            job: A tuple of the path of the parameter, and the number of the layer in its stage;
+                None instead of the number if the parameter has no layers.
 
         Returns:
             A tuple of:
@@ -403,8 +409,8 @@ def load_params(
         tensor_names = weight_spec.hf_names[(layer_in_stage or 0) * tensors_per_layer :]
         if not tensor_names:
             return True, "", 0
-        first_file, header_entry = checkpoint.locate(tensor_names[0])
-        return False, first_file.name, header_entry.offset
+        file_of_first_tensor, header_entry = checkpoint.locate(tensor_names[0])
+        return False, file_of_first_tensor.name, header_entry.offset
 
     def load(path: ParamPath, layer: int | None) -> jax.Array:
         """Reads a parameter, or one layer of it in every stage, into an array on the devices.
@@ -418,7 +424,7 @@ def load_params(
         """
         weight_spec = table[path]
         array_axes = weight_spec.axes
-        first_file, _ = checkpoint.locate(weight_spec.hf_names[0])
+        file_of_first_tensor, _ = checkpoint.locate(weight_spec.hf_names[0])
         ranges_by_axis = [*map(range, weight_spec.shape)]
         if layer is not None:
             array_axes = ("stage", *array_axes[1:])
@@ -439,7 +445,7 @@ def load_params(
                         for axis_range, axis_slice in zip(ranges_by_axis, index, strict=True)
                     ]
                 shard = weight_spec.read_slice(
-                    read_tensor, dtype, shard_ranges, first_file.values_at_once
+                    read_tensor, dtype, shard_ranges, file_of_first_tensor.values_at_once
                 )
                 shard_by_index[index_text] = shard.view(loaded_dtype)
             return shard_by_index[index_text]
@@ -469,14 +475,14 @@ def load_params(
 def _loaded_ahead(
     pool: ThreadPoolExecutor, load: Callable[..., jax.Array], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[jax.Array]:
-    """Loads jobs in threads, and yields their arrays in the order of the jobs.
+    """Loads arrays in threads before they are needed, and yields them in the order of their jobs.
 
-    At any time, at most WEIGHT_READERS jobs are being loaded or are loaded but not yet yielded.
+    At any time, at most WEIGHT_READERS arrays are being loaded or are loaded but not yet yielded.
 
     Args:
         pool: The pool of threads.
-        load: A function that maps the elements of a job to an array.
-        jobs: The jobs, each as a tuple of the arguments of `load`.
+        load: A function that loads an array. The elements of a job are its arguments.
+        jobs: A tuple of the arguments of `load` for each array.
 
     Yields:
         The array of each job.
