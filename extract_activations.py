@@ -70,9 +70,10 @@ from activation_extraction.text.batch import Batch
 
 
 def carry_out(config: Config) -> int:
-    """Carries out the action that the flags name: --list_hooks, --plan, --verify or --export.
+    """Carries out a command for which the packages that run a model are needed.
 
-    Without these flags, it carries out a run.
+    The command is --list_hooks, --plan, --verify with --model_path, or --export nla. Without these
+    flags, it is a run.
 
     Args:
         config: The configuration, made from checked flags.
@@ -246,8 +247,8 @@ def open_output(run: Run) -> Run:
         run: The run.
 
     Returns:
-        The run. If another process has stored shards since `prepare`, the run has new batches,
-        without the samples that are stored by now.
+        The run. If another process has stored shards since `prepare` read the output, the run has
+        new batches, without the samples that are stored by now.
 
     Raises:
         InputError: If the folder now contains a run that this run cannot continue.
@@ -258,8 +259,8 @@ def open_output(run: Run) -> Run:
         run.folders.remove_totals()
     run.storage.open()
     current_plan = run.storage.plan
-    current_commits_and_end = (current_plan.commits, current_plan.samples_to_read)
-    if current_commits_and_end == (prepared_plan.commits, prepared_plan.samples_to_read):
+    current_commits_and_samples = (current_plan.commits, current_plan.samples_to_read)
+    if current_commits_and_samples == (prepared_plan.commits, prepared_plan.samples_to_read):
         return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",

@@ -490,9 +490,10 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
 def tensor_names(config: ModelConfig, tensors: Collection[str]) -> set[str]:
     """Returns the names that the language model's tensors may have in a checkpoint.
 
-    The names include tensors that are not read. For example, a checkpoint may contain fused experts
-    and also a tensor for each expert. It may contain a head although config.json ties the head to
-    the embedding.
+    A caller can find out with these names whether a checkpoint contains unknown tensors. The names
+    include tensors that are not read. For example, a checkpoint may contain fused experts and also
+    a tensor for each expert. It may contain a head although config.json ties the head to the
+    embedding.
 
     Args:
         config: The configuration of the model.
@@ -525,12 +526,12 @@ def _weight_spec(
         return WeightSpec(parameter_shape, logical_axes, (head_tensor_name,))
     if path[0] != "layers":
         return WeightSpec(parameter_shape, logical_axes, (f"model.{path[0]}.weight",))
-    has_several_types = len(set(config.layer_types)) > 1
+    has_several_layer_types = len(set(config.layer_types)) > 1
     layer_numbers = list(range(model.num_layers))
-    if has_several_types:
+    if has_several_layer_types:
         # If the model has several types of layers, `path[1]` is the type of the parameter's layers.
         layer_numbers = [layer for layer in layer_numbers if config.layer_types[layer] == path[1]]
-    parameter_name = ".".join(path[2:] if has_several_types else path[1:])
+    parameter_name = ".".join(path[2:] if has_several_layer_types else path[1:])
     tensor_name, tensor_slice = tensor_of_parameter.get(parameter_name, (parameter_name, None))
     names_in_checkpoint = [f"model.layers.{layer}.{tensor_name}" for layer in layer_numbers]
     has_tensor_per_expert = "{}" in tensor_name
@@ -553,7 +554,7 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the checkpoint tensors of the parameters that have other names than their tensors.
+    """Returns the tensors of those parameters whose checkpoint tensors have other names.
 
     Args:
         config: The configuration of the model.

@@ -142,7 +142,7 @@ class HookedModel(nn.Module):
         return run_layers(capture, token_ids, segment_ids, positions)
 
     def _declare(self, token_ids: Array) -> None:
-        """Declares the parameters outside the layers that the hooks need.
+        """Declares the parameters that the hooks need and that belong to no layer.
 
         Flax creates the parameters of a module when the module is called for the first time, so
         this function calls the modules. `setup` declares the parameters of the layers.
@@ -329,8 +329,9 @@ class HookedModel(nn.Module):
             micro_batch: The number of the micro-batch, () int32; None without a pipeline.
 
         Returns:
-            The residual stream after the layers, (B, T, D).
-            The buffers with the values of these layers.
+            A tuple of:
+                The residual stream after the layers, (B, T, D).
+                The buffers with the values of these layers.
         """
 
         def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:

@@ -112,7 +112,7 @@ __all__ = [
     "TokenBatch",
     "paired",
 ]
-# Promised name -> the module that declares it, from which `__getattr__` imports it.
+# Name in `__all__` -> the module that declares it, from which `__getattr__` imports it.
 MODULE_OF_NAME = {
     "ActivationDataset": "dataset.dataset",
     "ActivationStorage": "store.storage",

@@ -64,7 +64,7 @@ exit status: 0 done; 1 failed on the way, or --verify or --status found a proble
 by Ctrl-C or SIGTERM, with all complete samples stored.
 """
 NOTE_WIDTH = 76  # columns of the notes in --help; argparse indents them by two further columns
-Values = dict[str, Any]  # name of a flag on the command line or in a variable -> its value
+Values = dict[str, Any]  # name of a flag that the user or an environment variable sets -> its value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -289,7 +289,7 @@ def _take_variable(values: Values, name: str, variable: str) -> None:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the variable that shows that a scheduler started several tasks without their numbers.
+    """Returns the variable that shows that tasks of a scheduler all do the same work by mistake.
 
     Schedulers number the tasks of an array in an environment variable. If such a variable is set,
     but the run has only one machine, all tasks of the array do the same work, as machine 0 of 1, so

@@ -91,7 +91,8 @@ class Progress:
     Args:
         max_samples: Largest number of samples that this host stores; None for no limit.
         max_tokens: Largest number of tokens that this host stores; None for no limit.
-        stored: Numbers of samples and of tokens that earlier processes have stored.
+        stored: A tuple of the number of samples and the number of tokens of this host that earlier
+            processes have stored.
         interval: Seconds between two reports.
         chips: Number of devices of this host.
         peak_flops: Peak speed of these devices together, in FLOP/s; None if it is unknown.
@@ -120,7 +121,8 @@ class Progress:
         self.samples = self.tokens = self.steps = 0
         self._num_flops = 0.0
         self._stored_samples, self.stored_tokens = stored
-        self._counts_tokens = max_tokens is not None  # otherwise the bar counts samples
+        # Whether the bar counts tokens up to `max_tokens`. Otherwise it counts samples.
+        self._counts_tokens = max_tokens is not None
         self._sample_or_token_limit = max_tokens if self._counts_tokens else max_samples
         self._report_interval = interval
         self._num_chips = chips

@@ -75,12 +75,15 @@ class HubDataset(NamedTuple):
 DEFAULT_DATASET = HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
 DEMO_MAX_SEQ_LENGTH = 256  # the default of --max_seq_length with --demo, in tokens
 LOOKING = ("status", "verify", "report", "export")  # flags that look at a stored run
-# At most one of these flags may be given.
+# Flags that select an action. At most one of them may be given, except that --plan and --overwrite
+# may be given together.
 MODES = (*LOOKING, "repair", "overwrite", "list_hooks", "plan")
-# If one of these flags is given, the data is not divided among machines.
+# If one of these flags is given, MACHINE_ID and TOTAL_MACHINES are ignored, because the command
+# does not read a machine's own share of the data.
 WITHOUT_SHARES = (*LOOKING, "plan", "list_hooks", "demo")
 GIGABYTE = 10**9  # the number of bytes in a GB
-MAX_WAITING_BYTES = 16 * GIGABYTE  # the largest default of --waiting_shards_gb
+# The largest default of --waiting_shards_gb in bytes, unless two shards need more.
+MAX_WAITING_BYTES = 16 * GIGABYTE
 
 # The groups of flags in --help.
 MODEL = Group("model")
@@ -188,7 +191,8 @@ class HookOptions:
     layers_to_extract: tuple[int, ...] | str | None = flag(
         "the layers whose activations are stored, counted from 0: numbers, inclusive ranges such "
         "as 1-3, or all",
-        default_is=f"those of {DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]} that the model has",
+        default_is=f"{DEFAULT_LAYERS[0]}-{DEFAULT_LAYERS[-1]}; the last layer replaces layers that "
+        "the model lacks",
         parse=layers,
         collect=_all_layers,
         nargs="+",
@@ -244,8 +248,9 @@ class HookOptions:
     )
     activation_dtype: str = flag(
         "the dtype of the stored activations. float8 takes half as many bytes as bfloat16, plus 4 "
-        "bytes per token and hook. It needs --shard_format safetensors. Its values are read as "
-        "float32, float16 or bfloat16. The run measures the error of float8 on some of the tokens",
+        "bytes per token and hook. It needs --shard_format safetensors. When it is read, it is "
+        "converted to float32 or another dtype. The run measures the error of float8 on some of "
+        "the tokens",
         "auto",
         default_is="auto, which is the dtype of --dtype",
         choices=("auto", "float32", "float16", "bfloat16", "float8"),
@@ -454,8 +459,8 @@ class ComputingOptions:
         "the number of rows that a host computes in each step. Several samples share a row. auto: "
         "as many rows as fit in the memory of the devices and of the host, at most 512; on a CPU, "
         "auto is the same as the default",
-        default_is="8; on a CPU 2,048 / --max_seq_length, but at least 1 and at most 8, rounded up "
-        "to a multiple of the number of devices",
+        default_is="8 on TPU and GPU; on a CPU 2,048 / --max_seq_length, but at least 1 and at "
+        "most 8, rounded up to a multiple of the number of devices",
         parse=rows,
         metavar="ROWS|auto",
     )
@@ -463,15 +468,16 @@ class ComputingOptions:
         "how the devices are arranged in a mesh. auto: so that a step is as short as possible and "
         "weights are split as little as possible (over the axes data, fsdp, expert and model); "
         "1d: all devices along the axis model; 2d: data x model, where the size of data is the "
-        "number of hosts, or 2 on a single host with an even number of 8 or more devices; "
-        "3d: pipeline x data x model, where pipeline and model have the size 4; with fewer than 64 "
-        "devices as 2d. --mesh_axes explains the axes",
+        "number of hosts; on a single host it is 2 if the number of devices is even and at least "
+        "8, otherwise 1; 3d: pipeline x data x model, or the three axes in --mesh_axes. Two axes "
+        "have the size 4, and data, else fsdp, else the first axis takes the other devices. If the "
+        "number of devices is less than 64 or no multiple of 16, 3d is the same as 2d. --mesh_axes "
+        "explains the axes",
         "auto",
         choices=("auto", "1d", "2d", "3d"),
     )
     mesh_shape: tuple[int, ...] | None = flag(
-        "the size of each axis of the mesh, that is, the numbers of devices along the axes of "
-        "--mesh_axes",
+        "the number of devices along each axis of the mesh, in the order of --mesh_axes",
         default_is="as --mesh_type determines",
         variables=Variables(
             ("TPU_MESH_CONFIG",), excluding_flags=("mesh_type", "no_data_parallel")
@@ -482,8 +488,9 @@ class ComputingOptions:
     mesh_axes: tuple[str, ...] | None = flag(
         f"the names of the axes of the mesh, from {', '.join(MESH_AXES)}. pipeline splits the "
         "layers; data, fsdp and expert split the rows; fsdp and model split the weights; and "
-        "expert splits the weights of experts",
-        default_is="data,model if --mesh_shape has two sizes, pipeline,data,model if it has three",
+        "expert splits the weights of experts. Needs --mesh_shape or --mesh_type 3d",
+        default_is="model if --mesh_shape has one size, data,model if it has two, "
+        "pipeline,data,model if it has three",
         variables=Variables(("TPU_AXIS_NAMES",), required_flag="mesh_shape"),
         parse=axes,
         metavar="NAME,...",
@@ -545,7 +552,7 @@ class HostOptions:
         may_differ_by_host=True,
     )
     host_id: int | None = number(
-        "with --multihost: the number of this host, counted from 0",
+        "with --multihost: the number of this host in the pod, counted from 0",
         least=0,
         variables=Variables(("JAX_PROCESS_INDEX", "HOST_ID"), required_flag="multihost"),
         needs="multihost",
@@ -553,7 +560,7 @@ class HostOptions:
         may_differ_by_host=True,
     )
     num_hosts: int | None = number(
-        "with --multihost: the number of hosts",
+        "with --multihost: the number of hosts of the pod",
         variables=Variables(("JAX_PROCESS_COUNT", "NUM_HOSTS"), required_flag="multihost"),
         needs="multihost",
     )
@@ -610,8 +617,8 @@ class OutputOptions:
         group=UPLOAD,
     )
     upload_timeout: int = number(
-        "how long an upload may fail repeatedly, or may wait for an answer after everything was "
-        "sent, before the run stops. The time that sending takes does not count, up to 8 s per MB",
+        "how long an upload may take, with all its attempts, before the run stops. The time in "
+        "which bytes are being sent does not count, up to 8 s per MB",
         300,
         unit=" s",
         metavar="SECONDS",
@@ -645,10 +652,12 @@ class StorageOptions:
             bytes. A shard contains at least one sample, however large it is.
         shard_format: Format of the shards, "pickle" or "safetensors".
         compress_shards: Whether pickles are compressed with gzip. Safetensors are never compressed.
-        max_samples: Largest number of samples that the caller adds; None for any number. The limit
-            is only checked at the start: a run with more stored samples is refused.
-        max_tokens: Largest number of tokens that the samples store; None for any number. The limit
-            is only checked at the start: a run with more stored tokens is refused.
+        max_samples: Largest number of samples that a program will add to an `ActivationStorage`;
+            None for any number. The limit is checked only at the start: the storage refuses a run
+            that has stored more samples.
+        max_tokens: Largest number of tokens whose activations the program will store; None for any
+            number. The limit is checked only at the start: the storage refuses a run that has
+            stored more tokens.
         overwrite: Whether to begin a new run in place of a stored run, instead of continuing it.
         delete_local_after_upload: Whether shards are stored only in the bucket. Otherwise they are
             stored in the local folder as well. It has no effect without a bucket.
@@ -693,8 +702,9 @@ class StorageOptions:
         group=TEXT,
     )
     overwrite: bool = switch(
-        "begin a new run at every start, in place of a run in --output_dir and in the bucket. The "
-        "files of the old run are deleted at the end (default: continue the old run)",
+        "begin a new run, which replaces the run in --output_dir and in the bucket. The files of "
+        "the old run are deleted at the end. Each start with this flag begins anew (default: "
+        "continue the old run)",
         group=OUTPUT,
     )
     delete_local_after_upload: bool = pair(
@@ -761,8 +771,8 @@ class PlanOptions:
     )
     chips_per_host: int | None = number(
         "with --plan: the number of chips of each host",
-        default_is="4 for TPUs, except that v5e-1, v5e-8, v6e-1 and v6e-8 are one host; for GPUs "
-        "all of them, at most 8",
+        default_is="4 for TPUs, but all chips of v5e-1, v5e-8, v6e-1 and v6e-8, which are one "
+        "host; for GPUs all of them, at most 8",
         needs="plan",
     )
     tokens_per_second: float | None = flag(
@@ -800,8 +810,8 @@ class LookingOptions:
     status: bool = switch(
         "show what all machines and hosts have stored, how fast they are and when they will be "
         "done, also during a run. Exits with status 1 if files are damaged or missing, if a host "
-        "has failed, or if a host has been silent for 15 minutes (or for the time of five of its "
-        "shards, if this is longer)"
+        "has failed, or if a host has written nothing for 15 minutes (or for the time in which it "
+        "stores five shards, if this is longer)"
     )
     aggregate: bool = switch(
         "with --status: also write the totals of all machines and hosts to "
@@ -974,7 +984,7 @@ class Config:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Config":
-        """Returns the configuration with the values of flags.
+        """Makes the configuration from the values of the flags.
 
         Args:
             values: The values by the names of the flags. A flag that is missing gets its default.

@@ -15,7 +15,7 @@ from activation_extraction.common.choices import BUCKET_PROTOCOLS, MESH_AXES
 from activation_extraction.common.errors import FlagValueError
 
 MAX_INTEGER = 10**9  # the largest valid whole number, because a larger number is a typo
-MAX_LAYER = 10_000  # the largest valid end of a range of layers
+MAX_LAYER = 10_000  # the largest valid end of a range of layers, so that its numbers fit in memory
 
 
 def text(typed: str) -> str:
@@ -166,7 +166,7 @@ def dollars(typed: str) -> tuple[float, ...]:
 
 
 def argument(typed: str) -> tuple[str, Any]:
-    """Parses NAME=VALUE.
+    """Parses NAME=VALUE, a variable for the chat template.
 
     Returns:
         A tuple of:
@@ -191,7 +191,7 @@ def argument(typed: str) -> tuple[str, Any]:
 
 
 def weighted(typed: str) -> tuple[str, float]:
-    """Parses SOURCE=WEIGHT.
+    """Parses SOURCE=WEIGHT, a source of a mixture of data sets.
 
     Returns:
         A tuple of:
@@ -208,7 +208,7 @@ def weighted(typed: str) -> tuple[str, float]:
 
 
 def hook_and_path(typed: str) -> tuple[str, str]:
-    """Parses [HOOK=]PATH.
+    """Parses [HOOK=]PATH, the path of an autoencoder and the hook whose values it encodes.
 
     Returns:
         A tuple of:

@@ -6,9 +6,9 @@
     token_source.py  BatchOptions: arguments of `batches`; TokenSource: filtered tokens of a run
     batches.py       Batches: an iterator over batches, with a state that can be restored
     windows.py       windows of tokens, from which batches are cut, in bounded memory
-    grain.py         tokens in any order, as records for grain
+    grain.py         tokens in any order, for the data loading library grain
     open_shards.py   keeps shards open, and reads the small files beside them
-    features.py      counts and strongest tokens of the features of autoencoders
+    features.py      frequency and strongest tokens of each feature of an autoencoder
 
 This package imports no JAX and never runs pickled code.
 """

@@ -29,8 +29,8 @@ from activation_extraction.dataset.windows import (
 )
 from activation_extraction.store.shard_reader import MAX_REQUESTS
 
-# Value that is used if `_loader_worker` returns None, because a process that is not a worker of a
-# DataLoader reads all of its data, as worker number 0 of 1 worker would do.
+# Number of the worker and number of workers of a DataLoader, for a process that is no such worker:
+# it reads all of its data, like a worker that is the only one.
 ONLY_WORKER = 0, 1
 # Largest number of bytes in a chunk. If a run is in a bucket, this limit applies to each hook
 # alone, otherwise to all hooks together.
@@ -65,8 +65,8 @@ class Batches(Iterator[T]):
     batch was taken from this object before.
 
     Args:
-        sources: Sources of the tokens, one for each run. The options of the first source determine
-            the order.
+        sources: The TokenSource of each run. The options of the first source determine the order of
+            the tokens.
         make_batch: Function that takes a list with a TokenBatch of each run, and returns the batch
             to yield: a TokenBatch or a TokenPair.
         make_reader: Function without arguments that returns a function for reading chunks. The
@@ -111,8 +111,8 @@ class Batches(Iterator[T]):
 
         Returns:
             A dict of JSON values: the fields of `windows.Position`, and all settings on which the
-            order of the tokens depends. `restore` compares these settings with the settings of its
-            object.
+            order of the tokens depends. `restore` refuses the state if the settings of the batches
+            that continue are different.
 
         Raises:
             ValueError: If workers of a DataLoader have read batches since this object was made or
@@ -171,11 +171,13 @@ class Batches(Iterator[T]):
         loader_worker, loader_workers = _loader_worker() or ONLY_WORKER
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
-        first_setting, *other_settings = (source.options.setting for source in self._sources)
+        first_run_setting, *other_run_settings = (
+            source.options.setting for source in self._sources
+        )
         setting = {
             "data": data_digest,
-            **first_setting,
-            "others": other_settings,
+            **first_run_setting,
+            "others": other_run_settings,
             "part": loader_worker,
             "parts": loader_workers,
         }
@@ -183,7 +185,7 @@ class Batches(Iterator[T]):
         return json_setting
 
     def close(self) -> None:
-        """Stops reading ahead, and frees the buffer.
+        """Stops reading ahead, and frees the memory of the tokens that were read ahead.
 
         The iteration keeps its position. Reading the next batch starts reading ahead again.
         """

@@ -68,8 +68,8 @@ class ActivationDataset(Samples):
             ["blocks.*.hook_resid_post"]. None for all hooks that the run stores.
 
     Attributes:
-        url: URL of the run, without secrets. The URL of a repository on the hub names the commit
-            of the repository from which all files are read.
+        url: URL of the run, without secrets. The URL of a repository on the hub names the git
+            commit from which all files are read.
         metadata: Content of metadata.json in the folder of the first host, a dict.
         identity: Settings and inputs that decide the content of the shards, as metadata.json
             records them (`store.identity.Identity`).
@@ -110,6 +110,8 @@ class ActivationDataset(Samples):
             for folder_name, run_log in log_by_folder.items()
             if run_log.metadata and run_log.metadata["status"] != "complete"
         }
+        # For each host's folder, the difference in `sample_idx` between consecutive samples of the
+        # host.
         self._stride_by_folder = {
             folder_name: run_log.identity.worker.stride
             for folder_name, run_log in log_by_folder.items()
@@ -165,7 +167,7 @@ class ActivationDataset(Samples):
 
     @property
     def tokens(self) -> int:
-        """The number of stored tokens of all samples."""
+        """The number of stored tokens in all samples together."""
         return sum(commit.tokens for commit in self.shards.commits)
 
     @property
@@ -192,8 +194,8 @@ class ActivationDataset(Samples):
         """The dtype of every hook that is read, by the name of the hook.
 
         Activations have the stored dtype, or float32 if they are stored in float8. Losses,
-        log-probabilities and codes have the dtype float32. Numbers of experts and ids of tokens,
-        which some hooks store instead of activations, have the dtype int32.
+        log-probabilities and codes have the dtype float32. Some hooks store numbers that identify
+        experts, or token ids, instead of activations; these have the dtype int32.
         """
         return self.shards.hooks.map(lambda hook: hook.dtype)
 
@@ -203,9 +205,9 @@ class ActivationDataset(Samples):
 
         Statistics over all dimensions come from the JSON files, which were read when the run was
         opened. Statistics of each dimension are read from the small files beside the shards when
-        they are first used. Hooks that store numbers of experts or ids of tokens have no
-        statistics: their number of tokens is 0. Statistics of losses leave out the tokens without a
-        loss.
+        they are first used. Hooks that store numbers that identify experts, or token ids, have no
+        statistics: the number of tokens in their statistics is 0. Statistics of losses leave out
+        the tokens without a loss.
         """
         return self.shards.statistics
 
@@ -269,15 +271,15 @@ class ActivationDataset(Samples):
         if piece_location is None:
             return self[index]
         piece_number, _, document_row = piece_location
-        # Consecutive pieces of a document differ by `stride` in `sample_idx`, and may be in any
-        # shards of the host.
-        stride = self._stride_by_folder[folder]
+        # The `sample_idx` of consecutive pieces of a document differ by `sample_idx_stride`. The
+        # pieces may be in any shards of the host.
+        sample_idx_stride = self._stride_by_folder[folder]
         piece_starts = list[int]()
         piece_sample_indices = list[int]()
-        first_sample_idx = sample_facts.sample_idx - piece_number * stride
+        first_sample_idx = sample_facts.sample_idx - piece_number * sample_idx_stride
         while (
             next_sample_index := self.shards.find(
-                folder, first_sample_idx + len(piece_sample_indices) * stride
+                folder, first_sample_idx + len(piece_sample_indices) * sample_idx_stride
             )
         ) is not None:
             piece_location = piece_of(self.shards.facts(next_sample_index).row)
@@ -362,14 +364,14 @@ class ActivationDataset(Samples):
         return Batches((source,), itemgetter(0), source.reader)
 
     def source(self, options: BatchOptions) -> TokenSource:
-        """Returns the source that reads and filters the tokens for batches.
+        """Returns the TokenSource that reads and filters the tokens of this run for batches.
 
         Args:
             options: Options of the batches, as a user passes them to `batches`.
 
         Returns:
-            A source with complete options: names of hooks instead of globs, a limit by hook, and a
-            size of the buffer.
+            A TokenSource whose options are complete: canonical names of hooks instead of globs, a
+            dict of the largest norm by hook, and the number of tokens in the buffer.
 
         Raises:
             ValueError: If an option is invalid for this run.
@@ -450,7 +452,7 @@ class ActivationDataset(Samples):
 
     @classmethod
     def opened(cls, run: Any) -> "ActivationDataset":
-        """Returns the dataset of a run.
+        """Returns the dataset of a run, which is opened if only its URL is given.
 
         Args:
             run: An ActivationDataset, which is returned as it is, or the URL of a run.
@@ -497,7 +499,10 @@ class ActivationDataset(Samples):
         return chosen_columns
 
     def grain(self, hooks: Any = None, tokens: int = 1) -> TokenRecords:
-        """Returns all tokens as a random-access source for a DataLoader or a MapDataset of grain.
+        """Returns the tokens as records that grain, a library for loading data, reads in any order.
+
+        The result can be passed to grain's DataLoader or MapDataset. A record consists of one token
+        or of several consecutive tokens, with their activations.
 
         A record of hundreds of tokens takes little longer to read than a record of a single token.
         If the run is in a bucket, reading a record takes a request of at least a MiB for every
@@ -571,17 +576,17 @@ class ActivationDataset(Samples):
 def paired(a: Any, b: Any) -> PairedRuns:
     """Returns two runs over the same data, to be read side by side.
 
-    The first run may be that of a base model, and the second that of a chat model, for example.
+    For example, the first run may have used a base model, and the second run a chat model.
     `for first, second in paired(a, b).batches(1024)` then iterates over batches of the same tokens
     from both runs.
 
     A token of the first run and a token of the second run are paired if their samples come from the
     same row of the data set (`row` of a sample) and the tokens have the same position in their
-    samples. How the samples were divided into shards, ordered and stored may differ between the
-    runs. The number of machines and hosts may differ, too, except for a data set on the hub whose
-    rows are numbered within the part of the data that a host read. Tokens that one of the runs
-    lacks are left out. The log warns of this once, and `unpaired_samples` of the result counts the
-    samples that are left out.
+    samples. The order of the samples, their division into shards, and the format of the shards may
+    differ between the runs. The number of machines and hosts may differ, too, with one exception:
+    for some data sets on the hub, a row is recorded by its number within the data that one host
+    read. Tokens that one of the runs lacks are left out. The log warns of this once, and
+    `unpaired_samples` of the result counts the samples that are left out.
 
     Pairs have the order of run `a`. The tokens of run `b` are looked up in its shards, which is
     slow if the order of `b` is very different. If `b` stores pickles, reading a shard of `a`

@@ -28,7 +28,7 @@ from activation_extraction.common.tokenizer_files import (
 if TYPE_CHECKING:  # dataset.py imports this module, so a real import would be circular
     from activation_extraction.dataset.dataset import ActivationDataset
 
-BATCH_TOKENS = 2**14  # number of tokens in a batch while codes are read
+BATCH_TOKENS = 2**14  # number of tokens whose codes are in memory together, as one batch
 # Fields of a context, which is a token on which a feature is strong with the tokens around it.
 # `ActivationDataset.features` describes them.
 CONTEXT = pyarrow.schema(
@@ -139,7 +139,7 @@ def feature_table(
     seen_tokens = 0  # number of tokens in earlier batches
     active_tokens = np.zeros(feature_count, np.int64)
     value_sums = np.zeros(feature_count)
-    strongest = StrongestTokens(feature_count, contexts)
+    strongest_tokens = StrongestTokens(feature_count, contexts)
     progress_settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
     with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
         for batch in dataset.batches(BATCH_TOKENS, [hook]):
@@ -149,7 +149,7 @@ def feature_table(
             )
             active_tokens += np.bincount(codes.indices, minlength=feature_count)
             value_sums += np.bincount(codes.indices, codes.data, minlength=feature_count)
-            strongest.add(codes.indices, codes.data, token_numbers)
+            strongest_tokens.add(codes.indices, codes.data, token_numbers)
             seen_tokens += len(batch)
             progress_bar.update(len(batch))
     is_active = active_tokens > 0
@@ -159,35 +159,35 @@ def feature_table(
         "tokens": active_tokens,
         "frequency": active_tokens / max(seen_tokens, 1),
         "mean": pyarrow.array(mean_values, mask=~is_active),
-        "maximum": pyarrow.array(strongest.values[:, 0], mask=~is_active),
-        "contexts": _contexts(dataset, strongest, around),
+        "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active),
+        "contexts": _contexts(dataset, strongest_tokens, around),
     }
     return pyarrow.table(columns_by_name)
 
 
 def _contexts(
-    dataset: "ActivationDataset", strongest: StrongestTokens, around: int
+    dataset: "ActivationDataset", strongest_tokens: StrongestTokens, around: int
 ) -> pyarrow.Array:
     """Returns the column `contexts` of a table of features.
 
     Args:
         dataset: Dataset with the codes.
-        strongest: Strongest tokens of every feature. Tokens are numbered over all shards of the
-            dataset, from 0.
+        strongest_tokens: Strongest tokens of every feature. Tokens are numbered over all shards of
+            the dataset, from 0.
         around: Number of tokens of the sample to include on each side of a token.
 
     Returns:
         An array with a list of structs (CONTEXT) for each feature, the strongest token first.
     """
-    is_listed = np.isfinite(strongest.values)
-    listed_values = strongest.values[is_listed]
-    listed_tokens = strongest.tokens[is_listed]
+    is_listed = np.isfinite(strongest_tokens.values)
+    listed_values = strongest_tokens.values[is_listed]
+    listed_tokens = strongest_tokens.tokens[is_listed]
     first_token_of_shard = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
     shard_of_token = np.searchsorted(first_token_of_shard, listed_tokens, "right") - 1
     decode_ids = None
     with suppress(LookupError):
         decode_ids = find_decoder(dataset)
-    context_indices = [np.arange(0)]
+    listed_indices_of_tables = [np.arange(0)]
     context_tables = [CONTEXT.empty_table()]
     for shard in np.unique(shard_of_token).tolist():
         reader = dataset.shards.get(shard)
@@ -211,14 +211,14 @@ def _contexts(
             "token": tokens_in_shard - context_starts,
             "text": [decode_ids and decode_ids(tokens_around) for tokens_around in context_ids],
         }
-        context_indices.append(listed_indices_of_shard)
+        listed_indices_of_tables.append(listed_indices_of_shard)
         context_tables.append(pyarrow.table(context_columns, CONTEXT))
     contexts = pyarrow.concat_tables(context_tables).take(
-        np.argsort(np.concatenate(context_indices))
+        np.argsort(np.concatenate(listed_indices_of_tables))
     )
-    context_offsets = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
+    first_context_of_feature = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(
-        context_offsets, contexts.to_struct_array().combine_chunks()
+        first_context_of_feature, contexts.to_struct_array().combine_chunks()
     )
 
 
@@ -301,7 +301,7 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
 
     Args:
         tokenizer_path: Folder, URL or hub name of the model or adapter.
-        metadata: Metadata of the run, which may name the commit of its model.
+        metadata: Metadata of the run. It may name the git commit of the model on the hub.
 
     Returns:
         Paths of the files; an empty list if `tokenizer_path` is neither a folder with such files

@@ -50,8 +50,9 @@ MAX_OPEN_SHARDS = 128
 # A dataset may keep at most this fraction of the files open that the process may open. The rest is
 # left for other datasets, for connections and for the user's program.
 OPEN_FILES_FRACTION = 1 / 8
-# Largest number of bytes of memory for the headers and the arrays of samples of all open shards of
-# a run in a bucket. A shard that was closed to save memory takes one request to open again.
+# Largest number of bytes of memory for the open shards of a run in a bucket. Of an open shard, the
+# header and two arrays with a value for each sample are in memory. A shard that was closed to save
+# memory takes one request to open again.
 MAX_FRONT_BYTES = 2**26
 # Largest number of rows in all tables of samples that stay in memory. The table that was read last
 # stays even if it has more rows.
@@ -94,7 +95,8 @@ class OpenShards:
 
     Attributes:
         url: URL of the run, with its secrets.
-        is_local: Whether the run is on this machine.
+        is_local: Whether the files of the run are on this machine, so that they can be mapped into
+            memory.
         shards: For each shard, a tuple of the name of the host's folder ("" for the output folder
             itself) and the commit of the shard.
         hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
@@ -106,7 +108,7 @@ class OpenShards:
         table: Function that takes the number of a shard and returns the table of its samples.
 
     Raises:
-        ValueError: If a file is too small for its tokens.
+        ValueError: If the file of a shard is too small for the tokens that the commit records.
     """
 
     url: str
@@ -184,7 +186,7 @@ class OpenShards:
         return range_checksums.tokens
 
     def _check_sizes(self) -> None:
-        """Raises ValueError if a shard's file is too small for the tokens that it should hold."""
+        """Raises ValueError if a shard's file is too small for the tokens in the shard's commit."""
         min_token_bytes = sum(hook.min_token_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
             max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
@@ -227,13 +229,15 @@ class OpenShards:
         for shard, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
                 shard_sample_idx = self.table(shard)["sample_idx"].to_numpy()
-                row = int(np.searchsorted(shard_sample_idx, sample_idx))
-                if shard_sample_idx[row] == sample_idx:
-                    return self.first_samples[shard] + row
+                index_in_shard = int(np.searchsorted(shard_sample_idx, sample_idx))
+                if shard_sample_idx[index_in_shard] == sample_idx:
+                    return self.first_samples[shard] + index_in_shard
         return None
 
     def read_all(self, read: Callable[[int], T]) -> Iterator[T]:
-        """Yields the results of reading all shards, in their order. Several threads read them.
+        """Calls a function for every shard, in several threads, and yields its results.
+
+        The results have the order of the shards.
 
         Args:
             read: Function that takes the number of a shard, reads the shard or a file beside it,
@@ -292,7 +296,7 @@ class OpenShards:
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums of the values and squares of each dimension over all shards, by hook name.
+        """The sums over the tokens of all shards (`store.statistics.Sums`), by hook name.
 
         Hooks with codes are left out, because such sums are not stored for them.
 

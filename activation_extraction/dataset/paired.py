@@ -66,9 +66,9 @@ class AlignedRuns:
         self.runs = runs
         urls_of_runs = without_secrets(" and ".join(run.url for run in runs))
         for run in runs[1:]:
-            data_files_of_both = runs[0].data_files, run.data_files
+            data_files_of_runs = runs[0].data_files, run.data_files
             for setting_name, first_value, other_value in runs[0].identity.other_samples(
-                run.identity, *data_files_of_both
+                run.identity, *data_files_of_runs
             ):
                 message = (
                     f"{runs[0].url} and {run.url}: their samples are not those of the same data: "
@@ -146,18 +146,21 @@ class AlignedRuns:
         )
         sources = list[TokenSource]()
         for run, hook_names in runs_and_hooks:
-            limits_of_run = options.max_norm
+            norm_limits_of_run = options.max_norm
             aliases = run.hooks.aliases
-            if isinstance(limits_of_run, Mapping):
-                limits_of_run = {
+            if isinstance(norm_limits_of_run, Mapping):
+                norm_limits_of_run = {
                     name: limit
-                    for name, limit in limits_of_run.items()
+                    for name, limit in norm_limits_of_run.items()
                     if aliases.get(name, name) in hook_names
                 }
-                unread_hooks_with_limits -= limits_of_run.keys()
+                unread_hooks_with_limits -= norm_limits_of_run.keys()
             mask_of_run = options.where if callable(options.where) or not sources else None
             options_of_run = dict(
-                hooks=hook_names, buffer=buffer_tokens, max_norm=limits_of_run, where=mask_of_run
+                hooks=hook_names,
+                buffer=buffer_tokens,
+                max_norm=norm_limits_of_run,
+                where=mask_of_run,
             )
             sources.append(run.source(replace(options, **options_of_run)))
         for name in unread_hooks_with_limits:
@@ -210,7 +213,7 @@ class PairedRuns(AlignedRuns):
 
 
 class JoinedRuns(AlignedRuns, Samples):
-    """Runs of different hooks over the same data, as one sequence of samples.
+    """Several runs over the same data, each with other hooks, as one sequence of samples.
 
     `ActivationDataset.join` returns it. The sequence contains the samples and tokens that all runs
     have, in the order of the first run.
@@ -324,7 +327,8 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
     pickles of the other run again.
 
     Args:
-        sources: Sources of the runs. The source of the first run has a mask of its samples.
+        sources: The TokenSource of each run. The `sample_mask` of the first source tells which
+            samples are read.
         sample_indices: Indices of the common samples in each run, int64 (runs, samples). A column
             is one sample. Columns have the order of the first run.
 
@@ -334,8 +338,8 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         all blocks, and this token passes the filters of all runs.
     """
     first_source, *other_sources = sources
-    is_wanted = np.asarray(first_source.sample_mask)[sample_indices[0]]
-    wanted_indices = sample_indices[:, is_wanted]
+    is_wanted_sample = np.asarray(first_source.sample_mask)[sample_indices[0]]
+    wanted_sample_indices = sample_indices[:, is_wanted_sample]
     aligns_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
 
     @lru_cache(int(aligns_whole_shards))  # chunks of one shard share the shard's alignment
@@ -343,14 +347,14 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         first_run_tokens = first_source.tokens([chunk])
         start_sample, last_sample = first_run_tokens.sample_indices[[0, -1]]
         start_column, stop_column = np.searchsorted(
-            wanted_indices[0], [start_sample, last_sample + 1]
+            wanted_sample_indices[0], [start_sample, last_sample + 1]
         )
         partner_blocks = [
             _partners(
                 first_source,
                 source,
                 first_run_tokens,
-                wanted_indices[[0, run_index], start_column:stop_column],
+                wanted_sample_indices[[0, run_index], start_column:stop_column],
             )
             for run_index, source in enumerate(other_sources, 1)
         ]
@@ -403,17 +407,19 @@ def _partners(
         ValueError: If a token has a different id in the other run.
     """
     first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
-    token_keys = first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
-    partner_rows = np.full(len(token_keys), -1)
+    # One integer for each token, which consists of the index of its sample in the first run and of
+    # its position.
+    token_numbers = first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
+    partner_rows = np.full(len(token_numbers), -1)
     partner_batches = list[TokenBatch]()
     for chunks in other_source.by_shard(other_run_samples):
         other_run_tokens = other_source.tokens(chunks)
         sample_of_token = first_run_samples[
             np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
         ]
-        other_token_keys = sample_of_token << 32 | other_run_tokens.tokens.position
+        other_token_numbers = sample_of_token << 32 | other_run_tokens.tokens.position
         _, first_run_indices, other_run_indices = np.intersect1d(
-            token_keys, other_token_keys, return_indices=True
+            token_numbers, other_token_numbers, return_indices=True
         )
         common_tokens = (
             first_run_tokens.tokens.map(itemgetter(first_run_indices)),

@@ -87,7 +87,8 @@ def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Returns the canonical name of each hook by each of the hook's other names.
 
     Args:
-        hooks: Descriptions of the hooks, as metadata.json lists them.
+        hooks: The list "hooks" of metadata.json, with a dict for each hook. The keys "aliases",
+            "module" and "key" of the dict contain the other names of the hook.
     """
     return {
         alias: hook["name"]
@@ -115,7 +116,8 @@ class TokenBatch:
         position: Positions of the tokens in their samples, from 0, int32 (size,).
         role: Roles of the tokens, int32 (size,), indices in `activation_extraction.ROLES`. None if
             the run has no roles.
-        turn: Turns of the tokens, int32 (size,), counted from 0. None if the run has no turns.
+        turn: Number of the turn of the conversation that each token belongs to, from 0, int32
+            (size,). None if the run has no turns.
         columns: Columns of the table of samples, by name: for each token, the value of its sample.
             They are NumPy arrays of objects (size,), also in batches of tensors. Empty if `batches`
             was called without `columns`.
@@ -239,10 +241,10 @@ def as_tensor(values: np.ndarray) -> Any:
 
 
 def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = None) -> TokenBatch:
-    """Returns a batch with arrays whose values are undefined.
+    """Returns a new batch of uninitialised arrays, into which tokens can be copied.
 
     Args:
-        like: Batch whose hooks, widths and dtypes the new batch has.
+        like: Batch with the hooks, widths and dtypes of the new batch.
         size: Number of tokens of the new batch.
         dtypes: Dtype by hook, for hooks whose dtype shall differ from the dtype in `like`. None if
             no dtype differs.
@@ -257,7 +259,8 @@ def concatenate_batches(batches: Sequence[TokenBatch]) -> TokenBatch:
     """Returns the tokens of several batches as one batch. A single batch is returned as it is.
 
     Args:
-        batches: At least one batch; all of them have the same hooks and labels.
+        batches: At least one batch. All batches must have the same hooks, and all or none of them
+            must have `role` and `turn`.
     """
     if len(batches) == 1:
         return batches[0]
@@ -283,11 +286,12 @@ class Block(NamedTuple):
 
 
 def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:
-    """Copies the rows of a block into a batch, and converts them to the dtypes of the batch.
+    """Copies the wanted tokens of a block into a batch, and converts them to the batch's dtypes.
 
     Args:
-        block: Block with at least one row.
-        target_indices: Indices of the rows of `target` to copy to, int64 (rows,).
+        block: Block with at least one wanted token.
+        target_indices: For each wanted token (`rows` of the block), the index in `target` to which
+            the token is copied, int64 (rows,).
         target: Batch that is written to.
     """
     source_rows = _as_slice(block.rows)
@@ -345,7 +349,8 @@ class SampleActivations(SampleFacts):
             the document.
         role: Roles of the tokens, int32 (tokens,), indices in `activation_extraction.ROLES`. None
             if the run has no roles.
-        turn: Turns of the tokens, int32 (tokens,), counted from 0. None if the run has no turns.
+        turn: Number of the turn of the conversation that each token belongs to, from 0, int32
+            (tokens,). None if the run has no turns.
     """
 
     activations: ByHook[np.ndarray]
@@ -396,7 +401,7 @@ class Samples(Sequence[SampleActivations]):
     """
 
     def number(self, index: int) -> int:
-        """Returns the index of a sample as a number that is not negative.
+        """Returns the index of a sample, counted from the start of the dataset.
 
         Args:
             index: Index of the sample in the dataset; a negative index counts from the end.

@@ -28,7 +28,8 @@ from activation_extraction.dataset.windows import Chunk
 
 # Type of a function that takes a chunk of the first run, and returns a block of each run.
 ReadChunk = Callable[[Chunk], tuple[Block, ...]]
-# Two wanted tokens with at most this number of bytes between them are read in one range.
+# Two wanted tokens with at most this number of bytes between them are read in one range, to save a
+# request.
 MIN_SKIPPED_BYTES = 2**21
 BUFFER_BATCHES = 64  # largest number of batches in the default buffer of a local run
 BUFFER_BYTES = 2**30  # largest number of bytes in the default buffer
@@ -36,7 +37,8 @@ BUFFER_BYTES = 2**30  # largest number of bytes in the default buffer
 # in order (ORDERED_BYTES) and if they are shuffled (SHUFFLED_BYTES).
 ORDERED_BYTES = 2**26
 SHUFFLED_BYTES = 2**28
-FLOATING = "float16", "bfloat16", "float32", "float64"  # dtypes to which activations are converted
+# Dtypes to which activations can be converted.
+FLOATING = "float16", "bfloat16", "float32", "float64"
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,10 @@ class BatchOptions:
             16 MiB are read at the same time, and the memory of up to two decompressed pickles if
             the run stores pickles.
         skip_first: Number of tokens to leave out at the start of every sample.
-        max_norm: Largest norm of the activations of a token. Tokens with a larger norm at any of
-            the hooks are left out. A number is the limit for all hooks; a mapping from names of
-            hooks to numbers sets limits for these hooks only. None for no limit.
+        max_norm: Largest Euclidean norm of the activations of a token at a hook. Tokens with a
+            larger norm at any of the hooks are left out. A number is the limit for all hooks; a
+            mapping from names of hooks to numbers sets limits for these hooks only. None for no
+            limit.
         dtype: Dtype of the activations in batches: float16, bfloat16, float32 or float64. None for
             the dtype of the dataset.
         worker: Number of this process, from 0, if several processes read different tokens of the
@@ -124,7 +127,7 @@ class BatchOptions:
 
     @property
     def filters(self) -> list[str]:
-        """The options that leave out tokens, as texts for messages."""
+        """The options that leave out tokens, as texts for messages, such as "skip_first=4"."""
         filter_values = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
         filter_texts = [f"{name}={value!r}" for name, value in filter_values.items() if value]
         if self.where is not None:
@@ -161,7 +164,7 @@ class ShardTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSource:
-    """Reads the tokens of one run, from which batches are made, and filters them.
+    """Reads and filters the tokens of one run for batches.
 
     The methods that read raise OSError if a shard is damaged.
 
@@ -322,9 +325,9 @@ class TokenSource:
         """Reads the activations of some tokens of a shard, and returns the tokens with them.
 
         If the file is mapped into memory and the activations are not encoded, the activations are
-        views of the file. Encoded activations are decoded to the dtype of the options. If two of
-        the tokens are more than MIN_SKIPPED_BYTES apart, the bytes between them are not read.
-        Otherwise the tokens between them are read, too.
+        views of the file. Encoded activations are decoded to the dtype of the options. Unwanted
+        tokens between two of the tokens are read as well, unless they take more than
+        MIN_SKIPPED_BYTES bytes.
 
         Args:
             shard_tokens: Tokens of a shard.
@@ -337,18 +340,22 @@ class TokenSource:
         hook_names = self.options.hooks
         max_hook_bytes = max((self.shards.row_bytes([name]) for name in hook_names), default=0)
         ascending_rows = np.sort(rows)
-        is_apart = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
+        begins_new_range = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
         # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
         # not be adjacent in the shard.
-        is_apart |= np.diff(shard_tokens.token_indices[ascending_rows]) != np.diff(ascending_rows)
-        row_groups = np.split(ascending_rows, np.flatnonzero(is_apart) + 1)
-        range_indices = [np.arange(*_range_of(row_group)) for row_group in row_groups]
+        begins_new_range |= np.diff(shard_tokens.token_indices[ascending_rows]) != np.diff(
+            ascending_rows
+        )
+        rows_of_ranges = np.split(ascending_rows, np.flatnonzero(begins_new_range) + 1)
+        indices_of_ranges = [
+            np.arange(*_range_of(rows_of_range)) for rows_of_range in rows_of_ranges
+        ]
         token_ranges = [
             _range_of(shard_tokens.token_indices[indices_of_range])
-            for indices_of_range in range_indices
+            for indices_of_range in indices_of_ranges
         ]
         activations = self._begin_activations(shard_tokens.shard, token_ranges)()
-        indices_of_read_tokens = np.concatenate(range_indices)
+        indices_of_read_tokens = np.concatenate(indices_of_ranges)
         tokens = shard_tokens.tokens.map(itemgetter(indices_of_read_tokens))
         tokens = replace(tokens, activations=activations)
         return Block(tokens, np.searchsorted(indices_of_read_tokens, rows))
@@ -443,12 +450,13 @@ class TokenSource:
         return is_within_limits[block.rows]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
-        """Copies some rows of consecutive blocks into a new batch.
+        """Copies some of the wanted tokens of blocks into a new batch, and returns the batch.
 
         Args:
-            blocks: Blocks of tokens.
-            start: Index of the first row to copy, counted over the `rows` of all blocks.
-            stop: Index after the last row to copy.
+            blocks: Blocks, in the order of their tokens.
+            start: Index of the first token to copy, counted over the wanted tokens (`rows`) of all
+                blocks.
+            stop: Index after the last token to copy.
 
         Raises:
             ValueError: If a value is too large for the dtype of the batch.
@@ -506,7 +514,7 @@ def _range_of(ascending_numbers: np.ndarray) -> tuple[int, int]:
 
 
 def overflows(values: np.ndarray) -> bool:
-    """Returns whether an array contains NaN or infinite values.
+    """Returns whether values include infinity or NaN, for example after a conversion to float16.
 
     Args:
         values: Values in float16, of any shape.

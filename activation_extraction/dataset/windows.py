@@ -131,7 +131,9 @@ class Windows:
         first_row = begin_position.row
         filled_tokens = 0
         window_batches = self._memory[begin_position.window % 2]
+        # For each chunk of which a part is in the window, a block of each run.
         blocks_of_parts = list[list[Block]]()
+        # Rows of the window's memory, in the order in which tokens are copied to them.
         memory_rows = np.arange(self.max_tokens)
         if self.seed is not None:
             np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_rows)
@@ -216,8 +218,9 @@ def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Ch
     Args:
         chunk: The chunk to cut.
         part_tokens: Approximate number of tokens in a smaller chunk, which has at least one token.
-        unit_tokens: Number of tokens in a unit that is not cut. Every smaller chunk except the last
-            consists of whole units, and their numbers of units differ by at most one.
+        unit_tokens: Number of tokens in a unit that is not cut, such as the tokens with a common
+            checksum. Every smaller chunk except the last consists of whole units, and the smaller
+            chunks differ by at most one unit.
 
     Returns:
         The smaller chunks in order; an empty list if the chunk is empty.
