@@ -250,7 +250,7 @@ def choose_commit(
         earlier_outputs: The result of `find_earlier_outputs`.
 
     Returns:
-        The commit. None for a local model and for the demo.
+        The commit that this host would use. None for a local model and for the demo.
 
     Raises:
         InputError: If --model_revision names another commit than the metadata of the run.
@@ -548,7 +548,7 @@ def plan_storage(
 
 
 def log_start(run: Run) -> None:
-    """Logs what a run begins with: hooks, stored samples, special tokens, and tokens to store."""
+    """Logs the hooks, the stored samples, the special tokens and the kept tokens of a run."""
     storage, sample_settings = run.storage, run.text.sample_settings
     log_hooks(run.config.hooks, run.forward)
     stored_totals = storage.totals

@@ -92,11 +92,11 @@ class StoragePlan:
             worker: Worker that writes to the folder.
         """
         last_mark = furthest_mark(self.commits)
-        ends_of_shards = [
+        sample_counts_through_shards = [
             worker.number_of(commit.last) + 1 for commit in self.commits if commit.count
         ]
         count_before_mark = 0 if last_mark is None else last_mark.samples
-        return max([count_before_mark, *ends_of_shards])
+        return max([count_before_mark, *sample_counts_through_shards])
 
     @property
     def gaps(self) -> tuple[int, ...]:

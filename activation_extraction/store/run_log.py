@@ -461,7 +461,10 @@ class RunLog:
 
     @property
     def moved_to(self) -> str | None:
-        """The URL of the folder to which the shards were uploaded; None if they are in this one."""
+        """The URL of the folder to which the shards were uploaded.
+
+        None if the shards are in the folder of this log.
+        """
         remote_url = (self.metadata or {}).get("remote")
         has_own_shards = not self.is_local or local_path(remote_url or "") == local_path(self.url)
         return None if has_own_shards else remote_url
@@ -469,10 +472,10 @@ class RunLog:
     @property
     def missing_files(self) -> list[str]:
         """The names of committed files that are missing, or whose size differs from the commit."""
-        names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
+        file_names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
         return [
             name
-            for name, file_facts in names_and_facts
+            for name, file_facts in file_names_and_facts
             if self.file_sizes.get(name) != file_facts.bytes
         ]
 
@@ -480,8 +483,8 @@ class RunLog:
     def missing_jsons(self) -> list[str]:
         """Messages on missing JSON files, one for each series of consecutive missing entries.
 
-        If metadata.json is missing, a message on it comes first. Entries are not missed if the
-        shards were uploaded to another folder.
+        If metadata.json is missing, a message on it comes first. There are no messages on entries
+        if the shards were uploaded to another folder.
         """
         has_metadata_file = self.metadata or METADATA in self.damaged_files
         missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
@@ -534,13 +537,13 @@ def _read_once(folder: Folder) -> RunLog:
         except DamagedError as error:
             damaged_files[METADATA] = str(error)
     file_sizes = folder.files()
-    listed_names = {name for name in file_sizes if COMMIT.fullmatch(name)}
-    commits = _read_commits(folder, listed_names, metadata, entry_versions, damaged_files)
+    listed_entry_names = {name for name in file_sizes if COMMIT.fullmatch(name)}
+    commits = _read_commits(folder, listed_entry_names, metadata, entry_versions, damaged_files)
     # A listing of several pages is not a snapshot, so missing entries are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
-    missing_names = {commit_name(number) for number in islice(missing_numbers, MAX_UNLISTED)}
-    unlisted_names = missing_names - listed_names
-    commits |= _read_commits(folder, unlisted_names, metadata, entry_versions, damaged_files)
+    missing_entry_names = {commit_name(number) for number in islice(missing_numbers, MAX_UNLISTED)}
+    unlisted_entry_names = missing_entry_names - listed_entry_names
+    commits |= _read_commits(folder, unlisted_entry_names, metadata, entry_versions, damaged_files)
     run_log = RunLog(
         metadata=metadata,
         metadata_version=metadata_version,

@@ -59,8 +59,8 @@ class RangeChecksums:
         front: Number of bytes before the tensor `token_ids`: the header, `sample_idx` and
             `sample_offsets`.
         front_crc32c: CRC-32C of these bytes, 8 hexadecimal digits.
-        tokens: Number of consecutive tokens whose rows are a block of a tensor. The last block of a
-            tensor may have fewer rows.
+        tokens: Number of tokens in a block. A block of a tensor contains the rows of this number of
+            consecutive tokens. The last block of a tensor may have fewer rows.
         consecutive: Whether the positions of the stored tokens are 0, 1, 2 and so on in every
             sample. Readers then compute the positions, and need not read the tensor `position`.
         crc32c: CRC-32C of each block of a tensor, 8 hexadecimal digits each, concatenated, by the
@@ -333,7 +333,9 @@ class SafetensorsFile:
             wait_function_by_name["position"] = self.begin_rows("position", start, stop)
         for label in self.labels:
             wait_function_by_name[label] = self.begin_rows(label, start, stop)
-        return lambda: {name: wait() for name, wait in wait_function_by_name.items()}
+        return lambda: {
+            name: wait_function() for name, wait_function in wait_function_by_name.items()
+        }
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:
         """Computes the positions of consecutive tokens of the shard in their samples.

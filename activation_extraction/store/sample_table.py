@@ -94,20 +94,20 @@ def read_table(folder: Folder, commit: Commit) -> pyarrow.Table:
 
 
 def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
-    """Returns the samples in a table, in its order, with decoded values.
+    """Returns the samples in a table, in the order of its rows, with decoded values.
 
     Args:
         table: Table of samples, or some of its columns, which include `sample_idx` and `tokens`. A
             fact without a column gets its default.
     """
-    columns_of_samples: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
+    kept_columns_of_samples: list[dict[str, Any]] = [{} for _ in range(table.num_rows)]
     for column_name in table.column_names:
         if column_name not in SAMPLE_COLUMNS:
-            for sample_columns, column_value in zip(
-                columns_of_samples, _decoded(table, column_name), strict=True
+            for kept_columns_of_sample, column_value in zip(
+                kept_columns_of_samples, _decoded(table, column_name), strict=True
             ):
                 if column_value is not ABSENT:
-                    sample_columns[column_name] = column_value
+                    kept_columns_of_sample[column_name] = column_value
     fact_names = [
         column_name for column_name in SAMPLE_COLUMNS if column_name in table.column_names
     ]
@@ -115,11 +115,13 @@ def stored_samples(table: pyarrow.Table) -> list[StoredSample]:
         *(_decoded(table, column_name) for column_name in fact_names), strict=True
     )
     decoded_samples = []
-    for fact_values, sample_columns in zip(facts_of_samples, columns_of_samples, strict=True):
+    for fact_values, kept_columns_of_sample in zip(
+        facts_of_samples, kept_columns_of_samples, strict=True
+    ):
         fact_by_name = dict(zip(fact_names, fact_values, strict=True))
         token_count = fact_by_name.pop(TOKENS)
         decoded_samples.append(
-            StoredSample(SampleFacts(**fact_by_name, columns=sample_columns), token_count)
+            StoredSample(SampleFacts(**fact_by_name, columns=kept_columns_of_sample), token_count)
         )
     return decoded_samples
 
@@ -251,7 +253,8 @@ def _is_json(table: pyarrow.Table, name: str) -> bool:
 def _decoded(table: pyarrow.Table, name: str) -> list[Any]:
     """Returns the values of a column as they were before they were stored.
 
-    If the column contains JSON texts, the value of a sample that lacks the column is ABSENT.
+    The value of a sample that lacks the column is ABSENT if the column contains JSON texts, and
+    otherwise None.
 
     Args:
         table: Table of samples.

@@ -67,7 +67,9 @@ class Patience:
         self._latest_end = self.end + sending
 
     def add(self, seconds: float) -> None:
-        """Extends the time of the write, because its body was being sent.
+        """Postpones the end of the write, because its body was being sent.
+
+        The end is not postponed any more after the time in which a slow line can send the body.
 
         Args:
             seconds: Number of seconds in which the body was being sent.

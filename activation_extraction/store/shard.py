@@ -66,12 +66,12 @@ class Shard:
 
     @property
     def positions(self) -> list[np.ndarray]:
-        """The positions of each sample's tokens in the sample, int32 (tokens,)."""
+        """For each sample, the positions of its stored tokens in it, from 0, int32 (tokens,)."""
         return [sample.positions for sample in self.samples]
 
     @property
     def offsets(self) -> np.ndarray:
-        """The index in the shard of each sample's first token, int64 (samples + 1,).
+        """For each sample, the index of its first token in the shard, int64 (samples + 1,).
 
         The last element is the number of tokens in the shard, so sample i has the tokens from
         offsets[i] to offsets[i + 1] - 1.
@@ -89,13 +89,13 @@ class Shard:
             encoding errors by the key of the hook. The errors are an empty dict at a hook whose
             values are not encoded.
         """
-        encoded_by_key: dict[Key, list[Any]] = {}
+        encoded_values_by_key: dict[Key, list[Any]] = {}
         errors_by_key: dict[Key, ErrorByTokenKind] = {}
         for hook_key, hook_values in self.hooks.items():
-            encoded_by_key[hook_key], errors_by_key[hook_key] = hook_values.encode(
+            encoded_values_by_key[hook_key], errors_by_key[hook_key] = hook_values.encode(
                 self.values[hook_key], self.positions, threads
             )
-        return replace(self, values=encoded_by_key), errors_by_key
+        return replace(self, values=encoded_values_by_key), errors_by_key
 
     def measure(
         self, errors: Mapping[Key, ErrorByTokenKind], threads: Executor

@@ -209,8 +209,9 @@ class ShardQueue(Generic[T]):
             error: Exception of the thread.
 
         Returns:
-            The exception itself if it is a LostError. Otherwise, a StorageError with its message,
-            or, after `close` has cancelled work, with the message that storing was stopped.
+            A StorageError that says that storing was stopped if `close` did not wait for the
+            threads. Otherwise, the exception itself if it is a LostError, and else a StorageError
+            with its message.
         """
         if self._was_stopped:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")

@@ -240,15 +240,15 @@ def open_shard(folder: Folder, commit: Commit, hooks: Iterable[HookValues]) -> S
     """
     hooks = list(hooks)
     file_url = f"{folder.url}/{commit.file}"
-    shard_bytes = ShardBytes(folder, commit, file_url)
+    range_reader = ShardBytes(folder, commit, file_url)
     if read_by_ranges(commit):
         range_checksums = None if folder.is_local else commit.files[commit.file].ranges
-        max_front_bytes = 0 if folder.is_local else front_bytes(commit)
+        front_bytes_to_read = 0 if folder.is_local else front_bytes(commit)
         opened_shard = SafetensorsFile(
-            shard_bytes.begin, commit.bytes, file_url, range_checksums, max_front_bytes
+            range_reader.begin, commit.bytes, file_url, range_checksums, front_bytes_to_read
         )
     else:
-        pickle_bytes = pyarrow.py_buffer(shard_bytes.begin(0, commit.bytes)())
+        pickle_bytes = pyarrow.py_buffer(range_reader.begin(0, commit.bytes)())
         hooks_by_key = {hook.key: hook for hook in hooks}
         pickled_shard = read_pickle(
             pyarrow.BufferReader(pickle_bytes), file_url, commit.unpacked, hooks_by_key
@@ -403,9 +403,9 @@ def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any)
         RunError: If the file is missing or was replaced.
         FolderError: If the file cannot be read.
     """
-    has_versions = not folder.is_local and commit.url == folder.url
+    compares_versions = not folder.is_local and commit.url == folder.url
     try:
-        recorded_version = commit.files[name].version if has_versions else None
+        recorded_version = commit.files[name].version if compares_versions else None
         read_function = folder.read_range if "start" in options else folder.read
         file_content: Any = read_function(name, version=recorded_version, **options)
     except ChangedError as error:

@@ -20,7 +20,7 @@ class SourceCheck:
         sources: Files from which the samples of the run come. None if these files are unknown, so
             that nothing is checked.
         commits: List of the commits of this process, to which the caller appends later commits.
-            A message names those since the last check.
+            If a file has changed, the message names the shards of the commits since the last check.
     """
 
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:

@@ -235,10 +235,9 @@ class CodeSums:
     def explained(self) -> float:
         """The fraction of the activations' squared norms that the stored features explain.
 
-        It is computed as 1 - error / square.
-
-        It is 1 for a perfect reconstruction, 0 for a reconstruction that is as bad as zeros, and
-        negative for a worse one. It is NaN if all activations are zeros.
+        It is computed from the attributes as 1 - error / square. It is 1 for a perfect
+        reconstruction, 0 for a reconstruction that is as bad as zeros, and negative for a worse
+        one. It is NaN if all activations are zeros.
         """
         return 1 - self.error / self.square if self.square else float("nan")
 
@@ -295,7 +294,7 @@ class Statistics:
 
     @property
     def finite(self) -> bool:
-        """Whether none of the values is NaN or infinite."""
+        """Whether none of the values that these statistics describe is NaN or infinite."""
         numbers_to_check = [self.max_norm]
         for code_sums in self.codes.values():
             numbers_to_check.append(code_sums.error + code_sums.square)

@@ -203,12 +203,12 @@ class ActivationStorage:
     def _follow(self, plan: StoragePlan) -> None:
         self.plan = plan
         self._log_writer.follow(plan)
-        last_hook_descriptions = plan.commits[-1].hooks if plan.commits else []
+        hook_descriptions_of_last_shard = plan.commits[-1].hooks if plan.commits else []
         # Width and dtype of the stored samples, by the key of the hook. New samples must have the
         # same width and dtype.
         self._width_and_dtype_by_key = {
             hook_description["key"]: (hook_description["width"], hook_description["dtype"])
-            for hook_description in last_hook_descriptions
+            for hook_description in hook_descriptions_of_last_shard
         }
         self._samples_after_mark: dict[int, StoredSample] | None = None
         self._stored_count = sum(commit.count for commit in plan.commits)
@@ -452,14 +452,16 @@ class ActivationStorage:
             self._next_number = max(self._next_number, sample_number + 1)
             return
         self._check_takes_samples(sample_number)
-        sample_and_hook = f"sample {sample_number}, hook {layer_idx!r}"
+        sample_and_hook_in_words = f"sample {sample_number}, hook {layer_idx!r}"
         try:
             activation = copy_array(activation)
-            copied_ids = None if token_ids is None else copy_as_int32(token_ids)
+            copied_token_ids = None if token_ids is None else copy_as_int32(token_ids)
         except ValueError as error:
-            raise ValueError(f"{sample_and_hook}: {error}") from error
-        for activation_problem in self._problems(layer_idx, activation, copied_ids, sample_number):
-            raise ValueError(f"{sample_and_hook}: {activation_problem}")
+            raise ValueError(f"{sample_and_hook_in_words}: {error}") from error
+        for activation_problem in self._problems(
+            layer_idx, activation, copied_token_ids, sample_number
+        ):
+            raise ValueError(f"{sample_and_hook_in_words}: {activation_problem}")
         if sample_number not in self._incomplete_samples:
             token_positions = np.arange(len(activation), dtype=np.int32)
             sample_facts = SampleFacts(
@@ -471,7 +473,7 @@ class ActivationStorage:
                 deepcopy(columns or {}),
             )
             self._incomplete_samples[sample_number] = (
-                ShardSample(sample_facts, copied_ids, token_positions),
+                ShardSample(sample_facts, copied_token_ids, token_positions),
                 {},
             )
             self._next_number += 1
@@ -576,10 +578,10 @@ class ActivationStorage:
             self.open()
         if self._state != "open":
             return self.close()
-        missing_count = 0
+        missing_sample_count = 0
         if complete and self.plan.repair is not None:
-            missing_count = self.plan.repair.samples_missing(self._next_number)
-        complete = (complete and not missing_count) or self.plan.is_complete
+            missing_sample_count = self.plan.repair.samples_missing(self._next_number)
+        complete = (complete and not missing_sample_count) or self.plan.is_complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
         has_finished = False
@@ -606,10 +608,10 @@ class ActivationStorage:
             raise ValueError(
                 f"sample {sample_number} has no activation for {missing_keys}; it is not stored"
             )
-        if missing_count:
+        if missing_sample_count:
             raise ValueError(
-                f"{self.folder}: {counted(missing_count, 'sample')} not given again; a repair "
-                "needs all samples from 0 on, and skips those that are stored"
+                f"{self.folder}: {counted(missing_sample_count, 'sample')} not given again; a "
+                "repair needs all samples from 0 on, and skips those that are stored"
             )
 
     def close(self, patient: bool = False) -> None:

@@ -102,7 +102,7 @@ class Totals:
             self.statistics[hook_name] = previous_statistics.merge(hook_statistics)
 
     def count_rows(self, skipped: int, empty: int) -> None:
-        """Sets the counts of skipped and empty rows, unless a count is already larger.
+        """Increases `skipped_rows` and `empty_rows` to the given numbers if they are smaller.
 
         Args:
             skipped: Number of skipped rows among the rows that the host has read so far.
