@@ -80,15 +80,16 @@ def training_samples(
         RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
     """
     chunk_iterator = iter(chunks)
-    unused_batches: list[TokenBatch] = []  # batches with tokens that were read, but not yielded yet
+    # Batches with tokens that were read, but not yielded yet.
+    pending_batches: list[TokenBatch] = []
     for sample_index, sample_length in enumerate(dataset.samples["tokens"].to_pylist()):
         if not sample_length:
             continue
-        while sum(map(len, unused_batches)) < sample_length:
-            unused_batches.append(next(chunk_iterator))
-        unused_tokens = concatenate_batches(unused_batches)
-        sample_tokens = unused_tokens.map(itemgetter(slice(sample_length)))
-        unused_batches = [unused_tokens.map(itemgetter(slice(sample_length, None)))]
+        while sum(map(len, pending_batches)) < sample_length:
+            pending_batches.append(next(chunk_iterator))
+        pending_tokens = concatenate_batches(pending_batches)
+        sample_tokens = pending_tokens.map(itemgetter(slice(sample_length)))
+        pending_batches = [pending_tokens.map(itemgetter(slice(sample_length, None)))]
         loss_mask = _loss_mask(dataset, sample_index, sample_tokens)
         yield TrainingSample(
             sample_tokens.token_ids.astype(np.int64), loss_mask, sample_tokens.activations

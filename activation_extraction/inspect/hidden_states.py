@@ -225,9 +225,9 @@ class SpeculatorsFolder(StatesFolder):
             )
         if token_scales is not None:
             if token_scales.shape != (len(states_of_layers), 1, 1):
-                shape_in_words = f"expected ({len(states_of_layers)}, 1, 1)"
+                expected_shape = f"expected ({len(states_of_layers)}, 1, 1)"
                 raise RunError(
-                    f"{file_path}: {SCALES} is {_described(token_scales)}, {shape_in_words}"
+                    f"{file_path}: {SCALES} is {_described(token_scales)}, {expected_shape}"
                 )
             token_scales = token_scales.astype(np.float32)[:, 0]
         states_by_layer = [

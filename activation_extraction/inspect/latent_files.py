@@ -110,23 +110,23 @@ class DelphiFormat(ExportFormat):
         for token_batch in chunks:
             token_indices = np.arange(read_token_count, read_token_count + len(token_batch))
             sample_of_token = np.searchsorted(first_token_of_sample, token_indices, "right") - 1
-            is_row_token = (
+            is_in_whole_row = (
                 token_batch.position
                 < sample_lengths[sample_of_token] // self.row_tokens * self.row_tokens
             )
             # Index of each token among the tokens of the run that are in whole rows. The values at
             # other tokens of the chunk are not used.
-            index_among_row_tokens = row_token_count + np.cumsum(is_row_token) - 1
-            token_ids_of_chunks.append(token_batch.token_ids[is_row_token])
+            index_in_whole_rows = row_token_count + np.cumsum(is_in_whole_row) - 1
+            token_ids_of_chunks.append(token_batch.token_ids[is_in_whole_row])
             for hook_name, hook_codes in token_batch.items():
                 token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
                 is_small_value = np.abs(hook_codes.data) <= SMALLEST_VALUE
                 small_count_by_hook[hook_name] += int(
-                    np.count_nonzero(is_row_token[token_of_value] & is_small_value)
+                    np.count_nonzero(is_in_whole_row[token_of_value] & is_small_value)
                 )
-                is_kept_value = is_row_token[token_of_value] & ~is_small_value
-                row_token_of_value = index_among_row_tokens[token_of_value[is_kept_value]]
-                row_of_value, position_in_row = np.divmod(row_token_of_value, self.row_tokens)
+                is_kept_value = is_in_whole_row[token_of_value] & ~is_small_value
+                token_index_of_value = index_in_whole_rows[token_of_value[is_kept_value]]
+                row_of_value, position_in_row = np.divmod(token_index_of_value, self.row_tokens)
                 entry_columns = [
                     row_of_value,
                     position_in_row,
@@ -142,7 +142,7 @@ class DelphiFormat(ExportFormat):
                     with open(file_path, "ab") as entry_file:
                         value_entries[is_in_file].tofile(entry_file)
             read_token_count += len(token_batch)
-            row_token_count += int(is_row_token.sum())
+            row_token_count += int(is_in_whole_row.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.row_tokens)
         for hook_name in hooks:
             for (first_feature, _), file_path in paths_by_hook[hook_name].items():

@@ -99,8 +99,8 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
         RunError: If a shard is damaged or cannot be read.
     """
     try:
-        values_by_hook = dataset.shards.hooks.items()
-        hook_names = [name for name, hook_values in values_by_hook if hook_values.are_activations]
+        hooks_and_values = dataset.shards.hooks.items()
+        hook_names = [name for name, hook_values in hooks_and_values if hook_values.are_activations]
         token_sample = report_numbers.read_sample(dataset, hook_names)
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -131,15 +131,17 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     is_chosen_document = np.zeros(len(dataset), bool)
     chosen_documents: list[StoredSample] = []
     for shard_index in shard_indices:
-        max_offset_in_shard = max(shard_commits[shard_index].count - documents_per_shard, 0)
-        offset_in_shard = int(np.random.default_rng(shard_index).integers(max_offset_in_shard + 1))
-        first_chosen_document = first_document_of_shard[shard_index] + offset_in_shard
+        max_first_index_in_shard = max(shard_commits[shard_index].count - documents_per_shard, 0)
+        first_index_in_shard = int(
+            np.random.default_rng(shard_index).integers(max_first_index_in_shard + 1)
+        )
+        first_chosen_document = first_document_of_shard[shard_index] + first_index_in_shard
         stop_chosen_document = min(
             first_chosen_document + documents_per_shard, first_document_of_shard[shard_index + 1]
         )
         is_chosen_document[first_chosen_document:stop_chosen_document] = True
         document_table = dataset.shards.table(shard_index).slice(
-            offset_in_shard, documents_per_shard
+            first_index_in_shard, documents_per_shard
         )
         chosen_documents += [
             stored_sample
@@ -290,20 +292,22 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
     """
     # Seconds and tokens of each host until the end of each of its shards, (2, shards + 1). The
     # first column is 0.
-    sums_of_hosts: list[np.ndarray] = []
+    cumulative_sums_of_hosts: list[np.ndarray] = []
     for commits in hosts:
         seconds_and_tokens = [
             (seconds, commit.tokens) for commit, seconds in shard_seconds(commits)
         ]
         if seconds_and_tokens:
-            sums_of_hosts.append(np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T)
-    if not sums_of_hosts:
+            cumulative_sums_of_hosts.append(np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T)
+    if not cumulative_sums_of_hosts:
         return None
-    max_shard_count = max(host_sums.shape[1] - 1 for host_sums in sums_of_hosts)
+    max_shard_count = max(host_sums.shape[1] - 1 for host_sums in cumulative_sums_of_hosts)
     bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
-    longest_seconds = max(seconds_until_end[-1] for seconds_until_end, _ in sums_of_hosts)
+    longest_seconds = max(
+        seconds_until_end[-1] for seconds_until_end, _ in cumulative_sums_of_hosts
+    )
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
-    tokens_by_edge = np.zeros(bin_count + 1)
-    for seconds_until_end, tokens_until_end in sums_of_hosts:
-        tokens_by_edge += np.interp(bin_edges, seconds_until_end, tokens_until_end)
-    return bin_edges, np.diff(tokens_by_edge) / np.diff(bin_edges)
+    tokens_until_edge = np.zeros(bin_count + 1)
+    for seconds_until_end, tokens_until_end in cumulative_sums_of_hosts:
+        tokens_until_edge += np.interp(bin_edges, seconds_until_end, tokens_until_end)
+    return bin_edges, np.diff(tokens_until_edge) / np.diff(bin_edges)

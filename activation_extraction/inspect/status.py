@@ -173,7 +173,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         return state_without_metadata
     recent_pace = _pace(commits)
     expected_end = None
-    done_fraction = None
+    stored_fraction = None
     last_sign_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
     state_name = _state(run_log, run_metadata, recent_pace, last_sign_time)
     limit_by_count_name = {}
@@ -182,10 +182,10 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         if max_count is not None:
             limit_by_count_name[count_name] = max_count
     if limit_by_count_name:
-        done_fractions = []
+        stored_fractions_of_limits = []
         for count_name, max_count in limit_by_count_name.items():
-            done_fractions.append(getattr(host_totals, count_name) / (max_count or 1))
-        done_fraction = 1.0 if state_name == "complete" else max(done_fractions)
+            stored_fractions_of_limits.append(getattr(host_totals, count_name) / (max_count or 1))
+        stored_fraction = 1.0 if state_name == "complete" else max(stored_fractions_of_limits)
     if state_name == "running" and recent_pace is not None:
         seconds_to_limits = []
         for count_name, max_count in limit_by_count_name.items():
@@ -201,7 +201,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
         last_sign=last_sign_time,
         tokens_per_second=None if recent_pace is None else recent_pace.tokens_per_second,
         expected_end=expected_end,
-        share=done_fraction,
+        share=stored_fraction,
     )
 
 
@@ -236,9 +236,9 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
     # Unix time of the last commit of each process, by the Unix time at which the process began.
     last_commit_by_start: dict[float, float] = {}
     for commit in sorted(commits, key=lambda commit: commit.committed):
-        shard_start = last_commit_by_start.get(commit.began, commit.began)
-        if commit.committed > shard_start:
-            yield commit, commit.committed - shard_start
+        shard_start_time = last_commit_by_start.get(commit.began, commit.began)
+        if commit.committed > shard_start_time:
+            yield commit, commit.committed - shard_start_time
         last_commit_by_start[commit.began] = commit.committed
 
 
@@ -373,7 +373,7 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
     """
     running_hosts = [host_state for host_state in hosts if host_state.state == "running"]
     speeds_or_none = [host_state.tokens_per_second for host_state in running_hosts]
-    known_speeds = [
+    host_speeds = [
         tokens_per_second for tokens_per_second in speeds_or_none if tokens_per_second is not None
     ]
     expected_end_times = [
@@ -385,12 +385,12 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
     if expected_end_times and len(expected_end_times) == len(running_hosts):
         expected_end = max(expected_end_times)
     started_hosts = [host_state for host_state in hosts if host_state.state != "not started"]
-    known_fractions = [
+    stored_fractions = [
         host_state.share for host_state in started_hosts if host_state.share is not None
     ]
-    done_fraction = None
-    if known_fractions and len(known_fractions) == len(started_hosts):
-        done_fraction = sum(known_fractions) / len(hosts)
+    stored_fraction = None
+    if stored_fractions and len(stored_fractions) == len(started_hosts):
+        stored_fraction = sum(stored_fractions) / len(hosts)
     last_commit_times = [
         host_state.last_commit for host_state in hosts if host_state.last_commit is not None
     ]
@@ -401,9 +401,9 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         state=aggregated_metadata["status"],
         **{count_name: aggregated_metadata[count_name] for count_name in COUNTED},
         last_commit=max(last_commit_times, default=None),
-        tokens_per_second=sum(known_speeds) if known_speeds else None,
+        tokens_per_second=sum(host_speeds) if host_speeds else None,
         expected_end=expected_end,
-        share=done_fraction,
+        share=stored_fraction,
     )
 
 

@@ -135,10 +135,10 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         )
     first_row_read = next(iter(row_by_number.values()))
     layer_count = len(first_row_read.layers)
-    ids_by_row = _neighbours(folder, row_by_number) | {
+    token_ids_by_row = _neighbours(folder, row_by_number) | {
         row_number: row.token_ids for row_number, row in row_by_number.items()
     }
-    states_model = load_model([*ids_by_row.values()], first_row_read.width)
+    states_model = load_model([*token_ids_by_row.values()], first_row_read.width)
     expected_hooks = _requested_hooks(folder, states_model, layer_count)
     row_checks = _match_rows(row_by_number, states_model)
     if expected_hooks is None:
@@ -172,7 +172,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         if wrong_layers:
             wrong_row_numbers.add(row_check.row_number)
             report_lines += _describe(
-                row_check, wrong_layers, expected_hooks, states_model, ids_by_row
+                row_check, wrong_layers, expected_hooks, states_model, token_ids_by_row
             )
     notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
     has_failed = bool(wrong_row_numbers or order_message)
@@ -237,17 +237,19 @@ def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarr
         The token ids of each neighbouring row, int64 (tokens,), by its number. Neighbours that do
         not exist, that cannot be read or that are in `rows` are left out.
     """
-    ids_by_neighbour = {}
+    token_ids_by_neighbour = {}
     for row_number in rows:
         for neighbour_number in (row_number - 1, row_number + 1):
             if neighbour_number in folder.files and neighbour_number not in rows:
                 try:
-                    ids_by_neighbour[neighbour_number] = folder.read(neighbour_number).token_ids
+                    token_ids_by_neighbour[neighbour_number] = folder.read(
+                        neighbour_number
+                    ).token_ids
                 except RunError:
                     # Neighbours only serve to explain wrong states, so an unreadable one is left
                     # out.
                     continue
-    return ids_by_neighbour
+    return token_ids_by_neighbour
 
 
 def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[RowCheck]:
@@ -391,15 +393,15 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     right_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
     if not right_matches:
         return f"{layer_name}: {hook.name}, {right_in_words}"
-    largest_in_words = _percent(max(right_match.row_error for right_match in right_matches))
-    at_most_or_nothing = "" if largest_in_words.startswith("below") else "at most "
+    largest_error_in_words = _percent(max(right_match.row_error for right_match in right_matches))
+    at_most_or_nothing = "" if largest_error_in_words.startswith("below") else "at most "
     other_expert_tokens = sum(right_match.other_expert_tokens for right_match in right_matches)
     exception_in_words = ""
     if other_expert_tokens:
         exception_in_words = (
             f" (without {counted(other_expert_tokens, 'token')} that may have other experts)"
         )
-    error_in_words = f"error {at_most_or_nothing}{largest_in_words}{exception_in_words}"
+    error_in_words = f"error {at_most_or_nothing}{largest_error_in_words}{exception_in_words}"
     return f"{layer_name}: {hook.name}, {right_in_words}, {error_in_words}"
 
 

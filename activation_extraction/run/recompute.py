@@ -66,22 +66,23 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
 
     def recompute(chosen_samples: list[ChosenSample]) -> list[dict[str, Values] | str]:
         stored_tokens = [sample.tokens for sample in chosen_samples]
-        ids_or_messages: Sequence[np.ndarray | str] = [
+        token_ids_or_messages: Sequence[np.ndarray | str] = [
             sample_tokens.token_ids for sample_tokens in stored_tokens
         ]
         if reread is not None:
-            ids_or_messages = reread(stored_tokens)
+            token_ids_or_messages = reread(stored_tokens)
         values_or_messages: list[dict[str, Values] | str] = []
         # Indices in `chosen_samples` of the samples whose token ids are known.
         readable_sample_indices: list[int] = []
-        for sample_index, ids_or_message in enumerate(ids_or_messages):
-            if isinstance(ids_or_message, str):
-                values_or_messages.append(ids_or_message)
+        for sample_index, token_ids_or_message in enumerate(token_ids_or_messages):
+            if isinstance(token_ids_or_message, str):
+                values_or_messages.append(token_ids_or_message)
             else:
                 values_or_messages.append({})
                 readable_sample_indices.append(sample_index)
         readable_token_ids = [
-            np.asarray(ids_or_messages[sample_index]) for sample_index in readable_sample_indices
+            np.asarray(token_ids_or_messages[sample_index])
+            for sample_index in readable_sample_indices
         ]
         for batch in pack(samples_of(readable_token_ids), *prepared_model.shape):
             with device_errors():
@@ -93,10 +94,10 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             for placed_sample in batch.samples:
                 sample_index = readable_sample_indices[placed_sample.sample.number]
                 kept_positions = np.asarray(stored_tokens[sample_index].positions, int)
-                columns_of_tokens = placed_sample.start_in_row + kept_positions
+                indices_in_row = placed_sample.start_in_row + kept_positions
                 values_or_messages[sample_index] = {
                     stored_hook.name: stored_hook.for_user(
-                        values_by_hook[stored_hook.name][placed_sample.row_index, columns_of_tokens]
+                        values_by_hook[stored_hook.name][placed_sample.row_index, indices_in_row]
                     )
                     for stored_hook in chosen_samples[sample_index].hooks
                 }

@@ -130,14 +130,14 @@ def load_for_hidden_states(
             with device_errors():
                 activations = prepared_model.receive(compiled_step()(batch, [False] * 3)[0])
             for placed_sample in batch.samples:
-                row_and_columns = (
+                place_in_batch = (
                     placed_sample.row_index,
                     slice(placed_sample.start_in_row, placed_sample.stop),
                 )
                 yield (
                     placed_sample.sample.number,
                     {
-                        hook_name: activations[hook_name][row_and_columns]
+                        hook_name: activations[hook_name][place_in_batch]
                         for hook_name in computed_hook_names
                     },
                 )

@@ -190,7 +190,7 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         For each sample, all its token ids, int32 (tokens,). If the data set contains other tokens
         at the place of the sample, or ends before the sample, a message instead.
     """
-    ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
+    token_ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
     # Samples of one worker with the same mark before them are read in one pass over the worker's
     # share of the data. The keys are the worker and the number of samples before the mark. The
     # values are indices in `stored_samples`.
@@ -213,10 +213,10 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         )
         for reread_sample in sample_stream:
             for sample_index in sample_indices_by_number.get(reread_sample.facts.sample_idx, ()):
-                ids_or_messages[sample_index] = _token_ids(
+                token_ids_or_messages[sample_index] = _token_ids(
                     reread_sample, stored_samples[sample_index]
                 )
-    return ids_or_messages
+    return token_ids_or_messages
 
 
 def _token_ids(sample: Sample, stored: StoredTokens) -> np.ndarray | str:

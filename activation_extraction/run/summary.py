@@ -93,8 +93,10 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         splits_documents = run.text.sample_settings.splits_documents
         limits_that_cut_samples = []
         if not splits_documents:
-            row_tokens = run.text.options.max_seq_length
-            limits_that_cut_samples.append(f"at {counted(row_tokens, 'token')} (--max_seq_length)")
+            max_sample_tokens = run.text.options.max_seq_length
+            limits_that_cut_samples.append(
+                f"at {counted(max_sample_tokens, 'token')} (--max_seq_length)"
+            )
         if run.storage.options.max_tokens:
             limits_that_cut_samples.append("by --max_tokens")
         if run.storage.options.max_samples and splits_documents:
