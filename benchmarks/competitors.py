@@ -37,7 +37,8 @@ from isal import igzip
 Forward = Callable[[Sequence[Sequence[int]]], list[torch.Tensor]]
 # The largest size of a shard before compression, which is the default of extract_activations.py.
 SHARD_BYTES = 10**9
-# The compression level of isal, from 0 (fastest) to 3 (smallest files).
+# The compression level of isal, from 0 (fastest) to 3 (smallest files). This tool uses the same
+# level.
 ISAL_LEVEL = 1
 
 

@@ -406,10 +406,9 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
 
     Returns:
         A dict with these figures.
-        Figures that are numbers in the first round: Their medians over the rounds, under their
-            names.
-        deviation, changed_experts, versions: Their values in the first round, if these are no
-            numbers.
+        All figures that are numbers in the first round: Their medians over the rounds.
+        deviation, changed_experts, versions: Their values in the first round if these are None or a
+            dict, otherwise their medians.
         flops_per_second, compute_flops_per_second: FLOP/s of the extraction, and of computing
             alone.
         of_peak, compute_of_peak, full_rows_of_peak: FLOP/s divided by `peak`. The last one is

@@ -123,7 +123,7 @@ class Extraction:
     """An extraction that is started repeatedly.
 
     Attributes:
-        folder: Folder in which the script that is run and the logs of its processes are written.
+        folder: Folder in which the logs of the processes and the script that they run are written.
         flags: Flags of extract_activations.py.
         environment: Environment variables that are added to the variables of this process.
         varies_settings: Whether the batch size, the mesh and the number of devices are chosen at
@@ -567,14 +567,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
-            num_killed, disturbed_samples = disturb(
+            num_killed_processes, disturbed_samples = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_of_input[input_name], "--shard_format", shard_format],
                 in_bucket,
                 parsed_flags.seed + run_number,
                 partial(Extraction.kill, kills=num_kills),
             )
-            total_num_kills += num_killed
+            total_num_kills += num_killed_processes
             compare(input_name, disturbed_samples)
         for round_number in range(parsed_flags.rounds):
             input_name = list(flags_of_input)[round_number % len(flags_of_input)]

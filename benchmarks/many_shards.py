@@ -99,23 +99,22 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     if (folder / METADATA).exists():
         return
     folder.mkdir()
-    commit_of_source = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
-    facts_of_file = commit_of_source["files"]
+    source_commit = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
+    file_facts = source_commit["files"]
     for shard_number in range(1, shards + 1):
         # Name of a file of the source's only shard -> name of the link to this file.
         link_name_of_file = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
-            for file_name in facts_of_file
+            for file_name in file_facts
         }
         for file_name, link_name in link_name_of_file.items():
             os.link(source / file_name, folder / link_name)
         new_commit = {
-            **commit_of_source,
+            **source_commit,
             "number": shard_number,
-            "file": link_name_of_file[commit_of_source["file"]],
+            "file": link_name_of_file[source_commit["file"]],
             "files": {
-                link_name_of_file[file_name]: facts_of_file[file_name]
-                for file_name in facts_of_file
+                link_name_of_file[file_name]: file_facts[file_name] for file_name in file_facts
             },
         }
         (folder / commit_name(shard_number)).write_bytes(seal(new_commit))
@@ -248,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
                             num_workers_of_scenario[scenario_name],
                         )
                         figures_of_reader[reader_name].append(reader_figures)
-                passed_fraction = round(
+                passing_token_fraction = round(
                     passing_fraction(root_folder / scenario.run.folder, scenario), 3
                 )
                 for reader_name, figures_of_rounds in figures_of_reader.items():
@@ -257,11 +256,11 @@ def main(argv: list[str] | None = None) -> None:
                         for figure_name, figure in medians(figures_of_rounds).items()
                     }
                     figures_of_scenario.setdefault(scenario_name, {})[reader_name] = reader_figures
-                    figures_of_scenario[scenario_name]["passed"] = passed_fraction
+                    figures_of_scenario[scenario_name]["passed"] = passing_token_fraction
                     table_row = {
                         "scenario": scenario_name,
                         "reader": reader_name,
-                        "passed": passed_fraction,
+                        "passed": passing_token_fraction,
                         **reader_figures,
                     }
                     table_rows.append(table_row)

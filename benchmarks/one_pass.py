@@ -62,10 +62,10 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
 
     Returns:
         A dict with these figures.
-        opening_s, opening_requests, opening_mb: The seconds, the requests and the MB of answers of
-            opening the run.
-        first_s, first_requests, first_mb: The seconds, the requests and the MB of answers from the
-            call of `batches` to the first batch, in the first pass.
+        opening_s, opening_requests, opening_mb: The seconds that opening the run takes in the first
+            pass, the number of its requests, and the MB of their answers.
+        first_s, first_requests, first_mb: The seconds from the end of opening to the first batch of
+            the first pass, the number of requests in this time, and the MB of their answers.
         downloaded: The bytes of answers in the second pass, without opening the run, for each byte
             of activations in batches.
         requests_per_gb: The requests in the second pass for each GB of activations in batches.

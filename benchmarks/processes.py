@@ -153,6 +153,8 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
 def _seconds_of_other_processes() -> float:
     """Returns the processor time of all processes except this process's ended children.
 
+    The children are the processes that are measured, so the rest is the time of other processes.
+
     Returns:
         The processor time in seconds since the machine was started.
     """

@@ -541,20 +541,22 @@ class ProgramText:
         # Other instructions read the bytes of the operand, under the name `operand_name`: users of
         # the bitcast, or instructions in the called computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
-            readers, operand_name = siblings, instruction.name
+            candidate_readers, operand_name = siblings, instruction.name
         elif instruction.calls:
-            readers = self.computations[instruction.calls]
+            candidate_readers = self.computations[instruction.calls]
             operand_name = next(
-                callee.name for callee in readers if f" parameter({position})" in callee.line
+                callee.name
+                for callee in candidate_readers
+                if f" parameter({position})" in callee.line
             )
         else:
             return operand_bytes
         read_bytes = 0
-        for reader in readers:
+        for reader in candidate_readers:
             for position_in_reader, name_of_operand in enumerate(reader.operands):
                 if name_of_operand == operand_name:
                     read_bytes += self._operand_bytes_read(
-                        reader, position_in_reader, operand_bytes, readers, counted_names
+                        reader, position_in_reader, operand_bytes, candidate_readers, counted_names
                     )
         return min(operand_bytes, read_bytes)
 

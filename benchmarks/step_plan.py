@@ -236,18 +236,26 @@ def passes_of_expert_kernel(
         return [1, 1, num_rows_fetched / rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
-    *first_shapes, (num_layers, num_experts, num_inputs, num_outputs), result_shape = shapes
+    (
+        *shapes_before_last_weights,
+        (num_layers, num_experts, num_inputs, num_outputs),
+        result_shape,
+    ) = shapes
     num_full_tiles = routed_share * (result_shape[0] - num_experts * ROWS) / ROWS
     # The last tile of each expert is half full on average.
     computed_share = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:
         num_column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
         num_reads_of_rows = num_column_blocks * computed_share
-        return [1] * (len(first_shapes) - 1) + [num_reads_of_rows, 1 / num_layers, computed_share]
+        return [1] * (len(shapes_before_last_weights) - 1) + [
+            num_reads_of_rows,
+            1 / num_layers,
+            computed_share,
+        ]
     num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
-    *other_shapes, token_shape, _gate_weights = first_shapes
+    *shapes_before_tokens, token_shape, _gate_weights = shapes_before_last_weights
     num_reads_of_tokens = num_column_blocks * num_full_tiles * ROWS / token_shape[0]
-    return [1] * len(other_shapes) + [
+    return [1] * len(shapes_before_tokens) + [
         num_reads_of_tokens,
         1 / num_layers,
         1 / num_layers,

@@ -123,13 +123,13 @@ class Case(NamedTuple):
         # The squared error of the autoencoder for a token, and the norm of the token's activation.
         float_records[..., 1:RECORD_IDS] = 1 + rng.random((*records_shape[:-1], 2), np.float32)
         # Each feature is chosen from a range of its own, so that the ids are ascending.
-        range_starts = np.arange(CODE_FEATURES) * (FEATURES // CODE_FEATURES)
-        values_start = RECORD_IDS + CODE_FEATURES
+        first_ids_of_ranges = np.arange(CODE_FEATURES) * (FEATURES // CODE_FEATURES)
+        first_value_column = RECORD_IDS + CODE_FEATURES
         ids_shape = (*records_shape[:-1], CODE_FEATURES)
-        records[..., RECORD_IDS:values_start] = range_starts + rng.integers(
+        records[..., RECORD_IDS:first_value_column] = first_ids_of_ranges + rng.integers(
             0, FEATURES // CODE_FEATURES, ids_shape
         )
-        float_records[..., values_start:] = rng.random(ids_shape, np.float32)
+        float_records[..., first_value_column:] = rng.random(ids_shape, np.float32)
         return records
 
     def store(
@@ -141,7 +141,7 @@ class Case(NamedTuple):
             folder: The local folder of the run.
             remote: The folder of the run in a bucket. None to store locally.
             values: The values of a batch, from `batch_values`.
-            batches: The batches.
+            batches: The batches, each with the token ids and samples of its rows.
         """
         values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
         storage_options = StorageOptions(
@@ -210,7 +210,7 @@ def full_batches(count: int) -> list[Batch]:
 
 
 def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
-    """Calls a function that stores values, and returns its speed.
+    """Measures the speed of a function that stores values, by calling it once.
 
     Args:
         store_function: The function, which takes no arguments.
@@ -232,7 +232,9 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
 
 
 def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list[Any]:
-    """Measures all ways to store the values of a case.
+    """Measures how fast this tool and bare threads store the values of a case.
+
+    This tool is measured in two ways: it stores to files, and to the server.
 
     Args:
         folder: The folder in which the ways write. The runs of this tool are deleted, and the files
@@ -269,9 +271,11 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
                     case.write_bare_file,
                     folder / f"bare_{file_number % num_threads}",
                     values,
-                    min(batches_per_file, num_batches - first_batch),
+                    min(batches_per_file, num_batches - first_batch_number),
                 )
-                for file_number, first_batch in enumerate(range(0, num_batches, batches_per_file))
+                for file_number, first_batch_number in enumerate(
+                    range(0, num_batches, batches_per_file)
+                )
             ]
             for write_future in write_futures:
                 write_future.result()
@@ -285,16 +289,16 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
     for _ in range(num_rounds):
         for way_name, measure_way in function_of_way.items():
             figures_of_way[way_name].append(measure_way())
-    median_figures = {
+    median_figures_of_way = {
         way_name: medians(rounds_of_way) for way_name, rounds_of_way in figures_of_way.items()
     }
-    bare_speed = median_figures[BARE_THREADS]["mb_per_second"]
+    bare_speed = median_figures_of_way[BARE_THREADS]["mb_per_second"]
     return [
         case._asdict()
         | {"way": way_name}
         | way_figures
         | {"share_of_bare_threads": way_figures["mb_per_second"] / bare_speed}
-        for way_name, way_figures in median_figures.items()
+        for way_name, way_figures in median_figures_of_way.items()
     ]
 
 
