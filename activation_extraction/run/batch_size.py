@@ -24,8 +24,11 @@ from activation_extraction.model.model_setup import StepRequest, prepare_model
 from activation_extraction.run.hosts import Host, gather, together
 
 DEFAULT_ROWS = 8  # rows of a host per step on accelerators, without --batch_size
-MOST_ROWS = 512  # largest number of rows of a host that --batch_size auto tries
-STEPS_ON_HOST = 4  # number of steps whose activations must fit in a host's memory together
+# Largest number of rows of a host that --batch_size auto tries. Each try compiles the step.
+MOST_ROWS = 512
+# Number of steps whose activations must fit in a host's memory together, because the activations of
+# one step are received while those of others wait to be stored.
+STEPS_ON_HOST = 4
 
 
 def default_rows(

@@ -35,7 +35,7 @@ from activation_extraction.run.prepare import step_request
 from activation_extraction.run.topologies import Topology, topology_of
 from qwen2_jax import weight_table
 
-# The lowest and the highest fraction of its chips' peak speed that a run is guessed to reach.
+# The lowest and the highest guess of the fraction of the chips' peak speed that a run reaches.
 # Published runs that store nothing reach 0.02 (mixtures of experts on v6e) to 0.7 (training of
 # dense models on v4 to v6e). The work of the hosts is not included.
 GUESSED_FRACTIONS = (0.15, 0.7)
@@ -319,7 +319,7 @@ def token_counts_of(config: Config) -> TokenCounts | None:
     """
     text_options, storage_options = config.text, config.storage
     tokens_per_sample = tokens_of_a_sample(text_options.max_seq_length)
-    kept_fraction = text_options.positions.expected(tokens_per_sample) / tokens_per_sample
+    kept_fraction_of_tokens = text_options.positions.expected(tokens_per_sample) / tokens_per_sample
     num_computed_tokens = math.inf
     dataset_name_and_config = (text_options.dataset_name or "", text_options.dataset_config or "")
     num_documents = KNOWN_DOCUMENTS.get(dataset_name_and_config)
@@ -332,11 +332,13 @@ def token_counts_of(config: Config) -> TokenCounts | None:
         num_computed_tokens = min(
             num_computed_tokens, storage_options.max_samples * tokens_per_sample
         )
-    if storage_options.max_tokens is not None and kept_fraction:
-        num_computed_tokens = min(num_computed_tokens, storage_options.max_tokens / kept_fraction)
+    if storage_options.max_tokens is not None and kept_fraction_of_tokens:
+        num_computed_tokens = min(
+            num_computed_tokens, storage_options.max_tokens / kept_fraction_of_tokens
+        )
     if math.isinf(num_computed_tokens):
         return None
-    return TokenCounts(num_computed_tokens, num_computed_tokens * kept_fraction)
+    return TokenCounts(num_computed_tokens, num_computed_tokens * kept_fraction_of_tokens)
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:

@@ -300,7 +300,7 @@ def known_special_tokens(config: Config) -> SpecialTokens:
     Raises:
         InputError: If a document that is cut to --max_seq_length would have only special tokens.
     """
-    stored_tokenizer = None
+    tokenizer_from_file = None
     model_options = config.model
     if not (config.demo or config.text.ids_column):
         with suppress(InputError):  # an unreadable tokenizer is reported when a run is started
@@ -313,8 +313,8 @@ def known_special_tokens(config: Config) -> SpecialTokens:
                 )
                 tokenizer_path = model_repository.find(TOKENIZER_JSON)
             if tokenizer_path is not None:
-                stored_tokenizer = read_tokenizer(tokenizer_path)
-    return special_tokens(config.text, stored_tokenizer)
+                tokenizer_from_file = read_tokenizer(tokenizer_path)
+    return special_tokens(config.text, tokenizer_from_file)
 
 
 def dropped_ids(

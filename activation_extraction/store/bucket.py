@@ -102,8 +102,8 @@ class Bucket:
         for folder_path in bucket_listing["common_prefixes"]:
             entry_by_name[_file_name(folder_path)] = None
         for object_meta in bucket_listing["objects"]:
-            # The consoles of stores create an object with the folder's name for an empty folder.
-            # This object is not a file in the folder.
+            # If a user creates an empty folder in the web console of a store, the store contains an
+            # object with the name of the folder. This object is not a file in the folder.
             if object_meta["path"] != self._key_prefix:
                 file_name = _file_name(object_meta["path"])
                 e_tag = _quoted_tag(object_meta["e_tag"])
@@ -126,12 +126,12 @@ class Bucket:
         get_options: GetOptions = {} if version is None else {"if_match": version}
         if byte_range is not None:
             get_options["range"] = byte_range
-        expected_bytes = max_bytes or GB if byte_range is None else byte_range[1] - byte_range[0]
+        max_answer_bytes = max_bytes or GB if byte_range is None else byte_range[1] - byte_range[0]
 
         def get() -> tuple[Bytes, str | None]:
             try:
                 get_result = obstore.get(
-                    self._store(expected_bytes), self._key(name), options=get_options
+                    self._store(max_answer_bytes), self._key(name), options=get_options
                 )
             except GenericError as error:
                 if failure_of_obstore(error).http_status == 416:  # the range begins past the end

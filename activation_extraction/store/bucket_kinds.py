@@ -16,8 +16,8 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from activation_extraction.common.visible import plain_url
 
-# Environment variables for the same setting: the address of a store, the name of an account, or its
-# key. In each tuple, the first variable that is set is used.
+# Each tuple lists the environment variables for one setting: the address of a store, the name of an
+# account, or the key of an account. The first variable that is set is used.
 S3_ADDRESS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 AZURE_ADDRESS = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT")
 AZURE_ACCOUNT = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
@@ -53,15 +53,15 @@ class BucketKind(NamedTuple):
 
 
 def _google_settings(bucket: str) -> dict[str, Any]:
-    store_arguments: dict[str, Any] = {"bucket": bucket}
+    client_arguments: dict[str, Any] = {"bucket": bucket}
     variable_name, emulator_address = _first_set("STORAGE_EMULATOR_HOST")
     if emulator_address:
         emulator_url = (
             emulator_address if "://" in emulator_address else f"http://{emulator_address}"
         )
-        store_arguments["base_url"] = _checked_address(variable_name, emulator_url)
-        store_arguments["credential_provider"] = _no_token
-    return store_arguments
+        client_arguments["base_url"] = _checked_address(variable_name, emulator_url)
+        client_arguments["credential_provider"] = _no_token
+    return client_arguments
 
 
 def _no_token() -> dict[str, Any]:
@@ -71,11 +71,11 @@ def _no_token() -> dict[str, Any]:
 def _s3_settings(bucket: str) -> dict[str, Any]:
     # With this setting, obstore sends the SHA-256 of an upload, and S3 refuses the upload if the
     # SHA-256 of the received bytes differs.
-    store_arguments = {"bucket": bucket, "checksum_algorithm": "SHA256"}
+    client_arguments = {"bucket": bucket, "checksum_algorithm": "SHA256"}
     variable_name, endpoint_url = _first_set(*S3_ADDRESS)
     if endpoint_url:
-        store_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
-    return store_arguments
+        client_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
+    return client_arguments
 
 
 def _azure_settings(bucket: str) -> dict[str, Any]:
@@ -93,29 +93,29 @@ def _azure_settings(bucket: str) -> dict[str, Any]:
     container_name, _, account_host = bucket.partition("@")
     connection_string = os.environ.get(CONNECTION_STRING, "")
     if connection_string:
-        store_arguments = _azure_connection(connection_string)
+        client_arguments = _azure_connection(connection_string)
     else:
         _, account_name = _first_set(*AZURE_ACCOUNT)
         _, account_key = _first_set(*AZURE_KEY)
-        store_arguments = {"account_name": account_name, "account_key": account_key}
+        client_arguments = {"account_name": account_name, "account_key": account_key}
     if account_host:
         account_name = account_host.partition(".")[0]
-        if connection_string and store_arguments["account_name"] != account_name:
+        if connection_string and client_arguments["account_name"] != account_name:
             raise ValueError(
-                f"{CONNECTION_STRING} is for the account {store_arguments['account_name']}, "
+                f"{CONNECTION_STRING} is for the account {client_arguments['account_name']}, "
                 f"expected {account_name} as in the URL"
             )
-        store_arguments["account_name"] = account_name
-        store_arguments.setdefault(
+        client_arguments["account_name"] = account_name
+        client_arguments.setdefault(
             "endpoint", f"https://{account_host.replace('.dfs.', '.blob.', 1)}"
         )
     variable_name, endpoint_url = _first_set(*AZURE_ADDRESS)
     if endpoint_url:
-        store_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
+        client_arguments["endpoint"] = _checked_address(variable_name, endpoint_url)
     # Empty settings are left out, because obstore has defaults for them, such as the account of an
     # emulator.
     nonempty_arguments = {
-        argument_name: argument for argument_name, argument in store_arguments.items() if argument
+        argument_name: argument for argument_name, argument in client_arguments.items() if argument
     }
     return {"container_name": container_name, **nonempty_arguments}
 
@@ -148,18 +148,18 @@ def _azure_connection(connection_string: str) -> dict[str, str]:
         url_protocol = setting_by_field.get("DefaultEndpointsProtocol", "https")
         endpoint_suffix = setting_by_field.get("EndpointSuffix", "core.windows.net")
         endpoint_url = f"{url_protocol}://{account_name}.blob.{endpoint_suffix}"
-    store_arguments = {
+    client_arguments = {
         "endpoint": _checked_address(f"BlobEndpoint in {CONNECTION_STRING}", endpoint_url),
         "account_name": account_name or (urlsplit(endpoint_url).hostname or "").partition(".")[0],
         "account_key": setting_by_field.get("AccountKey", ""),
         "sas_key": setting_by_field.get("SharedAccessSignature", "").removeprefix("?"),
     }
-    if not store_arguments["account_key"] and not store_arguments["sas_key"]:
+    if not client_arguments["account_key"] and not client_arguments["sas_key"]:
         raise ValueError(
             f"{CONNECTION_STRING} has neither AccountKey nor SharedAccessSignature, expected one "
             "of them, as in the Azure portal"
         )
-    return store_arguments
+    return client_arguments
 
 
 def _first_set(*variables: str) -> tuple[str, str]:
@@ -227,7 +227,7 @@ AZURE = BucketKind(
     "AZURE_STORAGE_ACCOUNT_NAME, the host in the URL or AZURE_STORAGE_ENDPOINT must name the "
     "account",
 )
-# The kinds of buckets by the schemes of their URLs.
+# Scheme of a bucket's URL -> kind of the bucket.
 BUCKET_KINDS = {
     **dict.fromkeys(("gs", "gcs"), GOOGLE),
     **dict.fromkeys(("s3", "s3a"), S3),

@@ -24,8 +24,8 @@ def copy_array(values: Any) -> np.ndarray:
             or NumPy cannot convert the values.
     """
     try:
-        shared_array = np.asarray(_without_torch(values))
-        return np.array(shared_array, shared_array.dtype.newbyteorder("="), order="C")
+        uncopied_array = np.asarray(_without_torch(values))
+        return np.array(uncopied_array, uncopied_array.dtype.newbyteorder("="), order="C")
     except (TypeError, RuntimeError, BufferError) as error:
         type_and_dtype = f"{type(values).__name__} of {getattr(values, 'dtype', 'no dtype')}"
         raise ValueError(

@@ -201,7 +201,7 @@ def _tokens_of(
     identity = run_log.identity
     assert identity is not None
     worker = identity.worker
-    start_mark = furthest_mark(run_log.in_order, worker.number_of(commit.first))
+    mark_before_shard = furthest_mark(run_log.in_order, worker.number_of(commit.first))
     if not sample_indices:
         return []
     # All tokens from the first sample to the last one are read, because one large range takes less
@@ -211,13 +211,15 @@ def _tokens_of(
     token_fields = reader.begin_tokens(start_token, stop_token)()
     stored_samples = []
     for sample_index in sample_indices:
-        start_index, stop_index = (
+        start_in_range, stop_in_range = (
             reader.offsets[sample_index : sample_index + 2] - start_token
         ).tolist()
-        token_ids = token_fields["token_ids"][start_index:stop_index]
-        positions = token_fields["position"][start_index:stop_index]
+        token_ids = token_fields["token_ids"][start_in_range:stop_in_range]
+        positions = token_fields["position"][start_in_range:stop_in_range]
         sample_idx = int(reader.sample_idx[sample_index])
-        stored_samples.append(StoredTokens(worker, sample_idx, token_ids, positions, start_mark))
+        stored_samples.append(
+            StoredTokens(worker, sample_idx, token_ids, positions, mark_before_shard)
+        )
     return stored_samples
 
 
@@ -231,9 +233,9 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
     identity = run_log.identity
     assert identity is not None
     metadata = run_log.metadata or {}
-    description_by_hook_name = {hook["name"]: hook for hook in metadata.get("hooks", ())}
+    metadata_hook_by_name = {hook["name"]: hook for hook in metadata.get("hooks", ())}
     recorded_hooks = []
     for shard_hook in commit.hooks:
-        description = description_by_hook_name.get(shard_hook["name"], {})
-        recorded_hooks.append(identity.recorded_hook(shard_hook | description))
+        metadata_hook = metadata_hook_by_name.get(shard_hook["name"], {})
+        recorded_hooks.append(identity.recorded_hook(shard_hook | metadata_hook))
     return recorded_hooks

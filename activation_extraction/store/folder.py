@@ -154,13 +154,13 @@ class Folder:
         scheme, separator, _ = self.full_url.partition("://")
         self.is_local = not separator or scheme in ("file", "local")
         try:
-            self._files = self._open(scheme)
+            self._backend = self._open(scheme)
         except InputError:
             raise
         except Exception as error:  # some file systems connect at once, and raise any exception
             raise FolderError(f"{self.url}: {one_line(error)}") from error
-        if isinstance(self._files, HubFolder):
-            self._pin(self._files)
+        if isinstance(self._backend, HubFolder):
+            self._pin(self._backend)
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | HubFolder | ForeignFolder:
         if self.is_local:
@@ -169,25 +169,25 @@ class Folder:
             return Bucket(self.full_url, self.patience)
         return _open_foreign(self.full_url)
 
-    def _pin(self, files: HubFolder) -> None:
+    def _pin(self, hub_folder: HubFolder) -> None:
         """Chooses the git commit from which this folder on the hub is read.
 
         Afterwards, `full_url` and `url` of this object name the commit.
 
         Args:
-            files: This folder on the hub.
+            hub_folder: Backend of this folder, which sends the requests to the hub.
 
         Raises:
             InputError: If the repository or its revision cannot be read.
             FolderError: If the hub did not answer.
         """
         try:
-            self._retry("opening", files.pin)
+            self._retry("opening", hub_folder.pin)
         except FolderError as error:
             if error.is_final:
                 raise InputError(str(error)) from error
             raise
-        self.full_url = files.url
+        self.full_url = hub_folder.url
         self.url = plain_url(self.full_url)
 
     def child(self, name: str) -> "Folder":
@@ -199,7 +199,7 @@ class Folder:
     @property
     def max_file_bytes(self) -> int | None:
         """The largest size of a file that can be written, in bytes; None if there is no limit."""
-        return self._files.max_file_bytes
+        return self._backend.max_file_bytes
 
     def listing(self) -> dict[str, FileEntry | None]:
         """Lists the folder, sorted by name.
@@ -211,7 +211,7 @@ class Folder:
         Raises:
             FolderError: If the request failed.
         """
-        return dict(sorted(self._retry("listing", self._files.entries).items()))
+        return dict(sorted(self._retry("listing", self._backend.entries).items()))
 
     def files(self) -> dict[str, int]:
         """Returns the sizes in bytes of the files in the folder, by name."""
@@ -223,7 +223,7 @@ class Folder:
 
     def head(self, name: str) -> FileEntry | None:
         """Returns the size and version of a file; None if there is no such file."""
-        return self._retry(f"reading {name}", lambda: self._files.head(name))
+        return self._retry(f"reading {name}", lambda: self._backend.head(name))
 
     def read(
         self, name: str, *, version: str | None = None, max_bytes: int | None = None
@@ -321,7 +321,7 @@ class Folder:
             FolderError: If the request failed, or the file is too large.
         """
         return self._retry(
-            f"reading {name}", lambda: self._files.read(name, version, max_bytes, byte_range)
+            f"reading {name}", lambda: self._backend.read(name, version, max_bytes, byte_range)
         )
 
     def patience_for(self, file_content: bytes | Sequence[Any]) -> Patience:
@@ -365,12 +365,12 @@ class Folder:
         write_patience = patience or self.patience_for(file_content)
 
         def send() -> str | None:
-            return self._files.write(name, byte_views, expected)
+            return self._backend.write(name, byte_views, expected)
 
         def send_watched() -> str | None:
             return watched(send, write_patience, f"{self.url}: writing {name}")
 
-        send_request = send_watched if isinstance(self._files, Bucket) else send
+        send_request = send_watched if isinstance(self._backend, Bucket) else send
         return self._retry(
             f"writing {name}", send_request, once=expected != ANY, patience=write_patience
         )
@@ -384,7 +384,7 @@ class Folder:
         Raises:
             FolderError: If the request failed.
         """
-        self._retry(f"deleting {name}", lambda: self._files.remove(name))
+        self._retry(f"deleting {name}", lambda: self._backend.remove(name))
 
     def remove_once(self, name: str) -> bool:
         """Deletes a file if it exists, by one request that is not repeated if it fails.
@@ -396,7 +396,7 @@ class Folder:
             FolderError: If the store refused the request.
         """
         try:
-            self._retry(f"deleting {name}", lambda: self._files.remove(name), once=True)
+            self._retry(f"deleting {name}", lambda: self._backend.remove(name), once=True)
         except ChangedError:
             return self.head(name) is None
         return True
@@ -425,7 +425,7 @@ class Folder:
                 )
             for unmet_condition in (None, first_version):
                 with suppress(ChangedError):
-                    write_again = partial(self._files.write, test_file_name, [], unmet_condition)
+                    write_again = partial(self._backend.write, test_file_name, [], unmet_condition)
                     self._retry(f"writing {test_file_name}", write_again)
                     raise InputError(
                         f"{self.url}: a second write of {test_file_name} was not refused: the "
@@ -437,7 +437,7 @@ class Folder:
             # a request to delete the file either.
             if not isinstance(error, FolderError) or error.is_final:
                 with suppress(Exception):  # the failure of the check is the one to report
-                    self._files.remove(test_file_name)
+                    self._backend.remove(test_file_name)
             raise
         if not self.remove_once(test_file_name):
             log.warning(
@@ -585,9 +585,13 @@ def failure_of(error: Exception) -> FolderError:
     failure_reason = f"{failure_reason:.200}"
     if http_status == 401:
         failure_reason = f"the credentials are missing, invalid or have expired ({failure_reason})"
-    final_types = FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
+    types_of_final_errors = (
+        FileNotFoundError | PermissionError | ValueError | TypeError | ImportError
+    )
     # For HTTP status 403, gcsfs raises an exception without a code, whose message begins so.
     says_forbidden = failure_reason.startswith("Forbidden")
     has_final_status = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
-    is_failure_final = isinstance(error, final_types) or says_forbidden or has_final_status
+    is_failure_final = (
+        isinstance(error, types_of_final_errors) or says_forbidden or has_final_status
+    )
     return FolderError(failure_reason, is_failure_final)

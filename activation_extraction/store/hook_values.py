@@ -47,7 +47,7 @@ from activation_extraction.store.statistics import (
     sums_of,
 )
 
-# Name of a hook in pickles: the number of its layer, or the name that the user gave.
+# Key of a hook in pickles: the number of its layer, or the name by which the user selects the hook.
 Key = int | str
 Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
@@ -122,7 +122,8 @@ class HookValues(ABC):
     module defines.
 
     Attributes:
-        key: Name of the hook in pickles: its layer number, or the name that the user asked for.
+        key: Key of the hook in pickles: the number of its layer, or the name by which the user
+            selects the hook.
         name: Full name of the hook.
         width: Number of values of a token; for codes, number of all features. 0 if it is not known
             yet, because a program with a loop of its own has not stored a sample.

@@ -56,13 +56,14 @@ DataFiles = Mapping[str, tuple[int, str]]  # size in bytes and fingerprint of ea
 
 
 class Difference(NamedTuple):
-    """A field in which two identities differ.
+    """A field in which two identities differ, or a property in which their data files differ.
 
     Attributes:
-        field_name: Name of the field in metadata.json.
-        value_in_first: Value of the field in the first identity, as JSON. If a process continues a
+        field_name: Name of the field in metadata.json, or a description of the property, such as
+            "the size of data file a.jsonl".
+        value_in_first: Value for the first identity, as JSON. If a process continues a
             run, the first identity is the stored one.
-        value_in_second: Value of the field in the second identity, as JSON.
+        value_in_second: Value for the second identity, as JSON.
     """
 
     field_name: str
@@ -153,11 +154,11 @@ class Identity:
     def every_token(self) -> bool:
         """Whether the run keeps all tokens of its samples."""
         text_options = self.text
-        has_mask_column = text_options.mask_column not in (None, ATTENTION_MASK)
+        mask_column_drops_tokens = text_options.mask_column not in (None, ATTENTION_MASK)
         drops_tokens = (
             text_options.drop_token_ids
             or text_options.roles
-            or has_mask_column
+            or mask_column_drops_tokens
             or text_options.overlap
         )
         return text_options.positions == Positions() and not drops_tokens
@@ -171,7 +172,7 @@ class Identity:
         `DenseValues`.
 
         Args:
-            key: Name of the hook in pickles.
+            key: Key of the hook in pickles.
             name: Full name of the hook.
             width: Number of values of a token; for codes, number of all features. 0 if it is not
                 known yet.

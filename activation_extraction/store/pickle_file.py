@@ -61,8 +61,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray):
             return NotImplemented
-        reduced_array: Any = np.empty(0, value.dtype).__reduce__()
-        rebuild_array, rebuild_arguments, array_state = reduced_array
+        reduced_empty_array: Any = np.empty(0, value.dtype).__reduce__()
+        rebuild_array, rebuild_arguments, array_state = reduced_empty_array
         state_version, _shape, reduced_dtype, is_fortran_order, _data = array_state
         array_bytes = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
         # A writable buffer would be pickled as a bytearray.
