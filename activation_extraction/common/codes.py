@@ -76,8 +76,8 @@ class Codes:
         indices: The ids of the features, int32 (entries,), ascending for each token.
         data: The values of the features, float32 (entries,). They may be bfloat16 before they are
             written to a file.
-        error: The squared Euclidean norm of the activation minus its reconstruction from the
-            stored features, float32 (tokens,).
+        error: For each token, the squared Euclidean norm of the difference between the activation
+            and its reconstruction from the stored features, float32 (tokens,).
         norm: The Euclidean norm of the activation that the autoencoder reconstructs, float32
             (tokens,).
         features: The number of all features of the autoencoder.

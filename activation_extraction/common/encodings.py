@@ -65,8 +65,8 @@ class Float8Array:
             for token_slice in _blocks_of_tokens(x):
                 activations = np.array(x[token_slice], np.float32, order="C")
                 largest_magnitudes = np.abs(activations).max(axis=1, keepdims=True, initial=0)
-                exact_scales = largest_magnitudes * np.float32(1 / LARGEST_E4M3)
-                token_scales[token_slice] = np.maximum(exact_scales, SMALLEST_SCALE)
+                unclipped_scales = largest_magnitudes * np.float32(1 / LARGEST_E4M3)
+                token_scales[token_slice] = np.maximum(unclipped_scales, SMALLEST_SCALE)
                 activations /= token_scales[token_slice]
                 float8_values[token_slice] = activations
         return cls(float8_values, token_scales)

@@ -140,6 +140,11 @@ def exit_status(action: Callable[[], int]) -> int:
 
     Args:
         action: The command, as a function that returns its exit status.
+
+    Returns:
+        The exit status that `action` returns. 2 after an InputError, and after a RunError that
+        would recur; 1 after any other RunError and after a MemoryError; INTERRUPTED after a
+        KeyboardInterrupt.
     """
     try:
         return action()

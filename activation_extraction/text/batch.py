@@ -99,7 +99,7 @@ class Sample:
 
     @property
     def mark_after(self) -> Mark:
-        """The mark from which the stream continues with the next sample."""
+        """The mark after this sample, from which the stream continues with the next sample."""
         return self.mark.after(self.num_kept)
 
     @property

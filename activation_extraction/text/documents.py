@@ -233,13 +233,13 @@ class DocumentStream:
         self._source_in_position = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
-        """Divides the rows of the stream into shares, and leaves only one share in the stream.
+        """Divides the rows of the stream into shares, and keeps only one of the shares.
 
         A share consists of whole partitions (files or Parquet row groups). If there are fewer
         partitions than shares, the rows of a partition belong to several shares in turn.
 
         Args:
-            index: The number of the share, counted from 0.
+            index: The number of the share that is kept, counted from 0.
             count: The number of shares.
         """
         if count > 1 and self._dataset.num_shards < MIN_PARTITIONS_PER_SHARE * count:
@@ -318,7 +318,8 @@ class DocumentStream:
 
         Args:
             columns: The columns of the row by name.
-            row_number: The number of the row among the rows that the worker reads, counted from 0.
+            row_number: The number of the row among all rows of the worker's partitions, counted
+                from 0. Rows of other workers in these partitions count as well.
         """
         counted_rows_in_words = (
             "the data set" if self.worker == Worker() else "the rows that this host reads"

@@ -62,8 +62,9 @@ class DataFile:
 
     Attributes:
         url: Local path or URL of the file.
-        name: Path of the file relative to a folder: the folder of the data set, the folder that
-            contains a single file, or the last folder before the first wildcard of a glob.
+        name: Path of the file relative to a folder. If the data set is a folder, this is the folder
+            of the data set. If the data set is a single file, it is the folder that contains the
+            file. If the data set is a glob, it is the last folder before the first wildcard.
         size: Size of the file in bytes.
         version: Version of the content. For a URL, this is the checksum or version that its store
             reports, or "" if it reports none. For a local file, it is the time of the last

@@ -115,8 +115,9 @@ class Reader(Protocol):
     """Reads the content of rows from certain columns.
 
     Attributes:
-        activity: Words that precede the position of a row in the log if reading the row takes too
-            long. For example, with "reading" the log contains "reading x.jsonl line 5".
+        activity: Words that precede the position of a row in the log if the run makes no progress
+            while the row is read. For example, with "reading" the log contains "reading x.jsonl
+            line 5".
         columns: Names of the columns that the reader needs.
     """
 
@@ -163,7 +164,7 @@ class RowSchema:
 
     @property
     def activity(self) -> str:
-        """Words that precede the position of a row in the log if reading the row takes too long.
+        """Words that precede the position of a row in the log if the run stops making progress.
 
         For example, with "reading" the log contains "reading x.jsonl line 5".
         """
@@ -177,8 +178,9 @@ class RowSchema:
 
         Returns:
             The columns in `names` that contain the content, the id or a value for --keep_columns.
-            If the file lacks a required column, all of `names` are returned, so that the error
-            message can list the columns.
+            All of `names` if no reader finds all of its required columns in the file, or if the
+            file lacks a column that --id_column or --keep_columns names. Then the error message
+            can list all columns of the file.
         """
         column_names_of_flags = list(self.keep_columns)
         if self.id_column is not None:

@@ -33,7 +33,9 @@ from activation_extraction.text.sample_facts import SampleFacts, StoredSample
 from activation_extraction.text.token_choice import TokenChoice
 from activation_extraction.text.tokens import SpecialTokens, Tokens, safe_cuts, tokenise
 
-CHUNK_ROWS = 64  # the number of rows to tokenise together
+# The number of rows that are tokenised together. A run that continues may have to read up to this
+# number of rows again.
+CHUNK_ROWS = 64
 PREVIEW_CHARACTERS = 200  # the largest length of SampleFacts.text_preview
 
 
