@@ -381,7 +381,7 @@ class Watchdog:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._last_progress_time = time.monotonic()
-        self._done_event = threading.Event()
+        self._block_ended_event = threading.Event()
 
     def reset(self) -> None:
         """Records progress, so that the time without progress starts again at 0."""
@@ -389,15 +389,15 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._last_progress_time = time.monotonic()
-        self._done_event.clear()
+        self._block_ended_event.clear()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done_event.set()
+        self._block_ended_event.set()
 
     def _watch(self) -> None:
-        while not self._done_event.wait(min(self.seconds / 4, LOOK_SECONDS)):
+        while not self._block_ended_event.wait(min(self.seconds / 4, LOOK_SECONDS)):
             if time.monotonic() - self._last_progress_time <= self.seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)

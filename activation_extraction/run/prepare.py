@@ -259,22 +259,24 @@ def choose_commit(
         return None
     model_path, requested_revision = config.model.model_path, config.model.model_revision
     output_url, earlier_metadata = earlier_outputs[0] if earlier_outputs else ("", {})
-    commit_of_run = recorded_commit(model_path, earlier_metadata)
+    git_commit_of_run = recorded_commit(model_path, earlier_metadata)
     # The same command continues the run even if the branch of --model_revision has a new commit by
     # now.
-    if commit_of_run and requested_revision in (
+    if git_commit_of_run and requested_revision in (
         None,
         earlier_metadata["configuration"].get("model_revision"),
     ):
-        return CommitChoice(is_new=False, commit=commit_of_run)
-    requested_commit = Repository(model_path, requested_revision).commit
-    if requested_commit is not None and commit_of_run not in (None, requested_commit):
+        return CommitChoice(is_new=False, commit=git_commit_of_run)
+    requested_git_commit = Repository(model_path, requested_revision).commit
+    if requested_git_commit is not None and git_commit_of_run not in (None, requested_git_commit):
         raise InputError(
-            f"--model_revision {requested_revision}: is commit {requested_commit}, but "
-            f"{output_url} holds a run with commit {commit_of_run}; {FLAGS_REMEDY}"
+            f"--model_revision {requested_revision}: is commit {requested_git_commit}, but "
+            f"{output_url} holds a run with commit {git_commit_of_run}; {FLAGS_REMEDY}"
         )
     return (
-        None if requested_commit is None else CommitChoice(commit_of_run is None, requested_commit)
+        None
+        if requested_git_commit is None
+        else CommitChoice(git_commit_of_run is None, requested_git_commit)
     )
 
 

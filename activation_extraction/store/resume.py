@@ -348,8 +348,10 @@ def shown(value: Any, other_value: Any) -> str:
         other_value: Value of the same field in another identity, as JSON.
     """
     if isinstance(value, list):
-        missing_in_other = [value_item for value_item in value if value_item not in other_value]
-        shown_items = value if {*value} == {*other_value} else missing_in_other
+        items_missing_in_other = [
+            value_item for value_item in value if value_item not in other_value
+        ]
+        shown_items = value if {*value} == {*other_value} else items_missing_in_other
         value_as_text = " ".join(map(str, shown_items))
     else:
         value_as_text = str(value)

@@ -194,7 +194,7 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
     Args:
         logs_by_name: Log of each host's folder in an output folder, by its name.
     """
-    expected_folders = expected_names(logs_by_name)
+    expected_folder_names = expected_names(logs_by_name)
     host_count_by_machine: dict[int, int] = {}  # numbers of hosts, by the numbers of the machines
     names_and_identities = [
         (name_of_folder, run_log.identity)
@@ -203,7 +203,7 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
     ]
     for name_of_folder, run_log in logs_by_name.items():
         folder_in_words = shown_name(name_of_folder)
-        if name_of_folder not in expected_folders:
+        if name_of_folder not in expected_folder_names:
             yield f"{folder_in_words}: holds shards that are not part of this run"
         folder_identity = run_log.identity
         if folder_identity is None:

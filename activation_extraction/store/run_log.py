@@ -329,8 +329,8 @@ def furthest_mark(commits: Iterable[Commit], max_samples: float = math.inf) -> M
         The mark. None for the beginning of the data, if no commit has such a mark.
     """
     marks = [commit.mark for commit in commits if commit.mark is not None]
-    allowed_marks = [mark for mark in marks if mark.samples <= max_samples]
-    return max(allowed_marks, key=lambda mark: mark.samples, default=None)
+    marks_within_limit = [mark for mark in marks if mark.samples <= max_samples]
+    return max(marks_within_limit, key=lambda mark: mark.samples, default=None)
 
 
 def reservation(run: str, owner: str) -> dict[str, Any]:

@@ -218,11 +218,11 @@ class ShardBytes:
         ):
             block_start = blocks.start + block_number * blocks.block_bytes
             first_mib, last_mib = block_start // MIB, (block_start + len(block_content) - 1) // MIB
-            damaged_mibs = (
+            damaged_mib_in_words = (
                 f"MiB {first_mib}" if first_mib == last_mib else f"MiB {first_mib} or {last_mib}"
             )
             raise RunError(
-                f"{self._where}: is damaged in {damaged_mibs}: its crc32c is not the "
+                f"{self._where}: is damaged in {damaged_mib_in_words}: its crc32c is not the "
                 "one in its JSON"
             )
 

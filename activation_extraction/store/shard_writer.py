@@ -87,7 +87,7 @@ class ShardWriter:
         """
         self._plan = plan
         self._shard_numbers = ShardNumbers(plan)
-        self._mark = plan.mark
+        self._mark_of_next_shard = plan.mark
         self._clear_pending()
 
     def _clear_pending(self) -> None:
@@ -123,7 +123,7 @@ class ShardWriter:
             self._submit_pending(self._shard_numbers.take())
         self._pending_samples.append((sample, values))
         self._pending_bytes += sample_bytes
-        self._mark = self._plan.mark_after(mark)
+        self._mark_of_next_shard = self._plan.mark_after(mark)
 
     def finish(self, complete: bool) -> None:
         """Stores the last samples as a shard, and waits until all shards are committed.
@@ -165,7 +165,7 @@ class ShardWriter:
         self._submit(pending_shard, number)
 
     def _submit(self, shard: Shard, number: int) -> None:
-        self.queue.submit(partial(self._store, shard, self._mark, number))
+        self.queue.submit(partial(self._store, shard, self._mark_of_next_shard, number))
 
     def close(self, patient: bool) -> None:
         """Ends the threads that encode, store and commit shards.

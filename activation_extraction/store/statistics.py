@@ -112,8 +112,8 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
     block_buffer = np.empty((min(tokens_per_block, token_count), width))
     # NaN and infinity raise no warning here, because `Statistics.finite` reports them.
     with np.errstate(invalid="ignore"):
-        for start_token in range(0, token_count, tokens_per_block):
-            block_slice = slice(start_token, start_token + tokens_per_block)
+        for block_start in range(0, token_count, tokens_per_block):
+            block_slice = slice(block_start, block_start + tokens_per_block)
             block_values = decode(block_slice)
             float64_block = block_buffer[: len(block_values)]
             np.copyto(float64_block, block_values)
@@ -363,12 +363,12 @@ class Statistics:
             json_fields: Result of `to_json`. Other keys in it are ignored.
         """
         errors_by_kind = {
-            token_kind: EncodingError(**number_by_name)
-            for token_kind, number_by_name in json_fields.get("error", {}).items()
+            token_kind: EncodingError(**number_by_field)
+            for token_kind, number_by_field in json_fields.get("error", {}).items()
         }
         sums_by_kind = {
-            token_kind: CodeSums(**number_by_name)
-            for token_kind, number_by_name in json_fields.get("codes", {}).items()
+            token_kind: CodeSums(**number_by_field)
+            for token_kind, number_by_field in json_fields.get("codes", {}).items()
         }
         field_values = {
             field_name: json_fields[json_key] for json_key, field_name in STATISTICS.items()
