@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from activation_extraction.common.encodings import FLOAT8
 from activation_extraction.model.capture import Buffers, Capture, Plan
-from activation_extraction.model.decoder import Layers, stage_length
+from activation_extraction.model.decoder import StackedLayers, stage_length
 from activation_extraction.model.hooks import PREDICTED, Hook, HookKind, VectorType
 from activation_extraction.model.kernels import Kernels
 from activation_extraction.model.layers import STREAM, Intermediates, RMSNorm, rotary_table
@@ -232,7 +232,7 @@ class HookedModel(nn.Module):
         stage_numbers = jnp.arange(stage_count)
 
         def run_stage(
-            layers: Layers, slots: Any, x: Array, buffers: Buffers, micro_batch: Array
+            layers: StackedLayers, slots: Any, x: Array, buffers: Buffers, micro_batch: Array
         ) -> tuple[Array, Buffers]:
             """Runs one stage on one micro-batch.
 
@@ -308,7 +308,7 @@ class HookedModel(nn.Module):
         self,
         capture: Capture,
         plan: Plan,
-        layers: Layers,
+        layers: StackedLayers,
         x: Array,
         buffers: Buffers,
         rotary: tuple[Array, Array],

@@ -246,10 +246,14 @@ def blocked_attention(
         first_query_of_block = first_query + number % blocks_per_row * QUERY_BLOCK
 
         def attend_to_span(length: int) -> Array:
-            first_key = jnp.clip(first_query_of_block + QUERY_BLOCK - length, 0, key_count - length)
-            span_start_indices = row_index, 0, first_key, 0
+            first_key_of_span = jnp.clip(
+                first_query_of_block + QUERY_BLOCK - length, 0, key_count - length
+            )
+            span_start_indices = row_index, 0, first_key_of_span, 0
             span_shape = 1, kv_head_count, length, head_dim
-            key_segments = lax.dynamic_slice(segments.k, (row_index, first_key), (1, length))[0]
+            segments_of_span_keys = lax.dynamic_slice(
+                segments.k, (row_index, first_key_of_span), (1, length)
+            )[0]
             block_q = from_bits(grouped_queries[number], q.dtype)
             span_k = from_bits(
                 lax.dynamic_slice(k_bits, span_start_indices, span_shape)[0], k.dtype
@@ -257,8 +261,10 @@ def blocked_attention(
             span_v = from_bits(
                 lax.dynamic_slice(v_bits, span_start_indices, span_shape)[0], v.dtype
             )
-            span_segments = Segments(segments_by_block[number], key_segments)
-            sees_key = visible_keys(span_segments, first_query_of_block, window, first_key)
+            segments_of_block_and_span = Segments(segments_by_block[number], segments_of_span_keys)
+            sees_key = visible_keys(
+                segments_of_block_and_span, first_query_of_block, window, first_key_of_span
+            )
             return to_bits(_attend(block_q, span_k, span_v, sees_key))
 
         def skip() -> Array:

@@ -150,15 +150,15 @@ class AutoencoderFiles:
         repository: The repository that contains the files.
         folder: The folder of the files in the repository, with a slash at the end; "" for the
             repository's top folder.
-        layer: The number of the autoencoder's layer, as digits; "" if it is unknown. If the folder
-            contains a file for each layer, this number chooses the file.
+        layer_digits: The number of the autoencoder's layer, as digits; "" if it is unknown. If the
+            folder contains a file for each layer, this number chooses the file.
         paths_read: The local paths of the files that were read so far.
     """
 
     name: str
     repository: Repository
     folder: str
-    layer: str
+    layer_digits: str
     paths_read: list[Path] = field(default_factory=list)
 
     @property
@@ -308,24 +308,26 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
     for file_format in FORMATS:
         weights_file_pattern = file_format.weights_file
         config_file = file_format.config_file
-        format_weights_file = weights_file_pattern.format(files.layer)
-        shown_weights_file = weights_file_pattern.format(files.layer or "N")
+        format_weights_file = weights_file_pattern.format(files.layer_digits)
+        shown_weights_file = weights_file_pattern.format(files.layer_digits or "N")
         expected_files.append(
             f"{shown_weights_file} with {config_file}" if config_file else shown_weights_file
         )
         if weights_file not in ("", format_weights_file):
             continue
         has_layer_in_name = format_weights_file != weights_file_pattern
-        if (has_layer_in_name and not files.layer) or not files.has(format_weights_file):
+        if (has_layer_in_name and not files.layer_digits) or not files.has(format_weights_file):
             continue
         if config_file is None:
-            return file_format.convert(files, {}, files.tensors(format_weights_file))
+            return file_format.convert_to_fields(files, {}, files.tensors(format_weights_file))
         if files.has(config_file):
             config = read_json(files.local_path(config_file))
-            return file_format.convert(files, config, files.tensors(format_weights_file))
+            return file_format.convert_to_fields(files, config, files.tensors(format_weights_file))
     if files.has("ae.pt"):
         raise files.error("is an autoencoder of dictionary_learning, whose format is not supported")
-    layer_remark = "" if files.layer else f"; N is the layer of HOOK in --encode HOOK={files.name}"
+    layer_remark = (
+        "" if files.layer_digits else f"; N is the layer of HOOK in --encode HOOK={files.name}"
+    )
     raise files.error(
         f"has no {weights_file or 'files'} of a supported format; looked for "
         f"{', '.join(dict.fromkeys(expected_files))}{layer_remark}"
@@ -352,7 +354,7 @@ def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
             "the folder must be named as Qwen-Scope's repository, which ends in -L0_K: nothing "
             "else says how many features a token has"
         )
-    hook_name = f"blocks.{files.layer}.hook_resid_post"
+    hook_name = f"blocks.{files.layer_digits}.hook_resid_post"
     return {
         **tensors,
         "hook": hook_name,
@@ -613,7 +615,7 @@ def circuit_tracer(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fiel
     has_config = files.has("config.yaml")
     yaml_text = files.local_path("config.yaml").read_text() if has_config else ""
     yaml_config = dict(yaml.safe_load(yaml_text) or {})
-    hook_name_prefix = f"blocks.{files.layer}."
+    hook_name_prefix = f"blocks.{files.layer_digits}."
     files.supported_setting(yaml_config, "model_kind", "transcoder_set")
     return {
         **tensors,
@@ -628,15 +630,16 @@ class Format(NamedTuple):
     """A publisher's file format of autoencoders.
 
     Attributes:
-        convert: The function that converts an autoencoder of this format. Its arguments are the
-            files, the content of the configuration file ({} if there is none), and the tensors of
-            the weights file. It returns the fields of an `Autoencoder`: name of a field -> value.
+        convert_to_fields: The function that converts an autoencoder of this format. Its arguments
+            are the files, the content of the configuration file ({} if there is none), and the
+            tensors of the weights file. It returns the fields of an `Autoencoder`: name of a field
+            -> value.
         config_file: The name of the configuration file; None if the format has none.
         weights_file: The name of the file with the tensors. "{}" in the name stands for the number
             of the layer; a name without "{}" is the same for all layers.
     """
 
-    convert: Callable[[AutoencoderFiles, Config, Tensors], Fields]
+    convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
     config_file: str | None
     weights_file: str
 
@@ -657,8 +660,8 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
 
     Args:
         files: The files of the autoencoder.
-        fields: The fields that `Format.convert` returned. A W_enc or W_dec with the features on the
-            last axis is replaced by its transpose.
+        fields: The fields that `Format.convert_to_fields` returned. A W_enc or W_dec with the
+            features on the last axis is replaced by its transpose.
 
     Raises:
         InputError: If a tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are

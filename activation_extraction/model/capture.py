@@ -247,9 +247,9 @@ class Capture:
             kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
             buffer_index = (kind_slot,) if micro_batch is None else (kind_slot, micro_batch)
             bits_with_buffer_axes = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
-            type_buffer = buffers[vector_type_of_kind]
+            buffer_of_type = buffers[vector_type_of_kind]
             buffers[vector_type_of_kind] = lax.dynamic_update_slice(
-                type_buffer, bits_with_buffer_axes, (*buffer_index, 0, 0, 0)
+                buffer_of_type, bits_with_buffer_axes, (*buffer_index, 0, 0, 0)
             )
         return buffers
 
@@ -263,10 +263,10 @@ class Capture:
             Vector type -> the values of its hooks, (hooks of this type, B, T, width).
         """
         values_by_vector_type = {}
-        for vector_type, type_hooks in self.hooks_by_type().items():
-            type_bits = buffers[vector_type][: len(type_hooks)]
+        for vector_type, hooks_of_type in self.hooks_by_type().items():
+            bits_of_type = buffers[vector_type][: len(hooks_of_type)]
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
-                type_bits, vector_type.dtype
+                bits_of_type, vector_type.dtype
             )
         return values_by_vector_type
 
@@ -286,10 +286,10 @@ class Capture:
             Vector type -> the values of its hooks, (hooks of this type, rows, T, width).
         """
         values_by_vector_type = {}
-        for vector_type, type_hooks in self.hooks_by_type().items():
+        for vector_type, hooks_of_type in self.hooks_by_type().items():
             bit_arrays_to_join = []
             stage_number_by_hook = [
-                hook.layer // length for hook in type_hooks if not hook.kind.is_after_layers
+                hook.layer // length for hook in hooks_of_type if not hook.kind.is_after_layers
             ]
             if stage_number_by_hook:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
@@ -303,7 +303,7 @@ class Capture:
                     stage_bits[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_by_stage)
                 ]
-            for hook in type_hooks:
+            for hook in hooks_of_type:
                 if hook.kind.is_after_layers:
                     end_bits = self.layout.constrain(end_bits_by_kind[hook.kind], *LEAVING_AXES)
                     bit_arrays_to_join.append(end_bits[None])

@@ -38,9 +38,9 @@ TOKENS_AT_ONCE = 2048
 # Some layers of a model, as a tuple of two elements. The first one is the stacked parameters of the
 # layers. The second one tells whether the attention of each layer has a sliding window, (layers,)
 # bool; it is None in a model without windows.
-Layers = tuple[Any, Any]
+StackedLayers = tuple[Any, Any]
 # A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
-Keep = Callable[[dict[str, Any]], Any]
+KeepArrays = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Decoder:
         has_window = None if has_window_by_layer is None else has_window_by_layer[0]
         return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
 
-    def stacked(self, params: Any) -> Layers:
+    def stacked(self, params: Any) -> StackedLayers:
         """Returns the argument `layers` of `scan` for layers with the given parameters.
 
         Args:
@@ -149,11 +149,11 @@ class Decoder:
 
     def scan(
         self,
-        layers: Layers,
+        layers: StackedLayers,
         body: Callable,
         carry: Any,
         per_layer: Any = None,
-        keep: Keep = lambda _: None,
+        keep: KeepArrays = lambda _: None,
     ) -> Any:
         """Runs layers one after the other, in a single loop of XLA.
 
@@ -261,7 +261,7 @@ class Decoder:
         layer_type: str,
         params: Any,
         has_window: Any,
-        keep: Keep,
+        keep: KeepArrays,
         in_place: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
@@ -372,8 +372,8 @@ def intermediate(intermediates: dict[str, Any], name: str) -> Array | None:
 def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     """Returns the number of rows that go through a layer together, a divisor of `rows`.
 
-    On a single CPU device, these rows have about TOKENS_AT_ONCE tokens or fewer. Elsewhere, all
-    rows go through a layer together.
+    On a single CPU device, these rows have at most TOKENS_AT_ONCE tokens, unless a single row has
+    more. On other devices, all rows go through a layer together.
 
     Args:
         layout: The mesh over which arrays are split.

@@ -168,8 +168,8 @@ def _compute_block(
     decays_until_chunk_end_by_head = []
     for head_number in range(head_count):
         decay_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
-        key_factors = _side_by_side(betas[:, head_number, None] * k_scale)
-        inverse_by_head.append(_inverse(key_factors * key_products * decay_between_tokens))
+        scaled_betas = _side_by_side(betas[:, head_number, None] * k_scale)
+        inverse_by_head.append(_inverse(scaled_betas * key_products * decay_between_tokens))
         output_factors_by_head.append(query_products * decay_between_tokens)
         decays_since_chunk_begin_by_head.append(decays_since_chunk_begin)
         decay_until_chunk_end = decay_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
@@ -349,10 +349,10 @@ def _inverse(matrices: Array) -> Array:
     inverses = (row_indices == column_indices).astype(jnp.float32)
     block_starts = row_indices & -SUBLANES
     for column_offset in range(SUBLANES - 1):
-        is_in_column = (column_indices == block_starts + column_offset) & (
+        is_in_eliminated_column = (column_indices == block_starts + column_offset) & (
             row_indices > column_indices
         )
-        elimination_factors = jnp.where(is_in_column, matrices, 0)
+        elimination_factors = jnp.where(is_in_eliminated_column, matrices, 0)
         first_matrix_factors = jnp.sum(
             jnp.where(matrix_offsets == 0, elimination_factors, 0), axis=1, keepdims=True
         )

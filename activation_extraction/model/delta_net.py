@@ -109,10 +109,12 @@ class GatedDeltaNet(nn.Module):
         intermediates = self._rule_inputs(x, segment_ids)
         q, k, v = intermediates["q"], intermediates["k"], intermediates["v"]
         rule_inputs = q, k, v, intermediates["log_decay"], intermediates["beta"], segment_ids
-        input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
+        rule_input_axes = KEY_AXES, KEY_AXES, VALUE_AXES, KEY_AXES, KEY_AXES, KEY_AXES[:2]
         with jax.named_scope("gated_delta_rule"):
             # The outputs are split over devices like the values v, which are rule_inputs[2].
-            rule_outputs = self.layout.per_device(self.rule, rule_inputs, input_axes, template=2)
+            rule_outputs = self.layout.per_device(
+                self.rule, rule_inputs, rule_input_axes, template=2
+            )
         intermediates["recurrence_out"] = rule_outputs
         epsilon = self.config.rms_norm_eps
         gated_values = gated_norm(

@@ -121,10 +121,10 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
         ) from error
     if all_of_host:
         return devices
-    first_device_of_host: dict[int, Any] = {}
+    first_device_by_host: dict[int, Any] = {}
     for device in devices:
-        first_device_of_host.setdefault(device.process_index, device)
-    return list(first_device_of_host.values())
+        first_device_by_host.setdefault(device.process_index, device)
+    return list(first_device_by_host.values())
 
 
 def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:

@@ -385,8 +385,8 @@ def _normalised(x: Array, normalisation: str) -> tuple[Array, Callable[[Array], 
         return x * input_scale, lambda output: output / input_scale
     if normalisation == "layer_norm":
         input_mean = x.mean(axis=-1, keepdims=True)
-        input_deviation = jnp.std(x, axis=-1, keepdims=True, ddof=1)
+        input_standard_deviation = jnp.std(x, axis=-1, keepdims=True, ddof=1)
         return (x - input_mean) / (
-            input_deviation + EPSILON
-        ), lambda output: output * input_deviation + input_mean
+            input_standard_deviation + EPSILON
+        ), lambda output: output * input_standard_deviation + input_mean
     return x, lambda output: output

@@ -151,9 +151,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     places_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
     padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
-    is_padding = places_in_tile < padding_row_counts[:, None]
+    is_padding_row_needed = places_in_tile < padding_row_counts[:, None]
     # The expert of each row of padding; E for rows that are not needed.
-    expert_by_padding_row = jnp.where(is_padding, expert_numbers[:, None], expert_count).reshape(-1)
+    expert_by_padding_row = jnp.where(
+        is_padding_row_needed, expert_numbers[:, None], expert_count
+    ).reshape(-1)
     final_padding_widths = 0, -row_count % ROWS
     expert_by_padding_row = jnp.pad(
         expert_by_padding_row, final_padding_widths, constant_values=expert_count
@@ -416,8 +418,9 @@ def _multiply_down(
         down_ref: A block of columns of the expert's down projection, (M, columns).
         out_ref: The same columns of the result, (ROWS, columns / LANES, LANES).
     """
-    weight_column = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS)).T[:, :1]  # shape (ROWS, 1)
-    y = weight_column * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
+    repeated_weights = jnp.broadcast_to(weights_ref[...], (SUBLANES, ROWS))
+    routing_weight_column = repeated_weights.T[:, :1]  # shape (ROWS, 1)
+    y = routing_weight_column * einsum("nM,MD->nD", gated_ref[...], down_ref[...])
     out_ref[...] = y.astype(out_ref.dtype).reshape(out_ref.shape)
 
 

@@ -265,8 +265,8 @@ def _sum_in_ring(
     # The halves of the parts in the order: first half of part 0, second half of part 0, first half
     # of part 1, and so on.
     ordered_halves: list[list[Array]] = []
-    for both_halves in zip(*halves_by_direction, strict=True):
-        ordered_halves.extend(both_halves)
+    for halves_of_part in zip(*halves_by_direction, strict=True):
+        ordered_halves.extend(halves_of_part)
     x, routing_weights, chosen_experts = (
         jnp.concatenate(half_arrays) for half_arrays in zip(*ordered_halves, strict=True)
     )
@@ -336,13 +336,14 @@ def in_sorted_rows(
 
     def add_up(row_numbers: Array, routing_weights: Array, has_expert: Array) -> Array:
         token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
-        for expert_index, rows_of_expert_index in enumerate(row_numbers.T):
-            expert_results = from_bits(expert_result_bits[rows_of_expert_index], x.dtype).astype(
+        # Choice i is the expert with the index i among the chosen experts of every token.
+        for choice_index, rows_of_choice in enumerate(row_numbers.T):
+            expert_results = from_bits(expert_result_bits[rows_of_choice], x.dtype).astype(
                 jnp.float32
             )
             token_sums += jnp.where(
-                has_expert[:, expert_index, None],
-                expert_results * routing_weights[:, expert_index, None],
+                has_expert[:, choice_index, None],
+                expert_results * routing_weights[:, choice_index, None],
                 0,
             )
         return token_sums

@@ -69,8 +69,8 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         The format; None if config.json describes no quantisation.
 
     Raises:
-        InputError: If the weights are quantised in another way than float8, or activations are
-            transformed while the model runs.
+        InputError: If the weights are quantised in another way than float8, if their blocks have
+            different sizes, or if activations are transformed while the model runs.
     """
     quantization_setting = _quantization(raw)
     if quantization_setting is None:
@@ -82,7 +82,7 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
     )
     _reject_transforms(quantization_config, source)
     quant_method = str(quantization_config.get("quant_method"))
-    format_field, float8_formats = METHODS.get(quant_method, ("quant_algo", ()))
+    format_field, float8_format_names = METHODS.get(quant_method, ("quant_algo", ()))
     weight_format = quantization_config.get(format_field)
     config_groups = quantization_config.get("config_groups") or {}
     try:
@@ -100,7 +100,7 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
         ]
     except (AttributeError, KeyError, TypeError):
         is_all_float8 = False
-    if not is_all_float8 or weight_format not in float8_formats:
+    if not is_all_float8 or weight_format not in float8_format_names:
         quantization_in_words = (
             f"{quant_method}, {weight_format}" if weight_format else quant_method
         )
@@ -272,9 +272,9 @@ class Scales:
                 f"{tensor_in_words} and has {zero_point_name}: zero points are not read"
             )
         if len(names_of_scales) != expected_scale_tensor_count:
-            listed_scales = " and ".join(names_of_scales) or f"no {tensor}{ENDINGS[0]}"
+            listed_scale_names = " and ".join(names_of_scales) or f"no {tensor}{ENDINGS[0]}"
             raise InputError(
-                f"{tensor_in_words} and has {listed_scales}, "
+                f"{tensor_in_words} and has {listed_scale_names}, "
                 f"expected {expected_scale_tensor_count or 'no'} tensor of scales"
             )
         if not names_of_scales:
@@ -347,9 +347,9 @@ class Scales:
             matrix_scales = scales_of_columns[scale_matrix_index]
             for first_row in range(0, len(row_scale_numbers), rows_per_chunk):
                 chunk_slice = slice(first_row, first_row + rows_per_chunk)
-                chunk_bytes = stored_values[matrix_index][chunk_slice].view(np.uint8)
+                chunk_value_bytes = stored_values[matrix_index][chunk_slice].view(np.uint8)
                 chunk_scale_numbers = row_scale_numbers[chunk_slice]
-                if (chunk_bytes & NAN_BYTE).max() == NAN_BYTE:
+                if (chunk_value_bytes & NAN_BYTE).max() == NAN_BYTE:
                     raise InputError(
                         f"{self.scales_file.location}: tensor {self.tensor_name} has NaN values"
                     )
@@ -360,7 +360,7 @@ class Scales:
                 # The smallest dtype that can index the table moves the fewest bytes.
                 index_dtype = np.min_scalar_type(len(value_table))
                 table_indices = np.add(
-                    chunk_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
+                    chunk_value_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
                 row_table_offsets = (
                     (chunk_scale_numbers - chunk_scale_numbers[0])
@@ -423,7 +423,7 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     *expert_sizes, row_count, column_count = shape
     ones_for_experts = (1,) * len(expert_sizes)  # empty without experts
     # The last block of rows and the last block of columns may be smaller than the others.
-    block_counts = -(-row_count // block_size[0]), -(-column_count // block_size[1])
+    block_count_by_axis = -(-row_count // block_size[0]), -(-column_count // block_size[1])
     values_per_scale_by_shape = {
         (1,): shape,
         (*expert_sizes, row_count, 1): (*ones_for_experts, 1, column_count),
@@ -437,11 +437,13 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
         values_per_scale_by_shape |= dict.fromkeys(
             shapes_with_one_scale_per_expert, (*ones_for_experts, row_count, column_count)
         )
-    values_per_scale_by_shape |= {(*expert_sizes, *block_counts): (*ones_for_experts, *block_size)}
+    values_per_scale_by_shape |= {
+        (*expert_sizes, *block_count_by_axis): (*ones_for_experts, *block_size)
+    }
     if not expert_sizes:
         # modelopt writes scales of rows and of blocks in these shapes.
         values_per_scale_by_shape |= {
             (row_count,): (1, column_count),
-            (block_counts[0], 1, block_counts[1], 1): block_size,
+            (block_count_by_axis[0], 1, block_count_by_axis[1], 1): block_size,
         }
     return values_per_scale_by_shape
