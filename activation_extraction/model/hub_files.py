@@ -113,7 +113,10 @@ class HubFiles:
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """A reader of the files on the hub at the same commit, which does not use the cache."""
+        """A reader of the files on the hub, of the commit of the configuration file.
+
+        The reader does not use the hub's cache.
+        """
         return RemoteFiles(
             f"hf://{self._repository_name}@{self.commit}", self._flag_and_path, self._kind.flag
         )
@@ -185,7 +188,10 @@ class HubFiles:
         return constants.HF_HUB_OFFLINE or self._is_complete(snapshot_folder, name)
 
     def _snapshot(self) -> Path | None:
-        """Returns the folder of `_revision` in the hub's cache; None if there is no such folder."""
+        """Returns the folder with the files of `_revision` in the hub's cache.
+
+        None if the cache contains no file of this revision.
+        """
         try:
             return Path(
                 snapshot_download(

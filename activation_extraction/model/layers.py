@@ -149,7 +149,7 @@ def rotate(x: Array, rotary: tuple[Array, Array], config: ModelConfig) -> Array:
 
 
 def swap_pairs(pair_count: int, x: Array) -> Array:
-    """Swaps the two dimensions of every rotated pair, i and i + `pair_count`.
+    """Swaps the two dimensions of every pair that `rotate` rotates, i and i + `pair_count`.
 
     Args:
         pair_count: The number of pairs of rotated dimensions.
@@ -167,11 +167,12 @@ def swap_pairs(pair_count: int, x: Array) -> Array:
 
 
 def swap_pairs_on_tpu(pair_count: int, x: Array) -> Array:
-    """Swaps the two dimensions of every rotated pair by a product with a permutation matrix.
+    """Swaps the two dimensions of every pair that `rotate` rotates, by a matrix product.
 
-    The result is exact and equals the result of `swap_pairs`. On TPUs the product is faster,
-    because XLA can fuse it with other operations. `swap_pairs` splits each head into halves, and an
-    array of halves would use only half of each register and half of the memory that it occupies.
+    The second factor of the product is a permutation matrix, so the result is exact and equals the
+    result of `swap_pairs`. On TPUs the product is faster, because XLA can fuse it with other
+    operations. `swap_pairs` splits each head into halves, and an array of halves would use only
+    half of each register and half of the memory that it occupies.
 
     Args:
         pair_count: The number of pairs of rotated dimensions.

@@ -68,7 +68,7 @@ class Layout:
     reason_for_mesh: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:
-        """Returns the product of the sizes of some axes of JAX's mesh.
+        """Returns the number of devices along some axes of JAX's mesh, the product of their sizes.
 
         Args:
             axes: The names of the axes. An axis that the mesh lacks has the size 1.
@@ -89,10 +89,10 @@ class Layout:
     def ring(self, axis: str) -> list[int]:
         """Returns the order in which the devices along a mesh axis form a ring.
 
-        In a ring, each device sends to the next device, and the last device to the first.
-        If the devices are TPUs in a rectangle of width two, each device is a neighbour of the next
-        device in the ring. Some devices cannot compute while they send to a device that is not
-        their neighbour.
+        In a ring, each device sends to the next device, and the last device to the first. If the
+        devices are TPUs in a rectangle of width two, each device is a neighbour of the next device
+        in the ring. Some devices cannot compute while they send to a device that is not their
+        neighbour.
 
         Args:
             axis: The name of the mesh axis.

@@ -205,7 +205,7 @@ def _divisors(number: int) -> list[int]:
 def cheapest_mesh(
     cost_model: CostModel, devices: Sequence[Any], device_memory: float | None
 ) -> MeshChoice:
-    """Chooses the mesh with the shortest step for `--mesh_type auto`.
+    """Chooses the mesh for `--mesh_type auto`, by estimates of the duration of a step.
 
     Among the meshes that fit in memory and whose steps are at most SIMILAR_FACTOR times as long as
     the shortest step, this function chooses the mesh that splits weights least (see

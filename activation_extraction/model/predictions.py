@@ -164,8 +164,8 @@ def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:
 def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: Layout) -> Any:
     """Runs a function on one block of tokens after the other, and joins its results.
 
-    So the memory for the intermediate arrays of `function` does not grow with T.
-    The last block is filled up with zeros, whose results are dropped.
+    So the memory for the intermediate arrays of `function` does not grow with T. The
+    last block is filled up with zeros, whose results are dropped.
 
     Args:
         function: A function that maps a block to its results. A block is a pytree like `arrays`,

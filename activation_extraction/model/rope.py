@@ -61,7 +61,7 @@ class Rope:
     def from_hf(
         cls, rope: Mapping[str, Any], head_dim: int, source: str, allows_partial: bool = False
     ) -> "Rope":
-        """Returns the settings of a rotary embedding after checking them.
+        """Reads and checks the settings of a rotary embedding in a model's configuration.
 
         Args:
             rope: The `rope_parameters` of a configuration that transformers has completed.
@@ -109,7 +109,8 @@ class Rope:
         With YaRN, max_position_embeddings in config.json may be the length before scaling, because
         model cards recommend to add YaRN to a config.json without changing this field. With
         "llama3", max_position_embeddings is the length after scaling, so this property is not
-        needed. There, the factor times the trained length may be too large, as in Llama 3.2.
+        needed. In such a config.json, the factor times the trained length may be larger than the
+        length after scaling, as in Llama 3.2.
         """
         return int(self.factor * self.trained_length) if self.rope_type == "yarn" else 0
 
@@ -160,7 +161,7 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     can read a configuration without this field, but not with a null in it.
 
     Args:
-        section: The contents of config.json, or of its text_config. They are changed.
+        section: The contents of config.json, or of its text_config. This dict is changed.
         source: The path of config.json, for messages.
 
     Raises:

@@ -345,7 +345,7 @@ def load_params(
     as_bits: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Reads all parameters directly into their shards on the devices.
+    """Reads all parameters from a checkpoint directly into the memory of the devices.
 
     Each job reads one layer of a stacked parameter, or a whole parameter without layers. In a
     pipeline, each job reads one layer of every stage. The jobs are in the order of the files, so
@@ -357,7 +357,8 @@ def load_params(
         table: Path of a parameter -> its spec.
         checkpoint: The checkpoint.
         dtype: The dtype of the parameters.
-        layout: The layout of the mesh, which determines the shard of each device.
+        layout: The layout of the mesh, which determines the part of each parameter that a device
+            stores.
         as_bits: Whether to return parameters of a two-byte dtype as uint16 arrays of the same bits.
         progress: A function that is called after each job with the number of bytes that it loaded.
 
