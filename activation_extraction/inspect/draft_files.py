@@ -368,7 +368,7 @@ class SpecForgeFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a file for each sample.
+        """Writes a file with token ids, loss mask and hidden states for each sample.
 
         `ExportFormat.write` describes the arguments and the result.
 

@@ -81,7 +81,7 @@ class DelphiFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a folder for each hook.
+        """Writes a folder for each hook, with files of codes and delphi's file config.json.
 
         `ExportFormat.write` describes the arguments and the result.
         """

@@ -134,7 +134,7 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
 
 
 def _template() -> Any:
-    """Loads the template report.jinja.
+    """Returns the template of the report, a `jinja2.Template` of the file report.jinja.
 
     In each value that the template prints, `visible` replaces characters that cannot be seen, and
     HTML is escaped.

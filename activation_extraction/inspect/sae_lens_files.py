@@ -40,7 +40,7 @@ class SaeLensFormat(ExportFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes a folder for each hook.
+        """Writes a folder with the activations and token ids of all rows for each hook.
 
         `ExportFormat.write` describes the arguments and the result.
         """

@@ -343,7 +343,7 @@ def check_numbers(
 
 
 def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
-    """Yields all problems that the JSON files and the names of all files show.
+    """Yields messages about all problems that the JSON files and the names of all files show.
 
     Args:
         folders: The run log of each folder, by the folder's name.

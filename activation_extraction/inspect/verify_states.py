@@ -229,6 +229,8 @@ def _read_rows(
 def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarray]:
     """Reads the token ids of the rows directly before and after the rows to verify.
 
+    The states of a wrong row may belong to such a neighbour.
+
     Args:
         folder: Folder with the hidden states.
         rows: Numbers of the rows to verify.

@@ -19,7 +19,7 @@ from activation_extraction.run.prepare import Run
 from activation_extraction.store.statistics_in_words import code_warnings, codes_in_words
 from activation_extraction.store.totals import Totals
 
-ACTIVITIES = ("data", "compute", "copy", "store")  # activities whose times Clock measures
+ACTIVITIES = ("data", "compute", "copy", "store")  # activities whose times the summary prints
 # Columns of the table of --list_hooks. The columns with numbers are aligned on the right.
 COLUMNS = "hook", "Hugging Face module", "width", "dtype", "bytes/token", "other names"
 NUMBER_COLUMNS = "width", "bytes/token"
