@@ -31,7 +31,7 @@ class Meaning(Enum):
     """The kinds of reasons for which a request to a store fails.
 
     NO_CREDENTIALS, UNREACHABLE and UNUSABLE may be temporary if an earlier request to the same
-    folder has succeeded, because its address, settings and credentials are valid then.
+    folder has succeeded, which shows that the address, settings and credentials were valid.
 
     Attributes:
         MISSING: The object does not exist.

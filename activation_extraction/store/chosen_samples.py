@@ -139,7 +139,7 @@ def read_tokens(
 
     Args:
         folder: Folder of the host.
-        run_log: Log of the folder, which must contain metadata.
+        run_log: Log of the folder, which must contain metadata.json.
         commit: Commit of the shard.
         sample_indices: Indices of the samples within the shard, from 0.
 
@@ -147,7 +147,7 @@ def read_tokens(
         The tokens of each sample, in the order of `sample_indices`.
 
     Raises:
-        RunError: If the shard's file is damaged or missing, or was replaced.
+        RunError: If the shard's file is damaged or missing, or was replaced after its commit.
         OSError: If the shard's file cannot be read.
     """
     return _tokens_of(open_shard(folder, commit, []), run_log, commit, sample_indices)
@@ -160,7 +160,7 @@ def read_samples(
 
     Args:
         folder: Folder of the host.
-        run_log: Log of the folder, which must contain metadata.
+        run_log: Log of the folder, which must contain metadata.json.
         commit: Commit of the shard.
         sample_indices: Indices of the samples within the shard, from 0.
         where: Path of the shard's file, for messages.
@@ -169,7 +169,7 @@ def read_samples(
         The samples, in the order of `sample_indices`.
 
     Raises:
-        RunError: If the shard's file is damaged or missing, or was replaced.
+        RunError: If the shard's file is damaged or missing, or was replaced after its commit.
         OSError: If the shard's file cannot be read.
         ValueError: If the width or dtype of a hook is unknown.
     """
@@ -194,7 +194,7 @@ def _tokens_of(
 
     Args:
         reader: Open shard.
-        run_log: Log of the host's folder, which must contain metadata.
+        run_log: Log of the host's folder, which must contain metadata.json.
         commit: Commit of the shard.
         sample_indices: Indices of the samples within the shard, from 0.
     """
@@ -227,7 +227,7 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
     """Returns the hooks of a shard, from the descriptions in its JSON and in metadata.json.
 
     Args:
-        run_log: Log of the host's folder, which must contain metadata.
+        run_log: Log of the host's folder, which must contain metadata.json.
         commit: Commit of the shard.
     """
     identity = run_log.identity

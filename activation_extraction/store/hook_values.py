@@ -789,17 +789,17 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
     Yields:
         Slices of consecutive samples whose values have about SLICE_BYTES bytes together.
     """
-    start_sample = 0
+    start_sample_index = 0
     slice_bytes = 0
-    stop_sample = 0
-    for stop_sample, sample_values in enumerate(samples, 1):
+    stop_sample_index = 0
+    for stop_sample_index, sample_values in enumerate(samples, 1):
         slice_bytes += sample_values.nbytes
         if slice_bytes >= SLICE_BYTES:
-            yield slice(start_sample, stop_sample)
-            start_sample = stop_sample
+            yield slice(start_sample_index, stop_sample_index)
+            start_sample_index = stop_sample_index
             slice_bytes = 0
-    if start_sample < stop_sample:
-        yield slice(start_sample, stop_sample)
+    if start_sample_index < stop_sample_index:
+        yield slice(start_sample_index, stop_sample_index)
 
 
 def _evenly_chosen(mask: np.ndarray) -> np.ndarray:

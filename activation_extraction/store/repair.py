@@ -143,8 +143,8 @@ class Repair:
         """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
 
         A run on a data set is complete again if it was complete before and has as many samples as
-        before. Otherwise, it is interrupted and can be continued. The run of a program with a loop
-        of its own is complete, because the program has added all its samples.
+        before. The run of a program with a loop of its own is complete if it has at least as many
+        samples as before. Otherwise, the run is interrupted and can be continued.
 
         Args:
             stored_samples: Number of samples that are stored now.
@@ -302,13 +302,13 @@ class RepairPlanner:
             )
 
     def _good_shards(self, run_log: RunLog) -> list[CheckedShard]:
-        """Checks every shard whose commit was not checked before.
+        """Checks the shards that this planner has not checked yet, and returns all good shards.
 
         Args:
             run_log: Log of the folder, with the commits of the run that is repaired.
 
         Returns:
-            All good shards, in the order of their numbers.
+            The results for all good shards, in the order of the shards' numbers.
 
         Raises:
             FolderError: If a shard could not be checked.
