@@ -217,10 +217,10 @@ def _is_expert_hook(hook: str) -> bool:
 
 
 def few_more(count: int, reference_count: int) -> bool:
-    """Returns whether one number of tokens is at most a few larger than another.
+    """Returns whether one number of rerouted tokens is at most a little larger than another.
 
-    The numbers are compared to check that one program does not round more often than another.
-    `count` may be 1.25 times `reference_count` plus 10, because both numbers depend on chance.
+    Two programs that round alike route similar numbers of tokens to other experts than in float32.
+    The numbers also depend on chance, so `count` may be up to 1.25 times `reference_count` plus 10.
 
     Args:
         count: The number of tokens that one program routes to other experts than in float32.
@@ -234,8 +234,8 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
     """Returns how far the values at a hook are from the expected values.
 
     Args:
-        values: The values.
-        expected: The expected values, in the same shape.
+        values: The values of a document's tokens, (tokens, width).
+        expected: The expected values of these tokens, in the same shape.
 
     Returns:
         The largest absolute difference of two elements, divided by the root mean square of all

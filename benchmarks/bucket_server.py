@@ -300,7 +300,7 @@ def bucket_server(folder: Path, latency: float, rate: float = RATE) -> Iterator[
 
 
 def counts(address: str) -> Counts:
-    """Returns the number of requests that a server has answered since its start, and their bytes.
+    """Asks a server how many requests it has answered, and how many bytes they asked for.
 
     Args:
         address: The address of the server, "HOST:PORT".

@@ -73,7 +73,7 @@ def batches_of(
 ) -> list[list[int]]:
     """Divides documents into batches, and selects the batches that are computed.
 
-    If computing all batches takes too long, one of every `computed_every` batches is selected.
+    A number above 1 as `computed_every` saves time, because only a part of the batches is selected.
 
     Args:
         lengths: The number of tokens of each document.

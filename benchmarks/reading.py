@@ -457,7 +457,10 @@ def scenarios(
 def measure(
     address: str, scenario: Scenario, root: Path, other_process: ProcessPoolExecutor
 ) -> dict[str, float]:
-    """Measures the simple readers in another process, and then a scenario, once each.
+    """Measures a scenario once, after three simple readers that read the bytes of its hooks.
+
+    The simple readers run in another process. `bare` and `of_16` are `read_by_obstore` with BARE
+    and OF_16, and `sockets` is `read_by_sockets` with BARE.
 
     Args:
         address: The address of the bucket's server, "HOST:PORT".

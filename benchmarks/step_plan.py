@@ -187,8 +187,8 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     """Parses the text of a compiled program, with the facts that its text does not contain.
 
     Args:
-        program: The program before it was compiled. It contains the mesh, the types of layers and
-            the division of experts.
+        program: The program before it was compiled. It determines the mesh, the types of layers,
+            and the number of devices among which experts are divided.
         compiled: The compiled program, as JAX returns it.
     """
     model_config, mesh = program.model.config, program.layout.mesh

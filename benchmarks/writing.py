@@ -93,7 +93,7 @@ class Case(NamedTuple):
         Returns:
             Activations (num_hooks, ROWS, LENGTH, HIDDEN), in float32 if `kind` is "float32" and in
             bfloat16 otherwise. For codes, a record with the codes of each token instead, int32
-            (num_hooks, ROWS, LENGTH, numbers of a record).
+            (num_hooks, ROWS, LENGTH, numbers per record).
         """
         rng = np.random.default_rng(0)
         if self.kind == CODES:
@@ -114,7 +114,7 @@ class Case(NamedTuple):
             rng: The generator of random numbers.
 
         Returns:
-            The records, int32 (num_hooks, ROWS, LENGTH, numbers of a record).
+            The records, int32 (num_hooks, ROWS, LENGTH, numbers per record).
         """
         records_shape = (self.num_hooks, ROWS, LENGTH, record_width(CODE_FEATURES))
         records = np.empty(records_shape, np.int32)
@@ -232,9 +232,10 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
 
 
 def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list[Any]:
-    """Measures how fast this tool and bare threads store the values of a case.
+    """Measures how fast the values of a case are stored in three ways.
 
-    This tool is measured in two ways: it stores to files, and to the server.
+    This tool stores them in files, and on the server that discards them. Bare threads only encode
+    them and write files (see `Case.write_bare_file`).
 
     Args:
         folder: The folder in which the ways write. The runs of this tool are deleted, and the files
