@@ -84,7 +84,7 @@ def activity(description: str) -> Iterator[None]:
 
 
 class VisibleFormatter(logging.Formatter):
-    """A formatter that makes one filtered line of each log record.
+    """A formatter that turns each log record into one line without secrets or control characters.
 
     If the record has a traceback, the traceback follows on further lines.
     """

@@ -381,7 +381,7 @@ class Mixture:
     def __init__(
         self, streams: Sequence[DocumentStream], names: Sequence[str], weights: Sequence[float]
     ) -> None:
-        """Mixes data sets.
+        """Mixes the documents of several data sets.
 
         Args:
             streams: The documents of each data set, all for the same worker.

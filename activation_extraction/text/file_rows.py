@@ -285,7 +285,11 @@ def uncompressed_name(url: str) -> str:
 
 
 def open_file(url: str) -> Any:
-    """Opens a local file or a URL for reading its bytes."""
+    """Opens a local file or a URL for reading its bytes.
+
+    Returns:
+        A context manager, whose `with` block gets a binary file object.
+    """
     # A local path is opened without fsspec, which would interpret :: in it as a chain of URLs.
     return fsspec.open(url, "rb") if "://" in url else open(url, "rb")
 
