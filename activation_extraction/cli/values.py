@@ -92,7 +92,11 @@ token.__name__ = "token id"
 
 
 def layers(typed: str) -> tuple[int, ...] | str:
-    """Returns the layers of a number such as 5 or an inclusive range such as 1-3, or "all"."""
+    """Parses a number of a layer such as 5, an inclusive range of layers such as 1-3, or "all".
+
+    Returns:
+        The numbers of the layers, or "all".
+    """
     if typed == "all":
         return typed
     if typed.startswith("-") or "--" in typed:
@@ -159,7 +163,7 @@ positive.__name__ = positive_or_0.__name__ = "number"
 
 
 def dollars(typed: str) -> tuple[float, ...]:
-    """Returns one price, or two prices that are separated by a comma."""
+    """Returns a chip's price on demand and, if it is given after a comma, on a spot machine."""
     if typed.count(",") > 1:
         raise FlagValueError(f"{typed!r} is not one or two prices such as 1.2,0.4")
     return tuple(map(positive, typed.split(",")))

@@ -460,10 +460,13 @@ class ActivationDataset(Samples):
         return run if isinstance(run, cls) else cls(run)
 
     def _known_roles(self, roles: Sequence[str]) -> tuple[str, ...]:
-        """Returns the roles that a user has chosen, in the order of ROLES.
+        """Checks that the run stores tokens of the roles that a user has chosen.
 
         Args:
             roles: Names of roles, or a single name.
+
+        Returns:
+            The names, in the order of ROLES.
 
         Raises:
             ValueError: If `roles` is empty, or if the run stores no tokens of one of the roles.
@@ -480,10 +483,13 @@ class ActivationDataset(Samples):
         )
 
     def _known_columns(self, columns: Sequence[str]) -> tuple[str, ...]:
-        """Returns the names of the columns that a user has chosen.
+        """Checks that the table of samples has the columns that a user has chosen.
 
         Args:
             columns: Names of columns of the table of samples, or a single name.
+
+        Returns:
+            The names as a tuple.
 
         Raises:
             ValueError: If the table lacks one of the columns.

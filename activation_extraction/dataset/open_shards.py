@@ -186,7 +186,7 @@ class OpenShards:
         return range_checksums.tokens
 
     def _check_sizes(self) -> None:
-        """Raises ValueError if a shard's file is too small for the tokens in the shard's commit."""
+        """Raises ValueError if a file is too small for the tokens that its commit counts."""
         min_token_bytes = sum(hook.min_token_bytes for hook in self.hooks.values())
         for folder, commit in self.shards:
             max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
@@ -217,14 +217,15 @@ class OpenShards:
         return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
-        """Returns the index of a sample in the run, in the order of the shards.
+        """Looks up a sample by its number, and returns its index in the run.
 
         Args:
             folder: Name of the folder of the host that stored the sample.
             sample_idx: Number of the sample, which is unique over all machines and hosts.
 
         Returns:
-            The index of the sample; None if no shard of the folder contains the sample.
+            The index of the sample, in the order of the shards; None if no shard of the folder
+            contains the sample.
         """
         for shard, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:

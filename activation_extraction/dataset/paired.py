@@ -459,10 +459,13 @@ def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
 
 
 def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
-    """Returns the values by hook of several runs as one mapping, with the aliases of all hooks.
+    """Merges the mappings from hooks to values of several runs, and the aliases of the hooks.
 
     Args:
-        values_of_runs: For each run, the values by hook.
+        values_of_runs: For each run, a mapping from its hooks to values.
+
+    Returns:
+        A mapping with the hooks and aliases of all runs.
 
     Raises:
         ValueError: If two runs have a hook of the same name.

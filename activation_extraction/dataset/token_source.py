@@ -437,10 +437,11 @@ class TokenSource:
         return read
 
     def are_within_limits(self, block: Block) -> np.ndarray:
-        """Returns whether the norms of each row of a block are within `max_norm`, bool (rows,).
+        """Returns whether the norms of each wanted token are within `max_norm`, bool (rows,).
 
         Args:
-            block: Block of tokens, with the activations of all hooks that have a limit.
+            block: Block whose `rows` are the wanted tokens, with the activations of all hooks that
+                have a limit.
         """
         is_within_limits = np.ones(len(block.tokens), bool)
         for hook, limit in self.options.max_norm.items():
@@ -502,9 +503,10 @@ def _concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _range_of(ascending_numbers: np.ndarray) -> tuple[int, int]:
-    """Returns the first of some ascending numbers, and the last number plus 1.
+    """Returns the smallest range that contains some ascending numbers.
 
-    The result is (0, 0) if there are no numbers.
+    Returns:
+        A tuple of the first number and the last number plus 1; (0, 0) if there are no numbers.
     """
     return (
         (int(ascending_numbers[0]), int(ascending_numbers[-1]) + 1)
