@@ -457,10 +457,11 @@ def scenarios(
 def measure(
     address: str, scenario: Scenario, root: Path, other_process: ProcessPoolExecutor
 ) -> dict[str, float]:
-    """Measures a scenario once, after three simple readers that read the bytes of its hooks.
+    """Measures three simple readers of the bytes at a scenario's hooks, and then the scenario.
 
-    The simple readers run in another process. `bare` and `of_16` are `read_by_obstore` with BARE
-    and OF_16, and `sockets` is `read_by_sockets` with BARE.
+    The readers and the scenario each make two passes, of which the second one is measured. The
+    simple readers run in another process. `bare` and `of_16` are `read_by_obstore` with BARE and
+    OF_16, and `sockets` is `read_by_sockets` with BARE.
 
     Args:
         address: The address of the bucket's server, "HOST:PORT".
