@@ -23,7 +23,7 @@ from activation_extraction.model.decoder import intermediate
 from activation_extraction.model.hooks import Hook, HookKind, VectorType
 from activation_extraction.model.mesh import Layout
 
-# The logical axes of a hook's values (B, T, width) in a buffer.
+# The logical axes (see mesh.RULES) of a hook's values (B, T, width) in a buffer.
 CAPTURED_AXES = "batch", "captured_sequence", "hidden"
 # The logical axes of a hook's values (rows, T, width) after the stages of a pipeline, when the
 # values leave the devices for the host.
@@ -51,10 +51,10 @@ class Plan(NamedTuple):
     slots_by_kind: tuple[Any, ...]
 
     def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
-        """Returns the plan for a part of the layers, for example for one stage or one layer.
+        """Returns a plan for the same kinds of hooks in other layers, for example in one stage.
 
         Args:
-            slots_by_kind: The slots of these layers, as one array for each kind.
+            slots_by_kind: For each kind, its slots in these layers (see `Plan`).
         """
         return self._replace(slots_by_kind=slots_by_kind)
 
@@ -93,12 +93,13 @@ class Capture:
     def plan(self, layers: range) -> Plan:
         """Plans the slots of the buffers to which a loop over layers writes.
 
-        Every layer writes the values of all kinds, although a kind may have a hook at some layers
-        only. At a layer where the kind has a hook, its values are written to the slot of this hook.
-        At another layer, they are written to the slot of the next hook of the same vector type,
-        whose own values overwrite them later in the loop. If no such hook follows, they are written
-        to a spare slot after the slots of all hooks. So memory grows with the number of hooks, not
-        with the number of layers.
+        There is a buffer for each vector type, and a slot is an index of its first axis. Every
+        layer writes the values of all kinds, although a kind may have a hook at some layers only.
+        At a layer where the kind has a hook, its values are written to the slot of this hook. At
+        another layer, they are written to the slot of the next hook of the same vector type, whose
+        own values overwrite them later in the loop. If no such hook follows, they are written to a
+        spare slot after the slots of all hooks. So memory grows with the number of hooks, not with
+        the number of layers.
 
         Args:
             layers: The numbers of the layers. Hooks of earlier layers have no slots.
@@ -131,6 +132,8 @@ class Capture:
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans the slots of the buffers for a pipeline, in which each stage has its own buffers.
 
+        A slot is an index of the axis of a buffer along which the hooks of a stage are stored.
+
         Args:
             stages: The number of stages.
             length: The number of layers in a stage.
@@ -151,6 +154,8 @@ class Capture:
     def plan_end(self) -> Plan:
         """Plans the slots of the buffers for the hooks that come after the last layer.
 
+        A slot is an index of the first axis of a buffer.
+
         Returns:
             The plan, in which each kind has a single slot, () int32.
         """
@@ -169,8 +174,8 @@ class Capture:
             plans: The plans that write to the buffers.
             shape: The shape of the rows that a layer computes: (B, T), or (micro-batches, B, T) in
                 a pipeline.
-            stages: The number of pipeline stages; 1 without a pipeline. The buffers of every stage
-                have as many slots as the stage with the most hooks needs.
+            stages: The number of pipeline stages; 1 without a pipeline. The buffers of all stages
+                have the same size, with room for the stage with the most hooks.
 
         Returns:
             Vector type -> the buffer of its hooks (see `Buffers` for the shape).
@@ -196,8 +201,8 @@ class Capture:
     def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.
 
-        For a kind that this type of layer does not compute, the values are zeros. `plan` puts them
-        into a slot where they are overwritten or ignored.
+        For a kind that this type of layer does not compute, the values are zeros. `plan` makes sure
+        that these zeros are overwritten or ignored.
 
         Args:
             kinds: The kinds of hooks.

@@ -138,8 +138,8 @@ class Decoder:
             layer_type: The type of the layer.
 
         Returns:
-            Path of a parameter -> Flax's box of its logical axes (`names`) around a
-            `jax.ShapeDtypeStruct` (`value`).
+            Path of a parameter (a tuple of the names of its modules and its own name) -> Flax's box
+            of its logical axes (`names`) around a `jax.ShapeDtypeStruct` (`value`).
         """
         layer_module = self.module_by_type[layer_type].clone(layout=Layout())
         nested_boxes = jax.eval_shape(
@@ -161,7 +161,9 @@ class Decoder:
             layers: The layers, from `stacked`.
             body: The body of the loop, a function that maps (layer, carry, element) to the next
                 carry. `layer` is a function that maps (x, rotary, segment_ids) to the residual
-                stream after the layer and the result of `keep`. `element` is the layer's element of
+                stream after the layer and the result of `keep`. Its arguments are the residual
+                stream before the layer, (B, T, D), the result of `layers.rotary_table`, and the
+                segment of each token, (B, T) int32. `element` is the layer's element of
                 `per_layer`.
             carry: The carry of the loop before the first layer, a pytree of arrays.
             per_layer: A pytree of arrays, each with the layers as its first axis. None if `body`
@@ -265,6 +267,9 @@ class Decoder:
         in_place: Mapping[ParamPath, tuple[Array, Array]],
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
+
+        The inputs are x, the residual stream before the layer, (B, T, D), `rotary`, the result of
+        `layers.rotary_table`, and the segment of each token, (B, T) int32.
 
         Args:
             layer_type: The type of the layer.
@@ -400,7 +405,9 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
 
     Args:
         layer: A function that maps (x, rotary, segment_ids) to the residual stream after the layer
-            and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16.
+            and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. x is the
+            residual stream before the layer, (B, T, D), `rotary` the result of
+            `layers.rotary_table`, and `segment_ids` the segment of each token, (B, T) int32.
         module: The module of the layer, whose mesh and dtype are used.
 
     Returns:

@@ -277,7 +277,9 @@ def _indices() -> tuple[Array, Array, Array]:
 
 
 def _side_by_side(x: Array) -> Array:
-    """Puts the rows of the second chunk beside the rows of the first one.
+    """Puts the rows of the second chunk of a block beside the rows of the first chunk.
+
+    A block is two chunks of tokens, which are computed together.
 
     Letters: C tokens of a chunk.
 
@@ -300,7 +302,7 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     Letters: C tokens of a chunk.
 
     Args:
-        log_decay: The log decays, (2C, 1).
+        log_decay: The log decays of the tokens of a block of two chunks, (2C, 1).
 
     Returns:
         In row I and column J, the fraction of token J's change of S that is left at token I of the
@@ -382,11 +384,11 @@ def _inverse(matrices: Array) -> Array:
 
 
 def _repeat_row(x: Array, offset: int) -> Array:
-    """Replaces every row by a row of the same block of SUBLANES consecutive rows.
+    """Fills each block of SUBLANES consecutive rows with copies of one row of the block.
 
     Args:
         x: The array, (C, 2C), where C is the number of tokens of a chunk.
-        offset: The index in each block of the row that replaces the rows of the block.
+        offset: The index in each block of the row that is copied.
     """
     row_blocks = x.reshape(-1, SUBLANES, x.shape[1])
     return jnp.broadcast_to(row_blocks[:, offset, None], row_blocks.shape).reshape(x.shape)

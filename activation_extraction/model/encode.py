@@ -253,9 +253,10 @@ def _hook_of_width(
 def encode(
     encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
 ) -> Array:
-    """Encodes activations by an autoencoder, and returns the codes as records.
+    """Encodes activations by an autoencoder, and returns a record of codes for each token.
 
-    common/codes.py describes the format of a record.
+    A record contains the number of active features of the token, the error of the reconstruction,
+    and the ids and values of the features that are kept. common/codes.py describes its format.
 
     Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
@@ -291,7 +292,7 @@ def encode(
 def _records(
     encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
 ) -> Array:
-    """Returns the records of the codes of a block of tokens.
+    """Returns the records of the codes of a block of tokens (see `encode`).
 
     The docstring of `Autoencoder` has the formula, with the names `pre`, `score` and `result`.
 

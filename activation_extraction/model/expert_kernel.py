@@ -96,7 +96,8 @@ def pallas_experts(
         chosen_experts: The numbers of each token's experts, (T, X) int32. Numbers that are no
             experts of `stacks` add nothing.
         stacks: The weights of the experts.
-        parts: The number of equal parts of the tokens whose sums are computed one after the other.
+        parts: The number of equal parts of the tokens whose sums are computed one after the other,
+            so that the sums of the first parts can be sent to other devices early.
 
     Returns:
         The sums, (T, D) float32. See `ExpertSum`.
@@ -127,9 +128,10 @@ def pallas_experts(
 def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
     """Makes the table of the rows of tiles and of groups by sorting the rows twice.
 
-    The first sort orders the rows by expert, together with the rows of padding that fill the tiles.
-    So it puts every row into its place without lookups. TPUs sort fast, but look numbers up one by
-    one. The second sort orders the rows by group.
+    A row is one expert of one token, a tile is ROWS rows of the same expert, and a group is TOKENS
+    consecutive tokens. The first sort orders the rows by expert, together with the rows of padding
+    that fill the tiles. So it puts every row into its place without lookups. TPUs sort fast, but
+    look numbers up one by one. The second sort orders the rows by group.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -246,6 +248,8 @@ def _call(
 
 def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     """Computes silu(x gate) * (x up) for the rows of all tiles.
+
+    A row is one expert of one token, and a tile is ROWS rows of the same expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 
@@ -369,6 +373,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     """Computes (gated down) * weight for the rows of all tiles.
+
+    A row is one expert of one token, and a tile is ROWS rows of the same expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 

@@ -313,7 +313,8 @@ def in_sorted_rows(
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, (T, X) int32.
         stacks: The weights of the experts.
-        parts: The number of equal parts of the tokens whose sums are computed one after the other.
+        parts: The number of equal parts of the tokens whose sums are computed one after the other,
+            so that the sums of the first parts can be sent to other devices early.
 
     Returns:
         The sums, (T, D) float32. See `ExpertSum`.

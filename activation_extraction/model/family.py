@@ -44,7 +44,7 @@ REQUIRED_FIELD |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "rope_theta")
 
 
 class Family(NamedTuple):
-    """The models of one model_type.
+    """A supported family of models, which all have the same model_type in config.json.
 
     Attributes:
         released_models: Names of the released models, for messages.

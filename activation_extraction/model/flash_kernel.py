@@ -155,6 +155,8 @@ def _attend(
 ) -> None:
     """Computes the outputs of one block of queries of one head.
 
+    The block of queries reads a span of keys, which consists of whole blocks of KEYS keys.
+
     Letters: S keys, H head size.
 
     Args:

@@ -47,7 +47,8 @@ def grouped_experts(
             of a token.
         chosen_experts: The numbers of each token's experts, (T, X) int32.
         stacks: The weights of the experts.
-        parts: The number of equal parts of the tokens whose sums are computed one after the other.
+        parts: The number of equal parts of the tokens whose sums are computed one after the other,
+            so that the sums of the first parts can be sent to other devices early.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
 
     Returns:
@@ -60,7 +61,7 @@ def grouped_experts(
 
 
 def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
-    """Runs experts on sorted rows, with one kernel for gate and up, and one kernel for down.
+    """Runs experts on sorted rows, with a kernel for the gate and up projections, and one for down.
 
     Letters: n rows, E experts.
 
@@ -170,6 +171,9 @@ def _multiply(
     inputs_at_once: int,
 ) -> None:
     """Multiplies one tile of rows with one block of columns of one or two stacks.
+
+    A tile is at most ROWS rows of one expert. A stack is an array with the weights of the experts
+    of all layers. With two stacks, gate and up, the result is silu(x gate) * (x up).
 
     Letters: n rows, L layers, E experts, D inputs.
 

@@ -203,10 +203,11 @@ class Hook(NamedTuple):
         return [name_pattern.format(self.layer) for name_pattern in name_patterns]
 
     def matching(self, pattern: str) -> list[str]:
-        """Returns the names of the hook that a glob matches.
+        """Returns those names of the hook that match a glob.
 
-        A hook of a large kind matches only if the glob is one of the hook's names, or if the glob
-        and the hook's canonical name end in the same word after the last dot.
+        A hook of a large kind (see `HookKind.is_large`) matches only if the glob is one of the
+        hook's names, or if the glob and the hook's canonical name end in the same word after the
+        last dot.
 
         Args:
             pattern: The glob.
