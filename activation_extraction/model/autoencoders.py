@@ -39,7 +39,8 @@ AVERAGE_NORM_PREFIX = "dataset_average_activation_norm."
 # SAELens stores these files beside the weights if the normalisation of activations is not folded
 # into them.
 SCALER_FILE, WHITENING_FILE = "activation_scaler.json", "activation_whitening.safetensors"
-VALUES_AT_ONCE = 2**22  # the number of values that `_check_finite` checks at a time
+# The number of values that `_check_finite` converts to float32 at a time, to save memory.
+VALUES_AT_ONCE = 2**22
 # A publisher's name of a tensor -> the field of `Autoencoder`. SAELens and Qwen-Scope use the names
 # of the fields.
 FIELD_OF_TENSOR = {
@@ -60,7 +61,8 @@ FIELD_OF_TENSOR = {
 class Autoencoder:
     """A published sparse autoencoder or transcoder, with its weights on the host.
 
-    A sparse autoencoder reconstructs the hook that it reads, and a transcoder another hook.
+    A sparse autoencoder reconstructs the values at the hook that it reads. A transcoder
+    reconstructs the values at another hook, such as the output of the MLP whose input it reads.
 
     Letters: D is the width of the hook that is read, O the width of the hook that is reconstructed,
     and F the number of features. `input` is the vector (D,) of a token at the hook that is read,
@@ -301,7 +303,7 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
         Name of a field of `Autoencoder` -> value.
 
     Raises:
-        InputError: If the files of every format are incomplete. The message lists the files of all
+        InputError: If there is no format whose files all exist. The message lists the files of all
             formats.
     """
     expected_files: list[str] = []

@@ -338,17 +338,19 @@ def stage_length(types: Sequence[str], stages: int) -> int:
             more stages empty than an even division of the layers do not count.
     """
     layer_count = len(types)
-    min_length = -(-layer_count // stages)
-    for candidate_length in range(min_length, layer_count + 1):
+    min_stage_length = -(-layer_count // stages)
+    for candidate_stage_length in range(min_stage_length, layer_count + 1):
         has_repeating_types = all(
-            layer_type == types[layer % candidate_length] for layer, layer_type in enumerate(types)
+            layer_type == types[layer % candidate_stage_length]
+            for layer, layer_type in enumerate(types)
         )
-        if has_repeating_types and -(-layer_count // candidate_length) == -(
-            -layer_count // min_length
+        if has_repeating_types and -(-layer_count // candidate_stage_length) == -(
+            -layer_count // min_stage_length
         ):
-            return candidate_length
+            return candidate_stage_length
     type_count_texts = [
-        f"{len([*equal_types])} {layer_type}" for layer_type, equal_types in groupby(types)
+        f"{len([*consecutive_equal_types])} {layer_type}"
+        for layer_type, consecutive_equal_types in groupby(types)
     ]
     shown_types = ", ".join(type_count_texts[:6]) + (", ..." if len(type_count_texts) > 6 else "")
     raise InputError(
@@ -388,10 +390,10 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     mesh = layout.mesh
     if mesh is None or mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return rows
-    max_row_count = min(max(TOKENS_AT_ONCE // length, 1), rows)
+    max_rows_at_once = min(max(TOKENS_AT_ONCE // length, 1), rows)
     return max(
         candidate_row_count
-        for candidate_row_count in range(1, max_row_count + 1)
+        for candidate_row_count in range(1, max_rows_at_once + 1)
         if rows % candidate_row_count == 0
     )
 

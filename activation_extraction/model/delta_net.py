@@ -41,7 +41,8 @@ from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import einsum
 from activation_extraction.model.parameters import Weight, parameter
 
-CHUNK = 64  # the number of tokens of a chunk
+# The number of tokens of a chunk. Two chunks fill the lanes of a TPU's register (delta_kernel.py).
+CHUNK = 64
 # The number that is added to the squared length of queries and keys, as in transformers, so that
 # the inverse of the length is finite.
 EPSILON = 1e-6
@@ -283,8 +284,8 @@ def gated_delta_rule(
     output_dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
-    head_arrays = q, k, v, log_decay[..., None], beta[..., None]
-    chunks = _prepare(*map(_in_chunks, (*head_arrays, segment_ids[..., None])))
+    rule_arrays = q, k, v, log_decay[..., None], beta[..., None]
+    chunks = _prepare(*map(_in_chunks, (*rule_arrays, segment_ids[..., None])))
     initial_state = jnp.zeros(
         (*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
     )

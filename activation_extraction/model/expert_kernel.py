@@ -431,9 +431,10 @@ def _multiply_down(
 
 
 def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
-    """Computes the sum of the rows of each token of some groups.
+    """Adds up the results of each token's experts, for the tokens of some groups.
 
-    A group is TOKENS consecutive tokens, and a row is one expert of one token.
+    A group is TOKENS consecutive tokens, and a row is the result of one expert for one token,
+    multiplied by its routing weight.
 
     Letters: n' rows of all tiles, X experts of a token.
 

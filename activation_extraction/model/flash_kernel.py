@@ -49,7 +49,7 @@ def flash_attention(
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
         segments: The segment number of every query and key.
-        first_query: The index of the first query in its row.
+        first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
 
@@ -118,7 +118,7 @@ def _spans(
     Args:
         query_segments: The segment of every query, (B, T) int32, where QUERIES divides T.
         key_segments: The segment of every key, (B, S) int32, where KEYS divides S.
-        first_query: The index of the first query in its row.
+        first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
 
     Returns:
@@ -160,7 +160,7 @@ def _attend(
     Letters: S keys, H head size.
 
     Args:
-        first_query_ref: The index of the first query of all blocks in its row, (1,) int32.
+        first_query_ref: The index in the row of the first query of the first block, (1,) int32.
         begin_ref: The number of the first key block of the span, (1,) int32.
         end_ref: The number after the last key block of the span, (1,) int32.
         q_ref: The queries of the block, (QUERIES, H).

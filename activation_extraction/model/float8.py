@@ -91,7 +91,7 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
             for config_group in config_groups.values()
             if config_group.get("weights")
         ]
-        is_all_float8 = all(
+        is_every_group_float8 = all(
             (weight_settings["num_bits"], weight_settings["type"]) == (8, "float")
             for weight_settings in weight_settings_by_group
         )
@@ -99,8 +99,8 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
             weight_settings.get("block_structure") for weight_settings in weight_settings_by_group
         ]
     except (AttributeError, KeyError, TypeError):
-        is_all_float8 = False
-    if not is_all_float8 or weight_format not in float8_format_names:
+        is_every_group_float8 = False
+    if not is_every_group_float8 or weight_format not in float8_format_names:
         quantization_in_words = (
             f"{quant_method}, {weight_format}" if weight_format else quant_method
         )
@@ -420,27 +420,27 @@ def _layouts(shape: Shape, block_size: tuple[int, int]) -> dict[Shape, Shape]:
     """
     if len(shape) not in (2, 3):
         return {}
-    *expert_sizes, row_count, column_count = shape
-    ones_for_experts = (1,) * len(expert_sizes)  # empty without experts
+    *expert_axis_sizes, row_count, column_count = shape
+    ones_for_experts = (1,) * len(expert_axis_sizes)  # empty without experts
     # The last block of rows and the last block of columns may be smaller than the others.
     block_count_by_axis = -(-row_count // block_size[0]), -(-column_count // block_size[1])
     values_per_scale_by_shape = {
         (1,): shape,
-        (*expert_sizes, row_count, 1): (*ones_for_experts, 1, column_count),
+        (*expert_axis_sizes, row_count, 1): (*ones_for_experts, 1, column_count),
     }
-    if expert_sizes:
+    if expert_axis_sizes:
         shapes_with_one_scale_per_expert = (
-            (*expert_sizes,),
-            (*expert_sizes, 1),
-            (*expert_sizes, 1, 1),
+            (*expert_axis_sizes,),
+            (*expert_axis_sizes, 1),
+            (*expert_axis_sizes, 1, 1),
         )
         values_per_scale_by_shape |= dict.fromkeys(
             shapes_with_one_scale_per_expert, (*ones_for_experts, row_count, column_count)
         )
     values_per_scale_by_shape |= {
-        (*expert_sizes, *block_count_by_axis): (*ones_for_experts, *block_size)
+        (*expert_axis_sizes, *block_count_by_axis): (*ones_for_experts, *block_size)
     }
-    if not expert_sizes:
+    if not expert_axis_sizes:
         # modelopt writes scales of rows and of blocks in these shapes.
         values_per_scale_by_shape |= {
             (row_count,): (1, column_count),

@@ -320,10 +320,10 @@ class HookTable:
         hooks_of_model = self.all_hooks(depth, large=True)
         name_by_hook: dict[Hook, str] = {}
         for pattern in patterns:
-            names_by_hook = {hook: hook.matching(pattern) for hook in hooks_of_model}
-            if not any(names_by_hook.values()):
+            matching_names_by_hook = {hook: hook.matching(pattern) for hook in hooks_of_model}
+            if not any(matching_names_by_hook.values()):
                 raise self._no_match_error(pattern, depth)
-            for hook, names_that_match in names_by_hook.items():
+            for hook, names_that_match in matching_names_by_hook.items():
                 if names_that_match:
                     name_by_hook.setdefault(hook, names_that_match[0])
         return {name_by_hook[hook]: hook for hook in sorted(name_by_hook)}
@@ -456,11 +456,11 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
         config: The configuration of the model.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
-    existing_kinds = []
+    kinds_in_model = []
     for hook_kind in _kinds(_type_words(config), top_logits):
         if any(hook_kind.exists_in(layer_type) for layer_type in config.layer_types):
-            existing_kinds.append(hook_kind)
-    return HookTable(tuple(existing_kinds), config.layer_types, config.vocab_size)
+            kinds_in_model.append(hook_kind)
+    return HookTable(tuple(kinds_in_model), config.layer_types, config.vocab_size)
 
 
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
