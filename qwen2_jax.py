@@ -554,7 +554,7 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the tensors of those parameters whose checkpoint tensors have other names.
+    """Returns the checkpoint tensors of the parameters that have other names than their tensors.
 
     Args:
         config: The configuration of the model.

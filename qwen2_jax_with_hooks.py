@@ -58,7 +58,7 @@ class HookedModel(nn.Module):
 
     @property
     def captured_dtype(self) -> Any:
-        """The dtype of activations in the result of a call.
+        """The dtype of the activations that a call of this model returns.
 
         If activations are stored as float8, it is the dtype of the weights, because the store
         encodes activations later.
@@ -237,17 +237,20 @@ class HookedModel(nn.Module):
             """Runs one stage on one micro-batch.
 
             A stage also runs in the bubble: in ticks in which it has no micro-batch. In ticks
-            before the first micro-batch, it writes meaningless values to the places of the first
-            micro-batch, which overwrites them. In ticks after the last micro-batch, it computes the
-            last micro-batch again. So the bubble needs no mask.
+            before the first micro-batch, it writes meaningless values to the buffers' places for
+            the first micro-batch, which overwrites them. In ticks after the last micro-batch, it
+            computes the last micro-batch again. So the bubble needs no mask.
 
             Args:
                 layers: The layers of the stage with their parameters.
-                slots: `Plan.slots_by_kind` for the layers of the stage: an int32 array (layers of
-                    the stage,) for each kind of hook.
+                slots: A tuple with an array for each kind of hook that layers have, int32 (layers
+                    of the stage,). It contains, for each layer of the stage, the index (the slot)
+                    in the buffer at which the values of this hook are written.
                 x: The residual stream before the stage, (B, T, D), where B is the number of rows of
                     a micro-batch.
-                buffers: The buffers of the stage.
+                buffers: The values at the hooks of the stage, for all micro-batches: vector type
+                    (the width and the dtype of some hooks) -> the buffer of these hooks, (slots,
+                    micro-batches, B, T, width).
                 micro_batch: The number of the micro-batch, from 0, () int32. In the bubble, it is
                     negative, or at least the number of micro-batches.
 

@@ -107,7 +107,7 @@ class Comparison:
         """Checks that the deviations and the numbers of tokens with changed experts are small.
 
         Args:
-            name: The name of the contender, for the message.
+            name: The name of the compared program (the contender), for the message.
             dtype: "float32" or "bfloat16", which determines the tolerance.
 
         Raises:

@@ -34,18 +34,18 @@ def server_counts() -> dict[str, int]:
     return server_totals
 
 
-def mask_of(samples: int, keep: float) -> list[bool]:
+def mask_of(num_samples: int, keep: float) -> list[bool]:
     """Returns a value for the option `where` of `batches`, which keeps some samples of a run.
 
     Args:
-        samples: The number of samples in the run.
+        num_samples: The number of samples in the run.
         keep: The fraction of the samples to keep, less than 1.
 
     Returns:
         For each sample, whether it is kept. Samples that are left out are evenly spaced.
     """
     left_out_interval = round(1 / (1 - keep))
-    return [sample_number % left_out_interval != 0 for sample_number in range(samples)]
+    return [sample_number % left_out_interval != 0 for sample_number in range(num_samples)]
 
 
 def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[str, float]:

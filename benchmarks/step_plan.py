@@ -184,11 +184,11 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
 
 
 def text_of(program: Program, compiled: Any) -> ProgramText:
-    """Parses the text of a compiled program, with the facts that its text does not contain.
+    """Parses the text of a compiled program.
 
     Args:
-        program: The program before it was compiled. It determines the mesh, the types of layers,
-            and the number of devices among which experts are divided.
+        program: The program before it was compiled. It provides facts that the text lacks: the
+            mesh, the types of layers, and the number of devices among which experts are divided.
         compiled: The compiled program, as JAX returns it.
     """
     model_config, mesh = program.model.config, program.layout.mesh

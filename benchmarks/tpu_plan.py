@@ -214,8 +214,8 @@ def main() -> None:
         compiled_step.rows * compiled_step.length / step_times.device
     )
     memory_analysis = compiled_step.memory_analysis
-    # Activations are counted twice, because the activations of a step are copied to the host while
-    # the next step is computed.
+    # The outputs (activations) are counted twice, because the activations of a step are copied to
+    # the host while the next step is computed.
     memory_bytes = memory_analysis.argument_size_in_bytes + memory_analysis.temp_size_in_bytes
     memory_bytes += 2 * memory_analysis.output_size_in_bytes
     step_figures["memory_gb"] = memory_bytes / 1e9

@@ -1017,8 +1017,8 @@ class Config:
         """Returns the configuration as metadata.json stores it.
 
         Returns:
-            The values of the flags by name, with URLs without their secrets, and the key
-            "bucket_url".
+            The values of the flags by name, without secrets in URLs. The key "bucket_url", which is
+            no flag, contains the URL of the bucket.
         """
         json_value_by_flag = {**self.values, "bucket_url": self.output.bucket_url}
         for flag_name, flag_value in json_value_by_flag.items():

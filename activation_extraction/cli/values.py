@@ -163,7 +163,12 @@ positive.__name__ = positive_or_0.__name__ = "number"
 
 
 def dollars(typed: str) -> tuple[float, ...]:
-    """Returns a chip's price on demand and, if it is given after a comma, on a spot machine."""
+    """Parses the price of a chip for an hour, in dollars, such as 1.2 or 1.2,0.4.
+
+    Returns:
+        The price of a chip that is rented on demand. If there are two prices, the second one is the
+        price of a chip in a spot machine.
+    """
     if typed.count(",") > 1:
         raise FlagValueError(f"{typed!r} is not one or two prices such as 1.2,0.4")
     return tuple(map(positive, typed.split(",")))

@@ -177,8 +177,8 @@ class Codes:
         """
         feature_counts = np.diff(self.indptr)[tokens]
         indptr = np.cumsum([0, *feature_counts], dtype=np.int64)
-        # The entries of a token are consecutive, so all of them are shifted by the same number of
-        # positions.
+        # The number that is added to an index in the new `indices` and `data` to get the index in
+        # the present arrays. It is the same for all entries of a token, which are consecutive.
         token_shifts = self.indptr[:-1][tokens] - indptr[:-1]
         entry_indices = np.arange(indptr[-1]) + np.repeat(token_shifts, feature_counts)
         return Codes(

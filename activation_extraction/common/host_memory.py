@@ -125,7 +125,10 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
 
 
 def _mounted_groups() -> Iterator[_MountedGroup]:
-    """Yields this process's control group in each mounted tree whose groups can limit memory."""
+    """Yields the control groups of this process that can limit its memory.
+
+    Control groups (cgroups) form trees in the file system. This process has one group in each tree.
+    """
     # Type of the file system of a tree ("cgroup2" or "cgroup") -> path of this process's group from
     # the root of the tree.
     group_path_by_tree_type = {}

@@ -117,16 +117,24 @@ class Windows:
         self._memory: tuple[list[TokenBatch], ...] = [], []
         thread_pool = ThreadPoolExecutor(1 + self.chunks_ahead, "read-ahead")
         try:
-            next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
-            while (window := next_window.result()) is not None:
-                next_window = thread_pool.submit(self._fill, window.end, thread_pool)
+            future_of_next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
+            while (window := future_of_next_window.result()) is not None:
+                future_of_next_window = thread_pool.submit(self._fill, window.end, thread_pool)
                 yield window
                 del window  # frees its memory before the next window is waited for
         finally:  # takes no lock, because the garbage collector may run this in any thread
             self._is_stopped = True
 
     def _fill(self, begin_position: Position, thread_pool: ThreadPoolExecutor) -> Window | None:
-        """Returns the window that begins at a position; None if no tokens are left."""
+        """Reads the tokens of one window into memory.
+
+        Args:
+            begin_position: Position in the data at which the window begins.
+            thread_pool: Pool of the threads that read chunks.
+
+        Returns:
+            The window. None if there are no tokens after the position.
+        """
         chunk_index = begin_position.chunk
         first_row = begin_position.row
         filled_tokens = 0

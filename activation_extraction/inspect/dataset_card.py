@@ -82,15 +82,15 @@ def make_card(dataset: ActivationDataset) -> str:
     return card_text + LAST_LINE.format(hashlib.sha256(card_text.encode()).hexdigest())
 
 
-def size_category(samples: int) -> str:
+def size_category(num_samples: int) -> str:
     """Returns the hub's name for the size of a data set, such as "1K<n<10K".
 
     Args:
-        samples: Number of samples in the data set.
+        num_samples: Number of samples in the data set.
     """
     # SIZE_LIMITS begins with 1,000, which has four digits. Each next limit has one digit more. So a
     # number of d digits is below the limit with the index d - 3.
-    index_of_upper_limit = len(str(samples)) - 3
+    index_of_upper_limit = len(str(num_samples)) - 3
     if index_of_upper_limit <= 0:
         return f"n<{SIZE_LIMITS[0]}"
     if index_of_upper_limit >= len(SIZE_LIMITS):
@@ -245,7 +245,10 @@ def _token_sentences(dataset: ActivationDataset) -> Iterator[str]:
 
 
 def _dtype_in_words(dataset: ActivationDataset, hook_name: str) -> str:
-    """Returns the dtype of the values at a hook, and how they are stored if that differs.
+    """Returns the dtype of the values at a hook, in words, such as "bfloat16".
+
+    If the values are stored in another form, the words name this form, too, such as "float8 (e4m3),
+    read as float32".
 
     Args:
         dataset: The run.

@@ -229,7 +229,7 @@ DIFFERENT_NUMBERS = {"float32": 0.01, "bfloat16": 0.25}
 
 
 def tolerance(identity: Identity, same_platform: bool) -> Tolerance:
-    """Returns the largest differences of recomputed samples that rounding explains.
+    """Returns the tolerance: the largest differences of recomputed samples that rounding explains.
 
     Args:
         identity: The identity of the run.

@@ -30,8 +30,9 @@ CAPTURED_AXES = "batch", "captured_sequence", "hidden"
 LEAVING_AXES = "batch", "leaving_sequence", "hidden"
 
 # Vector type -> the values of its hooks, as unsigned integers with the same bits. The shape is
-# (slots, B, T, width), or in a pipeline (stages, slots, micro-batches, B, T, width), where B is the
-# number of rows of a micro-batch.
+# (slots, B, T, width), with a slot for each hook. In a pipeline, the shape is (stages, slots,
+# micro-batches, B, T, width), with a slot for each hook of a stage, and B is the number of rows of
+# a micro-batch.
 Buffers = dict[VectorType, Array]
 
 
@@ -168,10 +169,11 @@ class Capture:
         return Plan(tuple(hook.kind for hook in hooks_after_layers), slots_by_kind)
 
     def buffers(self, plans: Sequence[Plan], shape: Sequence[int], stages: int = 1) -> Buffers:
-        """Makes buffers of zeros with room for everything that the plans write.
+        """Makes buffers of zeros, to which layers write the values at the hooks.
 
         Args:
-            plans: The plans that write to the buffers.
+            plans: All plans by which values are written to the buffers. They determine the number
+                of slots (hooks) of each buffer.
             shape: The shape of the rows that a layer computes: (B, T), or (micro-batches, B, T) in
                 a pipeline.
             stages: The number of pipeline stages; 1 without a pipeline. The buffers of all stages

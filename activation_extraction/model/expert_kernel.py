@@ -37,7 +37,7 @@ from activation_extraction.model.experts import LANES, Stacks, ragged_experts
 from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the number of rows of a float32 register
-ROWS = 128  # the number of rows of a tile
+ROWS = 128  # the number of rows of a tile: rows of one expert that are multiplied together
 TOKENS = 16  # the number of tokens of a group, whose sums one program computes together
 # The number of tokens that one iteration of a loop of the kernel GATED begins to fetch. The last
 # iteration of a tile may fetch tokens that are not needed.
@@ -450,8 +450,9 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     group_count, _, rows_per_group = fetches.shape
     hidden_size = math.prod(rows.shape[1:])
 
-    # A step of the grid fetches its own group. The last step has no group of its own, because it
-    # only adds up the group before it, so its index is that of the last group.
+    # Each step of the grid fetches the rows of one group of tokens, and adds up the rows of the
+    # group that the step before it has fetched. So there is one more step than groups. This last
+    # step fetches nothing, and its index is limited to the last group.
     def fetch_index(step: Any, _: Any) -> tuple[Any, ...]:
         return jnp.minimum(step, group_count - 1), 0, 0
 

@@ -137,7 +137,7 @@ class Experts(nn.Module):
         self.down_proj = StackedWeight(self.config, "EMD", self.dtype)
 
     def __call__(self, x: Array, routing_weights: Array, chosen_experts: Array) -> Array:
-        """Returns the weighted sum of each token's experts.
+        """Returns the weighted sum of the outputs of each token's experts.
 
         Letters: E experts, X experts of a token.
 
@@ -392,10 +392,11 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
 
 def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
-    """Runs one expert after the other on its sorted rows, a tile of TILE rows at a time.
+    """Runs one expert after the other on its rows, a tile of TILE rows at a time.
 
-    The last tile of an expert may extend into the rows of the next experts. The results for these
-    rows are overwritten when the next experts are computed.
+    A row is one expert of one token: the values of the token that this expert gets. The last tile
+    of an expert may extend into the rows of the next experts. The results for these rows are
+    overwritten when the next experts are computed.
 
     Letters: n rows, E experts.
 

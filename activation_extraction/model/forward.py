@@ -76,7 +76,7 @@ class Program:
 
     @property
     def layout(self) -> Layout:
-        """The mesh over which the arrays of the model are split."""
+        """The layout of the model, which splits its arrays over a mesh of devices."""
         return self.model.layout
 
     @property

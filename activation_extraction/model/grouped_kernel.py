@@ -123,8 +123,9 @@ def _product(
         ],
         out_specs=pl.BlockSpec((row_count, block_column_count), lambda block, tile: (0, block)),
         out_shape=jax.ShapeDtypeStruct((row_count, output_count), x.dtype),
-        # Two stacks need twice the registers, so twice the warps. They get fewer stages, because
-        # each stage takes more of a core's memory.
+        # If rows are multiplied with two stacks (the gate and the up projection) at the same time,
+        # the sums need twice the registers, so there are twice the warps. There are fewer stages of
+        # the kernel's pipeline, because each stage takes more of a core's memory.
         compiler_params=plgpu.CompilerParams(num_warps=4 * len(stacks), num_stages=4 - len(stacks)),
         interpret=interpret,
     )(first_expert + expert_by_tile, first_row_by_tile, end_row_by_tile, x, *stacks)

@@ -227,8 +227,9 @@ class Hook(NamedTuple):
         Returns:
             A dict with the keys `module` (the name in Hugging Face; None if there is none),
             `aliases` (all other names) and `width`. If the values are not activations, it also has
-            `dtype`. If the values are flat over heads, it also has `heads` and `head_size`. For an
-            attention pattern, it also has `heads` and `keys` (the number of tokens of a row).
+            `dtype`. If `width` is the product of a number of heads and a head size, it also has
+            `heads` and `head_size`. For an attention pattern, it also has `heads` and `keys` (the
+            number of tokens of a row).
         """
         hook_metadata: dict[str, Any] = {"module": self.module, "aliases": self.names()[1:]}
         hook_metadata["width"] = self.kind.width(sizes)

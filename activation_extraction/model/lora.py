@@ -50,7 +50,7 @@ BOOLEAN_SETTINGS = ("use_rslora", "use_dora", "ensure_weight_tying")
 # of a layer that has an adapter.
 ADDED_WORDS = re.compile(r"\.(modules_to_save|default)(?=\.|$)|\.base_layer(?=\.(weight|bias)$)")
 # The key of a tensor in the adapter is the path of a module, ".lora_" and one of the following
-# suffixes.
+# suffixes, such as "model.layers.0.self_attn.q_proj.lora_A.weight".
 LINEAR_SUFFIXES = ["A.weight", "B.weight"]
 EMBEDDING_SUFFIXES = ["embedding_A", "embedding_B"]
 BIAS, MAGNITUDE = "B.bias", "magnitude_vector"

@@ -50,7 +50,8 @@ DELTA_TOKENS = 300
 class Trial(NamedTuple):
     """One comparison of a candidate kernel with the slow function that defines its result.
 
-    A vector of the result is the output of a head for a token, or the output of a token's experts.
+    The result consists of vectors: for each token, the output of every head if the kernel computes
+    attention or a delta net, or the sum of the token's experts if the kernel computes experts.
 
     Attributes:
         exact_function: Slow function that defines the result.

@@ -236,9 +236,11 @@ def _in_recorded_order(
 
 
 def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
-    """Returns whether the beginning of a file still has the recorded size and fingerprint.
+    """Returns whether a file still has the content that a run has recorded.
 
-    If the file cannot grow (`file.may_grow` is False), its whole size must be the recorded size.
+    A file that may grow (`file.may_grow` is True) may have become longer: only as many bytes as the
+    run has recorded are compared, by their fingerprint. Any other file must also have the recorded
+    size.
 
     Args:
         file: The file as it is now.

@@ -247,7 +247,8 @@ def choose_commit(
 
     Args:
         config: The configuration.
-        earlier_outputs: The result of `find_earlier_outputs`.
+        earlier_outputs: The URL or path of each folder in which this run has stored a metadata.json
+            already, and its content. Empty for a new run.
 
     Returns:
         The commit that this host would use. None for a local model and for the demo.

@@ -468,7 +468,7 @@ class Folder:
         Raises:
             ChangedError: If the file is not the version that the request is conditional on, or
                 `once` is True and the attempt failed.
-            FolderError: If the failure is final, or no time is left for another attempt.
+            FolderError: If another attempt would fail in the same way, or no time is left for it.
         """
         request_attempts = Attempts(self, request, patience)
         while True:

@@ -198,10 +198,10 @@ class HookValues(ABC):
         """Returns the values of a sample as they are kept in memory until their shard is full.
 
         Args:
-            rows: Rows of the sample's tokens.
+            rows: Values of the sample as an array with one row per stored token.
 
         Returns:
-            The values in the stored form. If `is_encoded` is True, the rows are returned unchanged,
+            The values in the stored form. If `is_encoded` is True, `rows` is returned unchanged,
             and `encode` converts them later.
         """
         return rows

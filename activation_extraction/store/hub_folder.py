@@ -28,7 +28,7 @@ REPOSITORY_URL = re.compile(
 COMMIT = re.compile("[0-9a-f]{40}")
 # Kind of a repository, as requests to the hub name it, by the prefix in the URL.
 KINDS = {"datasets": "dataset", "spaces": "space", "models": "model", None: "model"}
-# Names of the kinds in messages.
+# Name of each kind of repository in messages.
 NOUNS = {"dataset": "data set", "space": "space", "model": "model"}
 TIMEOUT = 60.0  # largest number of seconds for which the hub may send nothing
 # Largest size in bytes of a file from which this module cuts out a range if the server ignores the

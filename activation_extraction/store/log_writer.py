@@ -165,8 +165,9 @@ class LogWriter:
             # Shard number -> version of the shard's JSON file, which a reservation will replace.
             versions_to_withdraw: dict[int, str | None] = {}
             if overwrite:
-                # Damaged JSON files cannot belong to the new run, so reservations replace them, and
-                # the planner does not see them.
+                # This process has begun the new run and has not stored a shard yet, so damaged JSON
+                # files are left over from the old run. They are replaced by reservations and hidden
+                # from the planner, which would otherwise refuse to continue.
                 for entry_file_name in run_log.damaged_files:
                     if entry_file_name != METADATA:
                         entry_version = run_log.entry_versions[entry_file_name]
@@ -446,7 +447,7 @@ class LogWriter:
             and None if the file was written. The second is the version of the file; None if the
             store has no versions.
         """
-        # All attempts together may take this time.
+        # The time that all attempts to write the file may take together.
         write_patience = self.folder.patience_for(file_content)
         write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
         while True:

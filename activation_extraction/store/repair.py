@@ -100,8 +100,8 @@ class Repair:
             by reservations, and then continues the run.
         samples_to_read: Number of samples of the host up to which the data is read. None to read
             all the data, and for a program with a loop of its own.
-        samples_to_add: Number of samples that a program with a loop of its own must add again: all
-            up to the last one that is or was stored. 0 for a run on a data set.
+        num_samples_to_add: Number of samples that a program with a loop of its own must add again:
+            all up to the last one that is or was stored. 0 for a run on a data set.
         previous_metadata: Content of metadata.json before the repair, of which `revised` keeps most
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """
@@ -109,7 +109,7 @@ class Repair:
     withdrawn_entry_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()
     samples_to_read: int | None = None
-    samples_to_add: int = 0
+    num_samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -137,7 +137,7 @@ class Repair:
         Args:
             added_samples: Number of samples that the program has added, including skipped ones.
         """
-        return max(self.samples_to_add - added_samples, 0)
+        return max(self.num_samples_to_add - added_samples, 0)
 
     def status(self, stored_samples: int) -> str:
         """Returns the status of the run after all gaps are filled: "complete" or "interrupted".
@@ -437,7 +437,8 @@ class RepairPlanner:
             is_up_to_date=plan_without_repair.is_up_to_date
             and not (withdrawn_entry_versions or has_wrong_totals),
             repair=Repair(
-                withdrawn_entry_versions, samples_to_add=self._samples_to_add(plan_without_repair)
+                withdrawn_entry_versions,
+                num_samples_to_add=self._num_samples_to_add(plan_without_repair),
             ),
         )
 
@@ -448,10 +449,11 @@ class RepairPlanner:
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
-        """Returns the repair that fills the gaps: the bad and missing shards before a good one.
+        """Returns the repair that fills the gaps.
 
         Args:
-            gaps: Numbers of these shards, in ascending order.
+            gaps: Numbers of the bad or missing shards after which there is a good shard, in
+                ascending order.
             withdrawn_entry_versions: Number of each bad or missing shard -> version of its JSON
                 file, None if it has no file.
             plan: Plan of which the repair becomes a part. Its commits are those of the good shards.
@@ -461,13 +463,13 @@ class RepairPlanner:
         if not self.identity.from_dataset:
             return replace(
                 gap_repair,
-                samples_to_add=max(metadata.get("samples", 0), self._samples_to_add(plan)),
+                num_samples_to_add=max(metadata.get("samples", 0), self._num_samples_to_add(plan)),
             )
         if metadata.get("status") == "complete":
             return replace(gap_repair, samples_to_read=metadata["samples"])
         return replace(gap_repair, samples_to_read=plan.end_of_stored(self.identity.worker))
 
-    def _samples_to_add(self, plan: StoragePlan) -> int:
+    def _num_samples_to_add(self, plan: StoragePlan) -> int:
         """Returns the number of samples that a program with a loop of its own must add again.
 
         The good shards determine this number, so it may be too small if the last shards are lost.

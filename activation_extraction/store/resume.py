@@ -287,7 +287,8 @@ def stored_after(
             f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
             f"stored; {repair_remedy}"
         )
-    if missing_count < 0:  # for example, a lost JSON was put back after its shard was repaired
+    # For example, a lost JSON file was put back after a repair had stored its samples again.
+    if missing_count < 0:
         raise InputError(
             f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "
             f"{repair_remedy}"

@@ -481,10 +481,11 @@ class RunLog:
 
     @property
     def missing_jsons(self) -> list[str]:
-        """Messages on missing JSON files, one for each series of consecutive missing entries.
+        """Messages on missing JSON files of the folder.
 
-        If metadata.json is missing, a message on it comes first. There are no messages on entries
-        if the shards were uploaded to another folder.
+        There is one message for each series of consecutive shards without a JSON file (an entry of
+        the log), unless the shards were uploaded to another folder. If metadata.json is missing, a
+        message on it comes first.
         """
         has_metadata_file = self.metadata or METADATA in self.damaged_files
         missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
@@ -493,19 +494,19 @@ class RunLog:
         metadata = self.metadata or {}
         # If the last entries are missing, no later entry shows this. But the metadata.json of a
         # complete run records the number of entries.
-        recorded_count = metadata["shards"] if metadata.get("status") == "complete" else 0
-        number_after_last = max([recorded_count, *self.commits]) + 1
+        recorded_entry_count = metadata["shards"] if metadata.get("status") == "complete" else 0
+        number_after_last = max([recorded_entry_count, *self.commits]) + 1
         damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
         existing_numbers = {
             number for number in {*self.commits, *damaged_numbers} if number < number_after_last
         }
         for missing_range in _gaps([0, *sorted(existing_numbers), number_after_last]):
-            first_name = commit_name(missing_range.start)
-            last_name = commit_name(missing_range.stop - 1)
-            if first_name == last_name:
-                missing_messages.append(f"{first_name}: is missing")
+            first_missing_name = commit_name(missing_range.start)
+            last_missing_name = commit_name(missing_range.stop - 1)
+            if first_missing_name == last_missing_name:
+                missing_messages.append(f"{first_missing_name}: is missing")
             else:
-                missing_messages.append(f"{first_name} to {last_name}: are missing")
+                missing_messages.append(f"{first_missing_name} to {last_missing_name}: are missing")
         return missing_messages
 
     @property

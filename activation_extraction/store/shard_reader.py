@@ -44,7 +44,8 @@ REQUEST_BYTES = 8 * MIB
 # Estimated size of the header of a safetensors file in bytes. Most headers do not exceed it, so one
 # request is enough to read them.
 HEADER_BYTES = 2**16
-# Number of large requests to buckets at the same time, over all runs, shards and hooks.
+# Largest number of large requests (see SMALL_REQUEST_BYTES) to buckets at the same time, over all
+# runs, shards and hooks.
 MAX_REQUESTS = 32
 # Largest size in bytes of a read whose requests count as small. Small requests have threads of
 # their own, because they mostly wait for an answer, and would keep large requests from being sent.

@@ -120,14 +120,14 @@ def _blocks(text: str) -> list[re.Match[str]]:
 
 
 def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[Turn]:
-    """Returns the turn of each block.
+    """Returns the turn of each block (<|im_start|>, a header, the content and <|im_end|>).
 
     A template may add a system block at the beginning. It may write consecutive tool messages into
     one block, whose header is "user" in some templates.
 
     Args:
-        headers: The header of each block.
-        messages: The messages of the conversation.
+        headers: The header of each block, such as "user".
+        messages: The messages of the conversation, with the keys `role` and `content`.
 
     Raises:
         UnusableRowError: If the blocks do not agree with the messages.

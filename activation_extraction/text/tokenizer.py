@@ -190,8 +190,8 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
     ]
     splits_special_tokens = tokenizer.encode_special_tokens
     settings_for_ids["special tokens split"] = splits_special_tokens
-    # Unless the tokenizer splits special tokens like other text, it recognises them in a text as it
-    # recognises other added tokens. So it does not matter which added tokens are special.
+    # If the tokenizer does not split special tokens, it recognises all added tokens in a text in
+    # the same way. So the ids do not depend on which added tokens are marked as special.
     if not splits_special_tokens:
         for added_token in settings_for_ids.get("added_tokens", ()):
             added_token.pop("special", None)

@@ -17,7 +17,9 @@ from tokenizers import Encoding, Tokenizer, models
 from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.text.rows import TEMPLATE, Content
 
-# The smallest number of characters in a section of a text. The last section may be smaller.
+# A long text is tokenised in sections: parts that end where cutting the text changes no token (see
+# `safe_cuts`). Such a position cannot be chosen freely, so a section has at least this number of
+# characters, and ends at the next such position. The last section may be smaller.
 SECTION_CHARACTERS = 2**16
 # The number of sections that are tokenised together. It is limited because the tokenizer's results
 # take 100 bytes per token.
