@@ -268,7 +268,7 @@ class HookedModel(nn.Module):
             )
 
         def tick(carry: tuple[Array, Buffers], tick_number: Array) -> tuple[Any, Array | None]:
-            """Runs every stage once, each stage on another micro-batch.
+            """Runs every stage once, and each stage on a different micro-batch.
 
             Args:
                 carry: A tuple of the residual stream after each stage, (stages, B, T, D), and the

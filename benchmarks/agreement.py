@@ -255,7 +255,7 @@ def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHo
         its values: hook name -> array (tokens, width).
     """
     for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
-        # The keys of both dicts are the numbers of the documents in the data set.
+        # The keys of this dict and of the next one are the numbers of documents in the data set.
         token_ids_of_document: dict[int, np.ndarray] = {}
         values_of_document: dict[int, dict[str, np.ndarray]] = {}
         with open(shard_path, "rb") as shard_file:

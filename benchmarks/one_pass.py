@@ -89,7 +89,7 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     counts_after = server_counts()
     pass_figures["first_requests"] = counts_after["requests"] - counts_before["requests"]
     pass_figures["first_mb"] = (counts_after["bytes"] - counts_before["bytes"]) / 1e6
-    # The rest of the first pass is read without being measured.
+    # The rest of the first pass is not measured, because allocating the buffer slows it down.
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])

@@ -574,8 +574,8 @@ class ProgramText:
             return 0
         result_arrays = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-            # The results of these two kinds of collectives begin with their operands, which are not
-            # written.
+            # The result of an all-gather-start or collective-permute-start begins with the operands,
+            # which are not written.
             result_arrays = result_arrays[len(instruction.operands) :]
         written_bytes = 0
         for result_position, result_array in enumerate(result_arrays):
@@ -619,8 +619,9 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     group_size = device_groups(collective.line).shape[1]
     result_arrays = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
-        # The results of these two kinds of collectives are their operands, then as many received
-        # arrays, and sometimes synchronisation flags. Only the received arrays count.
+        # The result of an all-gather-start or collective-permute-start consists of the operands,
+        # as many received arrays, and sometimes synchronisation flags. Only the received arrays
+        # count.
         result_arrays = result_arrays[len(collective.operands) :][: len(collective.operands)]
     result_bytes = sum(_bytes_of_elements(result_array) for result_array in result_arrays)
     if opcode.startswith("collective-permute"):

@@ -102,7 +102,7 @@ class Run(NamedTuple):
 
     @property
     def read_hook(self) -> str:
-        """The name of the hook that is read, which is in the middle of all hooks."""
+        """The name of the hook that is read: the middle one of the run's hooks."""
         return self.hook_names[self.num_hooks // 2]
 
     @property
@@ -245,7 +245,8 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
 
     Args:
         address: The address of the bucket's server, "HOST:PORT".
-        ranges: The ranges, as `ranges_of_hook` returns them.
+        ranges: A tuple for each range: the path of the file in the bucket, the offset of the first
+            byte, and the offset after the last byte.
         readers: The number of ranges that are read at a time.
 
     Returns:
@@ -661,7 +662,7 @@ def table_line(latency: float, name: str, figures: dict[str, list[float]]) -> st
         figures: The figures of the scenario, as `summarise` returns them.
     """
     share_text = "{:.2f} ({:.2f} to {:.2f})".format(*figures["share"])
-    # The first element of a summary is the median.
+    # `summarise` returns a list for each figure, whose first element is the median.
     median_of_figure = {
         figure_name: figure_summary[0] for figure_name, figure_summary in figures.items()
     }

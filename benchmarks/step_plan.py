@@ -165,7 +165,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     )
     program_text = text_of(program, compiled)
     moves = program_text.moves(program_text.entry)
-    # The keys of both dicts are the mesh axes along which a device sends.
+    # The keys of this dict and of the next one are the mesh axes along which a device sends.
     sent_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     hidden_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for move in moves:

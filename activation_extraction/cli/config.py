@@ -382,10 +382,13 @@ def _check_hosts(values: Values) -> None:
 
 
 def _dependent_values(values: Values) -> Values:
-    """Returns the values of flags whose defaults depend on other flags.
+    """Returns the values of those flags whose defaults depend on other flags.
 
     Args:
-        values: The values of flags by name.
+        values: Name of a flag -> value, for the flags that are given.
+
+    Returns:
+        Name of a flag -> value, only for flags whose value or default the other flags determine.
     """
     recomputes_samples = "verify" in values and "model_path" in values
     is_compressible = values.get("shard_format") != "safetensors"

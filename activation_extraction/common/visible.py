@@ -123,7 +123,7 @@ class _SafeFile(io.FileIO):
     def write(self, data: Any, /) -> int:
         try:
             num_written_bytes = super().write(data)
-            # The result is None if the stream is full and does not block.
+            # `write` returns None if the stream is full, and a write to it does not wait.
             while num_written_bytes is None:
                 select.select([], [self], [])
                 num_written_bytes = super().write(data)

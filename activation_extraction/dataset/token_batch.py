@@ -431,11 +431,13 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
     """Returns which piece of a long document a sample is.
 
     Args:
-        row: The row of a sample (see SampleFacts).
+        row: The position of the sample's row in the data set (`SampleFacts.row`), which also
+            contains the number and the start of a piece. None if the sample has no row.
 
     Returns:
-        A tuple of the number of the piece, from 0; the position in the document of the piece's
-        first token; and the row of the document. None if the sample is not a piece of a document.
+        A tuple of the number of the piece, from 0; the index in the document of the piece's first
+        token; and the position of the document's row in the data set. None if the sample is not a
+        piece of a document.
     """
     document_row = dict(row or {})
     piece_number = document_row.pop("piece", None)

@@ -416,7 +416,8 @@ class TokenSource:
         """Returns a function that reads and filters the chunks of this run.
 
         Returns:
-            A function that takes a chunk and returns a tuple of one block. The `rows` of the block
+            A function that takes a chunk and returns a tuple of one block, because readers of
+            paired runs return a block for each run. The `rows` of the block
             refer to the tokens of the chunk that pass all filters, including `max_norm`.
         """
         options = self.options

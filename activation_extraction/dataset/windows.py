@@ -74,7 +74,7 @@ class Window(NamedTuple):
             the other, are the tokens of the window in the order of the batches. All runs have the
             same tokens.
         token_count: Number of tokens in the window.
-        end: Position at which the next window begins.
+        end: Position of an iteration whose next window begins after this one.
     """
 
     blocks_of_runs: list[tuple[Block, ...]]

@@ -234,7 +234,7 @@ class Alignment(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of stored states that match."""
+        """The number of stored states that match the computed states at this offset."""
         return int(self.is_matching_state.sum())
 
 

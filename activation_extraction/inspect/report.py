@@ -95,7 +95,7 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
         folders: The run log of each folder, by the folder's name.
 
     Raises:
-        InputError: If the sampled shards hold no tokens.
+        InputError: If the shards that are read for the report contain no tokens.
         RunError: If a shard is damaged or cannot be read.
     """
     try:

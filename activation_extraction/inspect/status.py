@@ -76,7 +76,7 @@ class HostState:
     last_commit: float | None = None
     last_sign: float | None = None
     tokens_per_second: float | None = None
-    utilisation: float | None = None  # of the peak FLOP/s; a key of aggregated_metadata.json
+    utilisation: float | None = None  # this name is a key of aggregated_metadata.json
     waited: dict[str, float] = field(default_factory=dict)
     expected_end: float | None = None
     share: float | None = None

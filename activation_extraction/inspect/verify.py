@@ -343,7 +343,9 @@ def check_numbers(
 
 
 def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
-    """Yields messages about all problems that the JSON files and the names of all files show.
+    """Yields messages about the problems that can be found without reading the shards' data.
+
+    They follow from the JSON files of each folder, and from the names of the other files.
 
     Args:
         folders: The run log of each folder, by the folder's name.

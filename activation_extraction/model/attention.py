@@ -302,7 +302,8 @@ def _branch_numbers(
         block contains only padding. Otherwise, it is the number of the branch with the shortest
         span that contains all keys that the block's queries see.
     """
-    # The span of a block begins where the segment of the block's first query begins.
+    # The span of keys that a block of queries reads begins with the first key of the segment that
+    # contains the block's first query.
     first_segment_of_block = segments.q[:, ::QUERY_BLOCK, None]
     first_key_of_span = jnp.argmax(segments.k[:, None, :] == first_segment_of_block, axis=-1)
     end_key_of_span = first_query + QUERY_BLOCK * jnp.arange(1, first_key_of_span.shape[1] + 1)

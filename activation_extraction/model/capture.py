@@ -324,6 +324,7 @@ def _unsigned(x: Array) -> Array:
     """Views an array as unsigned integers with the same bits.
 
     CPUs can update such an array in place, unlike an array of bfloat16. float32 is viewed as
-    integers as well, because XLA then keeps the layout in which values leave the loop.
+    integers as well, because XLA then keeps the layout in which the values leave the loop over the
+    layers.
     """
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

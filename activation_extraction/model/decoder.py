@@ -47,9 +47,9 @@ KeepArrays = Callable[[dict[str, Any]], Any]
 class Decoder:
     """The layers of a model, as functions of parameters that the caller passes in.
 
-    Stacked parameters have the same nested dict as the parameters of one layer, but each array has
-    an axis "layers" before its other axes. In a model with several types of layers, they are a
-    dict: type -> the stacked parameters of the layers of this type.
+    Stacked parameters are a nested dict with the same keys as the parameters of one layer, but each
+    array has an axis "layers" before its other axes. In a model with several types of layers, each
+    type has a nested dict of its own: type -> the stacked parameters of the layers of this type.
 
     Attributes:
         config: The configuration of the model.

@@ -122,7 +122,7 @@ class GatedDeltaNet(nn.Module):
             rule_outputs, intermediates["gate_input"], self.norm(), epsilon
         ).astype(self.dtype)
         intermediates["gated"] = gated_values
-        token_values = gated_values.reshape(*gated_values.shape[:2], -1)  # shape (B, T, O)
+        token_values = gated_values.reshape(*gated_values.shape[:2], -1)  # shape (B, T, values of a token)
         intermediates["out"] = self.layout.constrain(
             self.out_proj(token_values).astype(self.dtype), *STREAM
         )
@@ -366,9 +366,10 @@ def _prepare(
         q: The normalised queries, (N, B, K, C, D).
         k: The normalised keys, (N, B, K, C, D).
         v: The values, (N, B, K, G, C, U).
-        log_decay: The log decays, (N, B, K, G, C, 1).
-        beta: The rates, (N, B, K, G, C, 1).
-        segments: The segment ids, (N, B, C, 1).
+        log_decay: The logarithm of the factor by which S decays at each token,
+            (N, B, K, G, C, 1).
+        beta: The rate with which each token changes S, (N, B, K, G, C, 1).
+        segments: The segment of each token, (N, B, C, 1).
 
     Returns:
         The arrays of all chunks.

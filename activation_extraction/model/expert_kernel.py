@@ -372,16 +372,16 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 
 
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
-    """Computes (gated down) * weight for the rows of all tiles.
+    """Multiplies the rows of all tiles by the down matrices, and then by the routing weights.
 
-    A row is one expert of one token, and a tile is ROWS rows of the same expert.
+    Each row is multiplied by the down matrix of its expert. A row is one expert of one token, and a tile is ROWS rows of the same expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 
     Args:
         table: The table of rows.
         stacks: The weights of the experts.
-        gated: The result of `_run_gated`, (n', M).
+        gated: The rows silu(x gate) * (x up), which `_run_gated` returns, (n', M).
 
     Returns:
         The results in the order of the tiles, (n', D / LANES, LANES) in the dtype of `gated`.

@@ -83,8 +83,8 @@ class HostRows:
             array: The rows of this host, (B, ...). All hosts have the same number of rows.
 
         Returns:
-            The rows of all hosts as one array, (rows of all hosts, ...), with the sharding of
-            `incoming`.
+            The rows of all hosts as one array, (rows of all hosts, ...). Each device has the
+            rows of its host.
         """
         shape_of_all_rows = (array.shape[0] * self.hosts, *array.shape[1:])
         return jax.make_array_from_process_local_data(self.incoming(), array, shape_of_all_rows)

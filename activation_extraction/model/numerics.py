@@ -59,11 +59,11 @@ def einsum_of_parts(equation: str, x: Array, y: Array) -> Array:
 
 
 def rounded(x: Array, dtype: Any) -> Array:
-    """Rounds the float32 result of a matrix product, on TPUs before it is written to memory.
+    """Rounds the float32 result of a matrix product.
 
-    XLA omits a rounding if float32 arithmetic follows it. A TPU would then write and read twice the
-    bytes, so on TPUs an optimization barrier after the rounding prevents this. CPUs are faster
-    without the barrier.
+    If float32 arithmetic follows, XLA omits the rounding, and a TPU would write and read twice the
+    bytes of the rounded values. Therefore, an optimization barrier follows the rounding on TPUs.
+    CPUs are faster without the barrier.
 
     Args:
         x: The result of a product, float32.

@@ -23,7 +23,10 @@ BLOCKS_AT_ONCE = 32  # number of blocks or files that are read at the same time
 
 
 def model_digest(repository: Repository) -> str:
-    """Returns the commit of a model on the hub, or the `content_digest` of any other model.
+    """Returns a digest that identifies a model.
+
+    For a model on the hub, it is the commit, as "commit <id>". For any other model, it is a SHA-256
+    of config.json and the weight files (see `content_digest`).
 
     Args:
         repository: The files of the model.

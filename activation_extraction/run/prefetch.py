@@ -89,8 +89,8 @@ class Prefetch(Generic[T, R]):
         """Returns the next item without taking it out of the iteration.
 
         Returns:
-            The item. None if there are no more items, or if the item is not ready because samples
-            are skipped.
+            The item. None if there are no more items, or if the item is not ready because the
+            generator is skipping stored samples.
         """
         if self._peeked_item is None:
             self._peeked_item = next(iter(self), None)
@@ -107,7 +107,8 @@ class Prefetch(Generic[T, R]):
                 several times a second.
 
         Yields:
-            The next item, or None if it is not ready because samples are skipped.
+            The next item, or None if it is not ready because the generator is skipping stored
+            samples.
         """
         wait_start_time = time.monotonic()
         while not stopped():

@@ -120,7 +120,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
     else:
         check_text_inputs(text_of_run, present_config, identity)
         read_again = partial(_read_again, text_of_run)
-    # If the data set contains token ids, the text has no tokenizer, so it is chosen here to decode.
+    # A data set of token ids is read without a tokenizer. Then one is chosen here, to decode ids.
     chosen_tokenizer = text_of_run.chosen_tokenizer or choose_tokenizer(
         model_repository, adapter_repository, text_of_run.vocabulary_size
     )

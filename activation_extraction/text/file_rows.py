@@ -411,7 +411,12 @@ def _json_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[So
     """Yields the rows of a JSON file.
 
     If the file is a .json file that contains one array, the rows are the elements of the array.
-    Otherwise, the rows are the lines of the file. `FileKind.read_rows` describes the arguments.
+    Otherwise, the rows are the lines of the file.
+
+    Args:
+        file: The JSON file.
+        row_group: 0, because a JSON file has no row groups.
+        schema: The schema of the columns to read.
     """
     with text_content(file) as json_file:
         if uncompressed_name(file.url).endswith(".json"):
@@ -481,7 +486,10 @@ def _checked_object(element: Any) -> dict[str, Any]:
 def _csv_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of a CSV file below its header, which names the columns.
 
-    `FileKind.read_rows` describes the arguments.
+    Args:
+        file: The CSV file.
+        row_group: 0, because a CSV file has no row groups.
+        schema: The schema of the columns to read.
     """
     csv.field_size_limit(MAX_LINE)  # the default, 131,072, is too small for texts
     with text_content(file) as csv_file:
@@ -602,7 +610,10 @@ BYTES_TYPES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarr
 def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of a row group of a Parquet file, with only the needed columns.
 
-    `FileKind.read_rows` describes the arguments.
+    Args:
+        file: The Parquet file.
+        row_group: The number of the row group, from 0.
+        schema: The schema of the columns to read.
     """
     with open_file(file.url) as opened_file:
         parquet_file = pyarrow.parquet.ParquetFile(opened_file)
@@ -625,7 +636,10 @@ def _parquet_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator
 def _arrow_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[SourceRow]:
     """Yields the rows of an Arrow file or Arrow stream, with only the needed columns.
 
-    `FileKind.read_rows` describes the arguments.
+    Args:
+        file: The Arrow file or Arrow stream.
+        row_group: 0, because the file is read as a whole.
+        schema: The schema of the columns to read.
     """
     with open_file(file.url) as opened_file:
         first_bytes = opened_file.read(FORMAT_BYTES)
