@@ -574,8 +574,8 @@ class ProgramText:
             return 0
         result_arrays = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
-            # The result of an all-gather-start or collective-permute-start begins with the operands,
-            # which are not written.
+            # The result of an all-gather-start or collective-permute-start begins with its
+            # operands, which are not written.
             result_arrays = result_arrays[len(instruction.operands) :]
         written_bytes = 0
         for result_position, result_array in enumerate(result_arrays):

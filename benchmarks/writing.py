@@ -151,7 +151,9 @@ class Case(NamedTuple):
         if self.kind == CODES:
             names_of_code_hooks = tuple(self.hook_names.values())
             identity = Identity(activation_dtype="bfloat16", code_hooks=names_of_code_hooks)
-            run_facts = RunFacts(hooks={key: {"width": FEATURES} for key in self.hook_names})
+            run_facts = RunFacts(
+                hooks={hook_key: {"width": FEATURES} for hook_key in self.hook_names}
+            )
         with ActivationStorage(
             folder, self.hook_names, storage_options, identity, remote, run_facts
         ) as storage:

@@ -63,7 +63,9 @@ exit status: 0 done; 1 failed on the way, or --verify or --status found a proble
 (also a row that cannot be used) or NaN, which a scheduler should not try again; 130 or 143 stopped
 by Ctrl-C or SIGTERM, with all complete samples stored.
 """
-NOTE_WIDTH = 76  # columns of the notes in --help; argparse indents them by two further columns
+# Columns of the texts below the titles of groups in --help. argparse indents these texts by two
+# further columns.
+GROUP_TEXT_WIDTH = 76
 Values = dict[str, Any]  # name of a flag that the user or an environment variable sets -> its value
 
 
@@ -153,8 +155,9 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     for flag_group in GROUPS:
-        wrapped_note = flag_group.note and textwrap.fill(flag_group.note, NOTE_WIDTH)
-        argument_group = flag_parser.add_argument_group(flag_group.title, wrapped_note)
+        group_text = flag_group.text_below_title
+        wrapped_text = group_text and textwrap.fill(group_text, GROUP_TEXT_WIDTH)
+        argument_group = flag_parser.add_argument_group(flag_group.title, wrapped_text)
         for flag_name, flag in FLAGS.items():
             if flag.group == flag_group:
                 _add_flag(argument_group, flag_name, flag)
@@ -211,15 +214,15 @@ def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def _epilog() -> str:
     """Returns the end of --help: examples, environment variables and exit statuses."""
-    variable_lines = []
+    environment_variable_lines = []
     for flag_name, flag in FLAGS.items():
         if flag.variables is not None:
             variable_names_in_words = " or ".join(flag.variables.names)
-            variable_line = f"  {variable_names_in_words:<46} --{flag_name}"
+            environment_variable_line = f"  {variable_names_in_words:<46} --{flag_name}"
             if flag.variables.required_flag:
-                variable_line += f" (with --{flag.variables.required_flag})"
-            variable_lines.append(variable_line)
-    return HELP_BEFORE_VARIABLES + "\n".join(variable_lines) + HELP_AFTER_VARIABLES
+                environment_variable_line += f" (with --{flag.variables.required_flag})"
+            environment_variable_lines.append(environment_variable_line)
+    return HELP_BEFORE_VARIABLES + "\n".join(environment_variable_lines) + HELP_AFTER_VARIABLES
 
 
 def _fill_from_environment(values: Values) -> None:

@@ -18,11 +18,11 @@ class Group(NamedTuple):
 
     Attributes:
         title: Title of the group.
-        note: Text of --help below the title; None for no text.
+        text_below_title: Text of --help below the title; None for no text.
     """
 
     title: str
-    note: str | None = None
+    text_below_title: str | None = None
 
 
 @dataclass(frozen=True)

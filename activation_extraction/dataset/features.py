@@ -313,13 +313,15 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
         model_commit = metadata.get("model_commit") or configuration.get("model_revision")
     try:
         folder = Path(tokenizer_path).expanduser()
-        vocabulary_paths = [folder / name for name in VOCABULARY_FILES if (folder / name).is_file()]
+        vocabulary_paths = [
+            folder / file_name for file_name in VOCABULARY_FILES if (folder / file_name).is_file()
+        ]
         if not vocabulary_paths:
             from huggingface_hub import try_to_load_from_cache
 
             cached_paths = (
-                try_to_load_from_cache(tokenizer_path, name, revision=model_commit)
-                for name in VOCABULARY_FILES
+                try_to_load_from_cache(tokenizer_path, file_name, revision=model_commit)
+                for file_name in VOCABULARY_FILES
             )
             vocabulary_paths = [Path(path) for path in cached_paths if isinstance(path, str)]
     except (ImportError, OSError, RuntimeError, ValueError):

@@ -59,9 +59,13 @@ class TokenRecords:
         end_token = min(first_token + self._tokens_per_record, source.shards.commits[shard].tokens)
         batch = source.whole_tokens([Chunk(shard, first_token, end_token)])
         token_fields = {
-            name: getattr(batch, name) for name in ("token_ids", "sample_idx", "position")
+            field_name: getattr(batch, field_name)
+            for field_name in ("token_ids", "sample_idx", "position")
         }
         record = {**batch.activations, **token_fields, **batch.labels}
         if self._tokens_per_record == 1:
-            return {name: values[0, ...] for name, values in record.items()}
+            return {
+                array_name: values_of_tokens[0, ...]
+                for array_name, values_of_tokens in record.items()
+            }
         return record

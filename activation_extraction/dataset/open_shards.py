@@ -263,16 +263,17 @@ class OpenShards:
             The stored values by the name of the column, as arrays of objects (samples,). The value
             of a sample that lacks the column is None.
         """
-        if missing_names := [name for name in names if name not in self._columns]:
+        unread_names = [column_name for column_name in names if column_name not in self._columns]
+        if unread_names:
             sample_tables = list(self.read_all(self.table))
-            for name in missing_names:
+            for column_name in unread_names:
                 column_values = [
-                    value
+                    column_value
                     for sample_table in sample_tables
-                    for value in values_of(sample_table, name)
+                    for column_value in values_of(sample_table, column_name)
                 ]
-                self._columns[name] = np.fromiter(column_values, object, len(column_values))
-        return {name: self._columns[name] for name in names}
+                self._columns[column_name] = np.fromiter(column_values, object, len(column_values))
+        return {column_name: self._columns[column_name] for column_name in names}
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:

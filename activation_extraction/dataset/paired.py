@@ -240,7 +240,7 @@ class JoinedRuns(AlignedRuns, Samples):
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:
-        """Statistics of every hook by its name, over all tokens of the one run that has the hook."""
+        """Name of a hook -> statistics over all tokens of the one run that has the hook."""
         return _joined_hooks([run.statistics for run in self.runs])
 
     @cached_property

@@ -128,8 +128,13 @@ class BatchOptions:
     @property
     def filters(self) -> list[str]:
         """The options that leave out tokens, as texts for messages, such as "skip_first=4"."""
-        filter_values = {name: getattr(self, name) for name in ("skip_first", "max_norm", "roles")}
-        filter_texts = [f"{name}={value!r}" for name, value in filter_values.items() if value]
+        filter_names = "skip_first", "max_norm", "roles"
+        value_by_filter = {filter_name: getattr(self, filter_name) for filter_name in filter_names}
+        filter_texts = [
+            f"{filter_name}={filter_value!r}"
+            for filter_name, filter_value in value_by_filter.items()
+            if filter_value
+        ]
         if self.where is not None:
             filter_texts.append("where")
         return filter_texts
@@ -570,16 +575,18 @@ def as_mask(mask: Any, sample_count: int) -> np.ndarray:
         ValueError: If the length of the mask is not `sample_count`, or if the mask contains nulls
             or values that are no booleans.
     """
-    mask_array = mask_values = np.asarray(mask)
+    mask_array = np.asarray(mask)
+    boolean_array = mask_array
     # np.asarray converts an array of pandas or pyarrow that may contain nulls to the dtype object,
     # and an empty list to the dtype float64.
     if mask_array.dtype == object or not mask_array.size:
-        mask_values = np.array(
-            [value for value in mask_array.flat if isinstance(value, bool | np.bool_)], bool
+        boolean_array = np.array(
+            [element for element in mask_array.flat if isinstance(element, bool | np.bool_)], bool
         )
-    if mask_values.dtype != bool or not mask_values.shape == mask_array.shape == (sample_count,):
+    has_only_booleans = boolean_array.dtype == bool and boolean_array.shape == mask_array.shape
+    if not has_only_booleans or mask_array.shape != (sample_count,):
         raise ValueError(
             f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or false, never "
             f"null, for each of {counted(sample_count, 'sample')}"
         )
-    return mask_values
+    return boolean_array

@@ -111,7 +111,7 @@ class Windows:
         """
         self._is_stopped = False
         # Results of reading chunks in threads (a block for each run), by the index of the chunk.
-        self._reading: dict[int, Future[tuple[Block, ...]]] = {}
+        self._future_by_chunk_index: dict[int, Future[tuple[Block, ...]]] = {}
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
         self._memory: tuple[list[TokenBatch], ...] = [], []
@@ -200,13 +200,15 @@ class Windows:
             RuntimeError: If the program ends, so that the pool accepts no more work. The window is
                 then abandoned.
         """
-        self._reading.pop(chunk_index - 1, None)
+        self._future_by_chunk_index.pop(chunk_index - 1, None)
         for next_index in range(
             chunk_index, min(chunk_index + self.chunks_ahead, len(self.chunks))
         ):
-            if next_index not in self._reading:
-                self._reading[next_index] = thread_pool.submit(self.read, self.chunks[next_index])
-        return self._reading[chunk_index].result()
+            if next_index not in self._future_by_chunk_index:
+                self._future_by_chunk_index[next_index] = thread_pool.submit(
+                    self.read, self.chunks[next_index]
+                )
+        return self._future_by_chunk_index[chunk_index].result()
 
 
 def _may_stay_in_memory(block: Block) -> bool:

@@ -264,13 +264,13 @@ def align(
     stored_states = row.states(layer).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         dot_products = stored_states @ computed.astype(np.float64).T
-        stored_squares = np.square(stored_states).sum(axis=1)[:, None]
-        computed_squares = np.square(computed.astype(np.float64)).sum(axis=1)[None]
-        squared_distances = stored_squares + computed_squares - 2 * dot_products
+        stored_squared_norms = np.square(stored_states).sum(axis=1)[:, None]
+        computed_squared_norms = np.square(computed.astype(np.float64)).sum(axis=1)[None]
+        squared_distances = stored_squared_norms + computed_squared_norms - 2 * dot_products
         is_match = (
-            squared_distances <= (ALIGNMENT_FACTOR * limits.row_error) ** 2 * computed_squares
+            squared_distances <= (ALIGNMENT_FACTOR * limits.row_error) ** 2 * computed_squared_norms
         )
-    is_match &= computed_squares > 0
+    is_match &= computed_squared_norms > 0
     state_indices, token_indices = np.nonzero(is_match)
     offset_of_match = token_indices - state_indices
     distinct_offsets, counts_of_offsets = np.unique(offset_of_match, return_counts=True)

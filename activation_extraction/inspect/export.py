@@ -147,12 +147,12 @@ def export(
         f"{counted(len(exported_hooks), 'hook')}, "
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
-    if omitted_tokens := finished_dataset.tokens - export_result.tokens:
+    if num_omitted_tokens := finished_dataset.tokens - export_result.tokens:
         places_in_words = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
-            f"left out: {counted(omitted_tokens, 'token')}, too few for a row of {row_tokens}"
+            f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of {row_tokens}"
             f"{places_in_words}"
         )
     for omission_in_words in export_result.omissions:

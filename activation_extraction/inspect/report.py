@@ -100,7 +100,9 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
     """
     try:
         hooks_and_values = dataset.shards.hooks.items()
-        hook_names = [name for name, hook_values in hooks_and_values if hook_values.are_activations]
+        hook_names = [
+            hook_name for hook_name, hook_values in hooks_and_values if hook_values.are_activations
+        ]
         token_sample = report_numbers.read_sample(dataset, hook_names)
     except ValueError as error:
         raise InputError(str(error)) from error

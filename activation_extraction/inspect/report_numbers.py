@@ -267,9 +267,10 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     """
     indices_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
     is_first_token = sample.positions[indices_by_norm] == 0
-    group_of_token = np.stack([sample.token_ids[indices_by_norm], is_first_token])
+    # Tokens with equal columns form a group.
+    ids_and_first_flags = np.stack([sample.token_ids[indices_by_norm], is_first_token])
     _, smallest_ranks, group_sizes = np.unique(
-        group_of_token, axis=1, return_index=True, return_counts=True
+        ids_and_first_flags, axis=1, return_index=True, return_counts=True
     )
     token_groups = []
     for smallest_rank, group_size in sorted(zip(smallest_ranks, group_sizes, strict=True)):

@@ -311,10 +311,10 @@ def check_numbers(
     sample_numbers, occurrence_counts = np.unique(
         np.concatenate(sample_numbers_of_shards), return_counts=True
     )
-    repeated_numbers = sample_numbers[occurrence_counts > 1]
-    if repeated_numbers.size:
-        repeated_in_words = counted(len(repeated_numbers), "sample number")
-        yield f"{repeated_in_words} stored more than once, such as {repeated_numbers[0]}"
+    repeated_sample_numbers = sample_numbers[occurrence_counts > 1]
+    if repeated_sample_numbers.size:
+        repeated_in_words = counted(len(repeated_sample_numbers), "sample number")
+        yield f"{repeated_in_words} stored more than once, such as {repeated_sample_numbers[0]}"
     for folder_name, run_log in folders.items():
         folder_identity = run_log.identity
         last_shard_number = max(run_log.commits, default=0)

@@ -187,13 +187,13 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
 
 
 def _read_rows(
-    folder: StatesFolder, numbers: Sequence[int]
+    folder: StatesFolder, row_numbers: Sequence[int]
 ) -> tuple[dict[int, StoredRow], list[str]]:
     """Reads rows of a folder, and leaves out rows that cannot be compared.
 
     Args:
         folder: Folder with the hidden states.
-        numbers: Numbers of the rows.
+        row_numbers: Numbers of the rows.
 
     Returns:
         A tuple of:
@@ -202,7 +202,7 @@ def _read_rows(
     """
     row_by_number: dict[int, StoredRow] = {}
     problem_messages = []
-    for row_number in numbers:
+    for row_number in row_numbers:
         try:
             stored_row = folder.read(row_number)
         except RunError as error:
@@ -226,23 +226,23 @@ def _read_rows(
     return row_by_number, problem_messages
 
 
-def _neighbours(folder: StatesFolder, rows: Iterable[int]) -> dict[int, np.ndarray]:
+def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, np.ndarray]:
     """Reads the token ids of the rows directly before and after the rows to verify.
 
     The states of a wrong row may belong to such a neighbour.
 
     Args:
         folder: Folder with the hidden states.
-        rows: Numbers of the rows to verify.
+        row_numbers: Numbers of the rows to verify.
 
     Returns:
         The token ids of each neighbouring row, int64 (tokens,), by its number. Neighbours that do
-        not exist, that cannot be read or that are in `rows` are left out.
+        not exist, that cannot be read or that are in `row_numbers` are left out.
     """
     token_ids_by_neighbour = {}
-    for row_number in rows:
+    for row_number in row_numbers:
         for neighbour_number in (row_number - 1, row_number + 1):
-            if neighbour_number in folder.files and neighbour_number not in rows:
+            if neighbour_number in folder.files and neighbour_number not in row_numbers:
                 try:
                     token_ids_by_neighbour[neighbour_number] = folder.read(
                         neighbour_number

@@ -313,8 +313,8 @@ def _branch_numbers(
         )
     needed_span_lengths = jnp.minimum(end_key_of_span, span_lengths[-1]) - first_key_of_span
     branch_number_by_block = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
-    has_tokens = segments.q.reshape(*first_key_of_span.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(has_tokens, branch_number_by_block, 0).reshape(-1)
+    has_block_tokens = segments.q.reshape(*first_key_of_span.shape, QUERY_BLOCK).any(axis=-1)
+    return jnp.where(has_block_tokens, branch_number_by_block, 0).reshape(-1)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:

@@ -202,18 +202,18 @@ class Decoder:
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stack_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
-                params_of_layer = layer_params
-                if params_of_layer is None:
+                unstacked_params = layer_params
+                if unstacked_params is None:
                     take_row = partial(
                         jax.lax.dynamic_index_in_dim, index=stack_row, keepdims=False
                     )
-                    params_of_layer = jax.tree.map(take_row, copied_stacks)
+                    unstacked_params = jax.tree.map(take_row, copied_stacks)
                 stack_and_row_by_path = {
                     parameter_path: (stack, stack_row)
                     for parameter_path, stack in stack_in_place_by_path.items()
                 }
                 apply_layer = self._apply(
-                    layer_type, params_of_layer, has_window, keep, stack_and_row_by_path
+                    layer_type, unstacked_params, has_window, keep, stack_and_row_by_path
                 )
                 return few_rows_at_once(apply_layer, self.module_by_type[layer_type])(*inputs)
 
@@ -304,17 +304,17 @@ class Decoder:
         return layer
 
 
-def _stacked_zeros(box: Any, count: int) -> Any:
+def _stacked_zeros(box: Any, layer_count: int) -> Any:
     """Returns zeros for one parameter of several layers, stacked in one array.
 
     Args:
         box: Flax's box with the shape, the dtype and the logical axes of one layer's parameter.
-        count: The number of layers.
+        layer_count: The number of layers.
 
     Returns:
         A box around the zeros, with the logical axis "layers" before the others.
     """
-    stacked_zeros = jnp.zeros((count, *box.value.shape), box.value.dtype)
+    stacked_zeros = jnp.zeros((layer_count, *box.value.shape), box.value.dtype)
     return box.replace(value=stacked_zeros, names=("layers", *box.names))
 
 
@@ -421,8 +421,12 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
         return to_bits(x), kept_arrays
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, kept_shapes = jax.eval_shape(compute, x_bits, rotary, segment_ids)
-        return x_bits, jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), kept_shapes)
+        _, shapes_of_kept_arrays = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        zero_arrays = jax.tree.map(
+            lambda array_shape: jnp.zeros(array_shape.shape, array_shape.dtype),
+            shapes_of_kept_arrays,
+        )
+        return x_bits, zero_arrays
 
     def run_rows(inputs: Any) -> Any:
         _, _, segment_ids = inputs

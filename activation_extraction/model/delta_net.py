@@ -122,7 +122,8 @@ class GatedDeltaNet(nn.Module):
             rule_outputs, intermediates["gate_input"], self.norm(), epsilon
         ).astype(self.dtype)
         intermediates["gated"] = gated_values
-        token_values = gated_values.reshape(*gated_values.shape[:2], -1)  # shape (B, T, values of a token)
+        # All values of a token are joined, (B, T, O).
+        token_values = gated_values.reshape(*gated_values.shape[:2], -1)
         intermediates["out"] = self.layout.constrain(
             self.out_proj(token_values).astype(self.dtype), *STREAM
         )

@@ -374,7 +374,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     """Multiplies the rows of all tiles by the down matrices, and then by the routing weights.
 
-    Each row is multiplied by the down matrix of its expert. A row is one expert of one token, and a tile is ROWS rows of the same expert.
+    A row is one expert of one token, and a tile is ROWS rows of the same expert. Each row is
+    multiplied by the down matrix of its expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 

@@ -135,8 +135,8 @@ def count_hosts(devices: Sequence[Any]) -> int:
     device_count_of_host = Counter(device.process_index for device in devices)
     if len(set(device_count_of_host.values())) > 1:
         device_counts_text = ", ".join(
-            f"{device_count} on host {host}"
-            for host, device_count in sorted(device_count_of_host.items())
+            f"{device_count} on host {host_number}"
+            for host_number, device_count in sorted(device_count_of_host.items())
         )
         raise InputError(
             f"hosts have different numbers of devices: {device_counts_text}; expected the same on "

@@ -324,8 +324,9 @@ def arrange_devices(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
     try:
         arranged_devices = mesh_utils.create_device_mesh(sizes, devices)
     except (NotImplementedError, AssertionError):
-        # JAX cannot arrange these devices, because a mesh axis would divide an axis of the TPU slice,
-        # or because the devices do not form a cuboid, for example if each host uses one device.
+        # JAX cannot arrange these devices, because a mesh axis would divide an axis of the TPU
+        # slice, or because the devices do not form a cuboid, for example if each host uses one
+        # device.
         return devices_in_order
     return arranged_devices if _keeps_hosts_together(arranged_devices) else devices_in_order
 

@@ -171,23 +171,23 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         num_chips = math.prod(sides_of_shape)
         is_two_dimensional = len(sides_of_shape) == 2
         machine_name = f"{kind_name}:{'x'.join(map(str, sides_of_shape))}"
-        usual_host_size = (
+        usual_chips_per_host = (
             num_chips if is_two_dimensional and num_chips in (1, 8) else USUAL_HOST_CHIPS
         )
-        host_sizes_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
+        chips_per_host_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
     else:
         num_chips = int(number_in_name or 1)
         machine_name = f"{kind_name}-{num_chips}"
-        usual_host_size = min(num_chips, 8)
-        host_sizes_of_kind = [*range(1, num_chips + 1)]
-    possible_host_sizes = [
-        host_size_of_kind
-        for host_size_of_kind in host_sizes_of_kind
-        if num_chips % host_size_of_kind == 0
+        usual_chips_per_host = min(num_chips, 8)
+        chips_per_host_of_kind = [*range(1, num_chips + 1)]
+    possible_chips_per_host = [
+        num_chips_of_host
+        for num_chips_of_host in chips_per_host_of_kind
+        if num_chips % num_chips_of_host == 0
     ]
-    num_host_chips = usual_host_size if chips_per_host is None else chips_per_host
-    if num_host_chips not in possible_host_sizes:
-        host_sizes_in_words = ", ".join(map(str, possible_host_sizes)) or "no number"
+    num_host_chips = usual_chips_per_host if chips_per_host is None else chips_per_host
+    if num_host_chips not in possible_chips_per_host:
+        host_sizes_in_words = ", ".join(map(str, possible_chips_per_host)) or "no number"
         raise InputError(
             f"--plan {name} --chips_per_host {num_host_chips}: its chips divide among hosts of "
             f"{host_sizes_in_words}"

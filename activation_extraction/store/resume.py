@@ -95,8 +95,8 @@ class StoragePlan:
         sample_counts_through_shards = [
             worker.number_of(commit.last) + 1 for commit in self.commits if commit.count
         ]
-        count_before_mark = 0 if last_mark is None else last_mark.samples
-        return max([count_before_mark, *sample_counts_through_shards])
+        sample_count_before_mark = 0 if last_mark is None else last_mark.samples
+        return max([sample_count_before_mark, *sample_counts_through_shards])
 
     @property
     def gaps(self) -> tuple[int, ...]:
@@ -267,8 +267,8 @@ def stored_after(
         InputError: If a sample before the mark is not stored, a sample is stored twice, or a table
             of samples is damaged.
     """
-    count_before_mark = 0 if mark is None else mark.samples
-    first_idx_after_mark = identity.worker.sample_idx(count_before_mark)
+    sample_count_before_mark = 0 if mark is None else mark.samples
+    first_idx_after_mark = identity.worker.sample_idx(sample_count_before_mark)
     sample_by_number: dict[int, StoredSample] = {}
     repair_remedy = f"{identity.repair_option} repairs it"
     for commit in commits:
@@ -277,11 +277,11 @@ def stored_after(
                 sample_by_number |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repair_remedy}") from error
-    count_after_mark = sum(
+    sample_count_after_mark = sum(
         sample_number >= first_idx_after_mark for sample_number in sample_by_number
     )
-    stored_count = sum(commit.count for commit in commits)
-    missing_count = count_before_mark + count_after_mark - stored_count
+    stored_sample_count = sum(commit.count for commit in commits)
+    missing_count = sample_count_before_mark + sample_count_after_mark - stored_sample_count
     if missing_count > 0:  # for example, the last shard was deleted after a repair had stored it
         raise InputError(
             f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "

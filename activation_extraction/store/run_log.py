@@ -518,7 +518,9 @@ class RunLog:
         """
         json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing_files = self.missing_files if self.moved_to is None else []
-        file_problems = [f"{self.url}/{name}: is missing or cut short" for name in missing_files]
+        file_problems = [
+            f"{self.url}/{file_name}: is missing or cut short" for file_name in missing_files
+        ]
         return [*self.damaged_files.values(), *json_problems, *file_problems]
 
 

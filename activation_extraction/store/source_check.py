@@ -48,10 +48,10 @@ class SourceCheck:
                 )
             except RunError as error:
                 shard_numbers = [commit.number for commit in self._commits[self._checked_count :]]
-                numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
+                shard_numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
                 problem_message = (
                     f"{error}; shards committed since it was last seen unchanged: "
-                    f"{numbers_in_words}"
+                    f"{shard_numbers_in_words}"
                 )
                 raise reworded(error, problem_message, StorageError) from error
         self._checked_count = len(self._commits)

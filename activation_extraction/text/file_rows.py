@@ -726,7 +726,8 @@ def _python_value(value: Any, arrow_type: pyarrow.DataType) -> Any:
         return converted_struct
     if isinstance(arrow_type, pyarrow.MapType):
         return [
-            (map_key, _python_value(map_item, arrow_type.item_type)) for map_key, map_item in value
+            (map_key, _python_value(map_value, arrow_type.item_type))
+            for map_key, map_value in value
         ]
     return [_python_value(list_element, arrow_type.value_type) for list_element in value]
 

@@ -64,20 +64,20 @@ class SampleSettings:
     choice: TokenChoice = TokenChoice()
     special_tokens: SpecialTokens = SpecialTokens()
 
-    def pieces(self, tokens: int) -> list[range]:
+    def pieces(self, num_tokens: int) -> list[range]:
         """Divides the tokens of a document among samples.
 
         Args:
-            tokens: Number of tokens of the document.
+            num_tokens: Number of tokens of the document.
 
         Returns:
             For each sample of the document, the indices in the document of the sample's tokens.
         """
-        if not self.splits_documents or tokens <= self.max_sample_tokens:
-            return [range(min(tokens, self.max_sample_tokens))]
-        piece_starts = range(0, tokens - self.overlap, self.max_sample_tokens - self.overlap)
+        if not self.splits_documents or num_tokens <= self.max_sample_tokens:
+            return [range(min(num_tokens, self.max_sample_tokens))]
+        piece_starts = range(0, num_tokens - self.overlap, self.max_sample_tokens - self.overlap)
         return [
-            range(piece_start, min(piece_start + self.max_sample_tokens, tokens))
+            range(piece_start, min(piece_start + self.max_sample_tokens, num_tokens))
             for piece_start in piece_starts
         ]
 
@@ -91,10 +91,10 @@ class SampleSettings:
         Returns:
             A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
         """
-        content_mask = document.content.may_keep_mask
-        if content_mask is None and not self.overlap and self.choice.keeps_everything:
+        may_keep_mask = document.content.may_keep_mask
+        if may_keep_mask is None and not self.overlap and self.choice.keeps_everything:
             return None
-        return self.choice.eligible(tokens.total_tokens, content_mask, tokens.labels)
+        return self.choice.eligible(tokens.total_tokens, may_keep_mask, tokens.labels)
 
 
 def samples(
