@@ -515,8 +515,10 @@ def _weight_spec(
         path: The path of the parameter.
         box: Flax's box with the logical axes (`names`) and the shape of the parameter (`value`).
         model: The model, a `Qwen2` or a `HookedModel`.
-        tensor_of_parameter: The results of `_tensors_by_parameter` and `_interleaved_tensors`, as
-            one dict. Other parameters have the names of their tensors.
+        tensor_of_parameter: Name of a parameter in its layer -> (name of its tensor in the layer,
+            the slice of the tensor that belongs to the parameter), from `_tensors_by_parameter` and
+            `_interleaved_tensors`. The slice is None for a whole tensor. A parameter that is not a
+            key has the same name as its tensor.
     """
     config = model.config
     parameter_shape = box.value.shape

@@ -44,7 +44,11 @@ ValuesByHook = Mapping[str, np.ndarray]
 
 
 class Disagreement(Exception):
-    """A contender stored other tokens, other activations or other experts than expected."""
+    """Raised if one of the compared programs stored wrong tokens, activations or experts.
+
+    Its tokens differ from the tokens of the documents, or its activations or experts differ more
+    than allowed from the values that the first program stored.
+    """
 
 
 @dataclass

@@ -63,7 +63,7 @@ from benchmarks.peak import DTYPES, best
 from benchmarks.processes import ROOT, extract, print_result, run
 from qwen2_jax_with_hooks import create_model_with_hooks
 
-# Name of a figure -> figure, for one contender in one dtype.
+# Name of a figure -> figure, for this tool or one way to use transformers, in one dtype.
 Figures = dict[str, Any]
 
 
@@ -278,18 +278,26 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
 
 
 def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures:
-    """Measures one of the ways to use transformers: runs competitors.py in a separate process.
+    """Measures a way to use transformers: runs competitors.py in a separate process.
+
+    competitors.py contains several ways to compute and store activations with transformers.
 
     Args:
         bench: The inputs.
-        name: The name of the way.
+        name: The name of the way in competitors.py.
         dtype: The dtype of the model.
         output: The folder of the shards.
 
     Returns:
-        A dict with some of the figures that `run_ours` returns, and with "versions", a dict: name
-        of a package -> its version. If only a part of the batches or documents is computed or
-        written, speeds are estimated for all of them.
+        A dict with these figures. If only some batches are computed or only some documents are
+        written, the two speeds are estimates for all of them.
+        tokens_per_second, compute_tokens_per_second: The speed of computing and storing, and the
+            speed of computing alone.
+        bytes_per_token, bytes: The bytes of the written files, for each written token and in total.
+        tokens, written_tokens: The number of computed tokens, and the number of written tokens.
+        peak_bytes, process_seconds, disturbed: The peak memory of the process, its duration, and
+            the fraction of processor time that other processes used meanwhile.
+        versions: A dict: name of a package -> its version.
     """
     sampling = bench.sampling(name)
     competitor_command = [

@@ -42,10 +42,16 @@ def measure_tool(folder: Path, num_hooks: int, options: argparse.Namespace) -> F
         options: The parsed flags of this benchmark.
 
     Returns:
-        A dict: name of a figure -> figure. Figures whose names begin with "step" are measured by
-        compute_only.py with full rows, and packed_tokens_per_second with the packed documents.
-        "kernels" is a dict: a field of metadata.json that describes a kernel -> its value. The
-        other figures are measured by the extraction.
+        A dict with these figures.
+        step_tokens_per_second, step_flops_per_second: The speed of the step alone, which
+            compute_only.py measures on rows without padding.
+        packed_tokens_per_second: The speed of the step alone on the rows into which the documents
+            are packed, which contain padding.
+        tokens_per_second, bytes_per_second: The tokens and the bytes of activation files that the
+            extraction stores per second.
+        tokens, compile_seconds, process_seconds: Figures of the extraction, from `extract` in
+            processes.py: its tokens, the seconds of compiling, and the seconds of its process.
+        kernels: A dict: the field of metadata.json that describes a kernel -> its value.
     """
     num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     extraction_flags = [

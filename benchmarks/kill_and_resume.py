@@ -466,7 +466,8 @@ def disturb(
             the extraction is disturbed.
         seed: The seed of all random choices.
         action: A function that starts and disturbs the extraction until the run is complete. Its
-            arguments are the extraction and the function `signs_of_life` (see `Extraction.kill`).
+            arguments are the extraction, and a function without arguments that returns the number
+            of stored files, which grows when a process has begun to store.
 
     Returns:
         A tuple of the result of `action` and the stored samples: sample number -> sample.

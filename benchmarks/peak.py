@@ -62,7 +62,14 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
 def torch_product(product: Product, dtype: str) -> Callable[[], object]:
     """Returns a function that computes a product of random matrices with PyTorch.
 
-    It uses a GPU if there is one. See `jax_product` for the arguments and the result.
+    PyTorch uses a GPU if there is one, otherwise the CPU.
+
+    Args:
+        product: The sizes of the matrices (see `Product`).
+        dtype: The dtype of the matrices, "bfloat16" or "float32".
+
+    Returns:
+        The function, which takes no arguments and waits until the product is computed.
     """
     import torch
 

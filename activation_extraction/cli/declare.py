@@ -42,7 +42,9 @@ class Variables:
     excluding_flags: tuple[str, ...] = ()
 
     def are_read_with(self, flag_names: Collection[str]) -> bool:
-        """Returns whether the variables are read, and not ignored, for a command line.
+        """Returns whether the flag may get its value from these environment variables.
+
+        It may not if the flags on the command line require that the variables are ignored.
 
         Args:
             flag_names: Names of the flags on the command line.

@@ -109,8 +109,9 @@ class TokenBatch:
     In the following shapes, `size` is the number of tokens in the batch.
 
     Attributes:
-        activations: Values at each hook, (size, width), by any name of the hook. At a hook with
-            codes, the values are a `Codes` object.
+        activations: Values at each hook, (size, width). The keys are the canonical names of the
+            hooks; their other names are accepted as well. At a hook with codes, the values are a
+            `Codes` object.
         token_ids: Ids of the tokens, int32 (size,).
         sample_idx: Numbers of the samples that the tokens belong to, int64 (size,).
         position: Positions of the tokens in their samples, from 0, int32 (size,).
@@ -136,7 +137,14 @@ class TokenBatch:
         return len(self.token_ids)
 
     def __getitem__(self, hook: str) -> Any:
-        """Returns the activations at a hook, by any name of the hook."""
+        """Returns the values at a hook: an array (size, width), or `Codes` at a hook with codes.
+
+        Args:
+            hook: The canonical name of the hook, or one of its other names.
+
+        Raises:
+            KeyError: If no hook has this name.
+        """
         return _at_hook(self, hook)
 
     @property
@@ -341,8 +349,9 @@ class SampleActivations(SampleFacts):
         text_preview: The first 200 characters of the text.
         cut: Number of tokens of the document that were left out at its end.
         columns: Other columns of the row that the run kept, by name.
-        activations: Values at each hook, (tokens, width), by any name of the hook. At a hook with
-            codes, the values are a `Codes` object.
+        activations: Values at each hook, (tokens, width). The keys are the canonical names of the
+            hooks; their other names are accepted as well. At a hook with codes, the values are a
+            `Codes` object.
         token_ids: Ids of the stored tokens, int32 (tokens,).
         position: Positions of the tokens, int32 (tokens,), counted from 0 at the start of the
             sample. In a result of `ActivationDataset.document`, they are counted from the start of
@@ -360,7 +369,14 @@ class SampleActivations(SampleFacts):
     turn: np.ndarray | None = None
 
     def __getitem__(self, hook: str) -> np.ndarray:
-        """Returns the activations at a hook, by any name of the hook."""
+        """Returns the values at a hook: an array (tokens, width), or `Codes` at a hook with codes.
+
+        Args:
+            hook: The canonical name of the hook, or one of its other names.
+
+        Raises:
+            KeyError: If no hook has this name.
+        """
         hook_values: np.ndarray = _at_hook(self, hook)
         return hook_values
 
@@ -375,11 +391,14 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
 
     Args:
         tokens: A batch or a sample.
-        name: Any name of the hook.
+        name: The canonical name of the hook, or one of its other names.
+
+    Returns:
+        The activations, (tokens, width), or a `Codes` object at a hook with codes.
 
     Raises:
-        KeyError: If there is no such hook. The message names the attribute or the column of
-            `tokens` that has this name, or lists the hooks if there is none.
+        KeyError: If no hook has this name. If `tokens` has an attribute or a column of this name,
+            the message names it. Otherwise the message lists the hooks.
     """
     try:
         return tokens.activations[name]

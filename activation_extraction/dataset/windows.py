@@ -139,7 +139,8 @@ class Windows:
         first_row = begin_position.row
         filled_tokens = 0
         window_batches = self._memory[begin_position.window % 2]
-        # For each chunk of which a part is in the window, a block of each run.
+        # For each chunk of which a part is in the window, a list with the block of each run, which
+        # contains the tokens of this part.
         blocks_of_parts = list[list[Block]]()
         # Rows of the window's memory, in the order in which tokens are copied to them.
         memory_rows = np.arange(self.max_tokens)

@@ -344,8 +344,8 @@ class SpecForgeFormat(DraftFormat):
         `ExportFormat.choose_hooks` describes the arguments and the result.
 
         Raises:
-            InputError: If the chosen hooks are not the final norm's and the residual streams of
-                exactly three layers, without the embedding.
+            InputError: If the chosen hooks lack the output of the final norm, or do not contain the
+                residual stream after exactly three layers, or contain the embedding.
         """
         exported_hooks = super().choose_hooks(dataset, chosen_hooks)
         hook_by_number = streams_by_number(exported_hooks)

@@ -361,11 +361,11 @@ def _print_table(hosts: list[HostState], aggregated_metadata: dict[str, Any]) ->
 
 
 def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -> HostState:
-    """Returns the sums over all hosts, for the last row of the table.
+    """Returns the state of the whole run, for the last row of the table of hosts.
 
-    A run ends when its last host ends, so the expected end is known only if it is known for all
-    running hosts. The stored fraction is known only if all hosts that have started have a limit. It
-    is 0 for hosts that have not started.
+    The counts and the speed are sums over the hosts. `expected_end` is the latest of all running
+    hosts; None if it is unknown for one of them. `share` is the mean over all hosts, where a host
+    that has not started counts as 0; None if it is None for a host that has started.
 
     Args:
         hosts: The states of all hosts.

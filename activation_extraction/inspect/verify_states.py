@@ -361,7 +361,7 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
         layer: Index of the layer in the files.
 
     Returns:
-        The hook. It is not certain if the states of no row match a hook.
+        The hook. Its `is_certain` is False if there is no row whose states match a hook.
     """
     best_matches = sorted(row_check.best(layer) for row_check in checks)
     limits_of_rows = checks[0].limits

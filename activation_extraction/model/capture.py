@@ -133,7 +133,8 @@ class Capture:
     def plan_stages(self, stages: int, length: int) -> Plan:
         """Plans the slots of the buffers for a pipeline, in which each stage has its own buffers.
 
-        A slot is an index of the axis of a buffer along which the hooks of a stage are stored.
+        Each hook of a stage has a slot: the index at which its values are stored, on the first axis
+        of a buffer of the stage.
 
         Args:
             stages: The number of stages.

@@ -158,13 +158,14 @@ class Decoder:
         """Runs layers one after the other, in a single loop of XLA.
 
         Args:
-            layers: The layers, from `stacked`.
+            layers: The parameters of the layers, stacked, and whether the attention of each layer
+                has a sliding window, as `stacked` returns them.
             body: The body of the loop, a function that maps (layer, carry, element) to the next
                 carry. `layer` is a function that maps (x, rotary, segment_ids) to the residual
                 stream after the layer and the result of `keep`. Its arguments are the residual
-                stream before the layer, (B, T, D), the result of `layers.rotary_table`, and the
-                segment of each token, (B, T) int32. `element` is the layer's element of
-                `per_layer`.
+                stream before the layer, (B, T, D), the cosines and sines of the rotary embedding
+                (from `layers.rotary_table`), and the segment of each token, (B, T) int32. `element`
+                is the layer's element of `per_layer`.
             carry: The carry of the loop before the first layer, a pytree of arrays.
             per_layer: A pytree of arrays, each with the layers as its first axis. None if `body`
                 needs none.
@@ -268,8 +269,9 @@ class Decoder:
     ) -> Callable:
         """Binds the parameters of a layer, and returns the layer as a function of its inputs.
 
-        The inputs are x, the residual stream before the layer, (B, T, D), `rotary`, the result of
-        `layers.rotary_table`, and the segment of each token, (B, T) int32.
+        The inputs are x, the residual stream before the layer, (B, T, D), `rotary`, the cosines and
+        sines of the rotary embedding (from `layers.rotary_table`), and the segment of each token,
+        (B, T) int32.
 
         Args:
             layer_type: The type of the layer.
@@ -408,8 +410,9 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     Args:
         layer: A function that maps (x, rotary, segment_ids) to the residual stream after the layer
             and a pytree of arrays (B, T, ...), none of which is bfloat16 or float16. x is the
-            residual stream before the layer, (B, T, D), `rotary` the result of
-            `layers.rotary_table`, and `segment_ids` the segment of each token, (B, T) int32.
+            residual stream before the layer, (B, T, D), `rotary` the cosines and sines of the
+            rotary embedding (from `layers.rotary_table`), and `segment_ids` the segment of each
+            token, (B, T) int32.
         module: The module of the layer, whose mesh and dtype are used.
 
     Returns:

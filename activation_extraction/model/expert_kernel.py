@@ -38,7 +38,9 @@ from activation_extraction.model.numerics import einsum
 
 SUBLANES = 8  # the number of rows of a float32 register
 ROWS = 128  # the number of rows of a tile: rows of one expert that are multiplied together
-TOKENS = 16  # the number of tokens of a group, whose sums one program computes together
+# The number of tokens of a group. One program of the kernel ADDED's grid adds up the rows of all
+# tokens of a group.
+TOKENS = 16
 # The number of tokens that one iteration of a loop of the kernel GATED begins to fetch. The last
 # iteration of a tile may fetch tokens that are not needed.
 AT_ONCE = 8
@@ -154,7 +156,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     # For each expert, the number of rows of padding that its last tile needs.
     padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
     is_padding_row_needed = places_in_tile < padding_row_counts[:, None]
-    # The expert of each row of padding; E for rows that are not needed.
+    # There are ROWS candidate rows of padding per expert, of which its last tile needs a part. This
+    # is the expert of each candidate row. It is `expert_count`, so that the row is sorted behind all
+    # experts, if the row is not needed.
     expert_by_padding_row = jnp.where(
         is_padding_row_needed, expert_numbers[:, None], expert_count
     ).reshape(-1)

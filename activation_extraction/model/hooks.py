@@ -501,8 +501,8 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     """Makes the kinds of hooks of a model, in the order in which they are computed.
 
     Args:
-        type_words: The result of `_type_words`. Rows of HOOK_KINDS whose word is missing in it are
-            left out.
+        type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows
+            with this word, from `_type_words`. Rows whose word is not a key are left out.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]

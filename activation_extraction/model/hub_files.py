@@ -113,9 +113,9 @@ class HubFiles:
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """A reader of the files on the hub, of the commit of the configuration file.
+        """Reads the repository's files directly from the hub, without the hub's cache.
 
-        The reader does not use the hub's cache.
+        The files belong to the same commit as the configuration file that was read first.
         """
         return RemoteFiles(
             f"hf://{self._repository_name}@{self.commit}", self._flag_and_path, self._kind.flag

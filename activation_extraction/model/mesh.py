@@ -154,7 +154,14 @@ class Layout:
     def shard_shape(
         self, axes: Sequence[str], shape: tuple[int, ...], unsplit_axis: str | None = None
     ) -> tuple[int, ...]:
-        """Returns the shape of one device's part of an array. See `sharding` for the arguments."""
+        """Returns the shape of one device's part of an array.
+
+        Args:
+            axes: The logical axis of each dimension.
+            shape: The shape of the whole array.
+            unsplit_axis: A mesh axis along which the array is not split. None to split it along all
+                mesh axes that RULES lists for its logical axes.
+        """
         if self.mesh is None:
             return shape
         return self.sharding(axes, shape, unsplit_axis).shard_shape(shape)

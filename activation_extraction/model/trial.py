@@ -260,12 +260,18 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields one trial, in which a kernel for experts is compared with the exact function.
+    """Yields a trial of kernels for experts, whose exact function computes expert by expert.
 
     The trial has the weights of two layers and computes the second layer, because kernels read a
     layer from a stack. Each token chooses two experts. If there are more than two experts, one has
     no tokens. Some experts have more tokens than a tile of a kernel. Some tokens choose experts of
-    other devices. See `try_kernels` for the arguments.
+    other devices.
+
+    Args:
+        config: The configuration of a model with experts.
+        layout: The mesh of devices. A trial has as many experts as a device in the run, but at most
+            MAX_EXPERTS.
+        dtype: The dtype of the tokens and weights.
     """
     weight_shape = config.experts.count, config.hidden_size, config.experts.width
     num_experts, hidden_size, expert_width = layout.shard_shape(
@@ -280,8 +286,9 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
         token_counts_of_experts[2] = 0
     # Experts of other devices have numbers outside of this device's range, such as the last two.
     expert_numbers = [*range(num_experts), num_experts, -1]
-    # About 70 choices are made for each of the last two numbers. The number of all choices must be
-    # even, because each token makes two choices.
+    # Experts 0, 1 and so on are chosen as often as `token_counts_of_experts` tells. The two experts
+    # of other devices are chosen 70 times each, or one of them 71 times, because the number of all
+    # choices must be even: each token makes two choices.
     choice_counts_of_experts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
     sorted_choices = np.repeat(expert_numbers, choice_counts_of_experts)
     chosen_experts = rng.permutation(sorted_choices).reshape(-1, 2).astype(np.int32)
@@ -297,10 +304,16 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields one trial, in which a kernel for the delta rule is compared with the exact function.
+    """Yields a trial of kernels for the delta rule, whose exact function computes token by token.
 
     Samples end within the chunks of tokens that kernels compute together, and the states of heads
-    decay at different rates. See `try_kernels` for the arguments.
+    decay at different rates.
+
+    Args:
+        config: The configuration of a model with a delta net.
+        layout: The mesh of devices. A trial has as many heads as a device in the run, but at most
+            MAX_KEY_HEADS key heads.
+        dtype: The dtype of queries, keys and values.
     """
     delta_net = config.delta
     segment_ids = _segments(DELTA_TOKENS)

@@ -184,8 +184,8 @@ class Bucket:
         """Returns the version of an object; None if the store has no versions.
 
         Args:
-            object_meta: Metadata of the object in the answer to a request for this object alone.
-                Those of Google contain the generation, which listings lack.
+            object_meta: Metadata of the object, from the answer to a request for this object alone.
+                A listing is not enough, because the listings of Google lack the generation.
         """
         e_tag = _quoted_tag(object_meta["e_tag"])
         if self._bucket_kind is not GOOGLE or e_tag is None:

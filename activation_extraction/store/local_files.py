@@ -257,7 +257,12 @@ def lock_folder(folder: Path) -> int | None:
 
 
 def unlock(descriptor: int | None) -> None:
-    """Releases the lock that `lock_folder` returned."""
+    """Releases the lock of a folder.
+
+    Args:
+        descriptor: The file descriptor that `lock_folder` returned. None if it took no lock, because
+            the file system has none.
+    """
     if descriptor is not None:
         os.close(descriptor)
 

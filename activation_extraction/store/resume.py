@@ -137,7 +137,7 @@ class ShardNumbers:
     no process can continue the run, so an unfinished repair is noticed.
 
     Args:
-        plan: Plan of the process.
+        plan: What this process has to store. It contains the gaps, and the first new number.
     """
 
     def __init__(self, plan: StoragePlan) -> None:

@@ -19,8 +19,8 @@ from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
-# A group has at most GROUP_TOKENS tokens. But it always has room for the tokens of MIN_GROUP_ROWS
-# full rows, and never for more than the tokens of MAX_GROUP_ROWS full rows.
+# A group has at most GROUP_TOKENS tokens. In units of rows, this limit is raised to MIN_GROUP_ROWS
+# rows if rows are long, and lowered to MAX_GROUP_ROWS rows if rows are short.
 MAX_GROUP_ROWS = 256
 MIN_GROUP_ROWS = 16
 GROUP_TOKENS = 2**20
@@ -54,8 +54,9 @@ def rows_of_group(length: int) -> int:
 def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, None, Mark | None]:
     """Packs samples into the rows of batches, and yields the batches.
 
-    The rows of a group are ordered by the numbers of their first samples. A sample without tokens
-    has a place in this order, but takes no row of a batch.
+    The samples of a group are distributed among rows, and the rows are ordered by the numbers of
+    their first samples. A sample without tokens takes no room in a row. It is placed between the
+    rows, as if it had a row of its own, and belongs to the batch that is filled at this time.
 
     Args:
         samples: The samples, each of at most `length` tokens.

@@ -143,7 +143,8 @@ def tokenise(
         contents: The content of each document.
         max_tokens: The number of tokens to return of each document, from its beginning. None to
             return all tokens, with the offsets at which they begin in the text.
-        cuts: The result of `safe_cuts` for the tokenizer; None if texts must not be cut.
+        cuts: A pattern with a match of length 0 at each position where a long text may be cut into
+            sections, from `safe_cuts`; None if texts must not be cut.
 
     Returns:
         A list with the tokens of each document. If the tokenizer fails on a document, the list
@@ -265,7 +266,8 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     if not allowed_cut_patterns:
         return None
     allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
-    # Lookaheads and lookbehinds that exclude positions in and beside added tokens.
+    # Lookaheads and lookbehinds that exclude positions in and beside added tokens. For an added
+    # token "a b", for example, (?!(?<=a) b) excludes the position between "a" and " b".
     exclusions_pattern = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
