@@ -285,11 +285,12 @@ def align(
 
 
 def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
-    """Yields at most MAX_PARTS alignments that together explain the states of a wrong layer.
+    """Yields the alignments that best explain which states a wrong layer contains.
 
-    An alignment explains a state if the state matches in it. The alignment that explains the
-    largest number of states comes first. Each further alignment explains the largest number of
-    states that no earlier alignment explains.
+    At most MAX_PARTS alignments are yielded. An alignment pairs the stored states of the layer with
+    the computed states of one sample, and explains the stored states that match. The alignment that
+    explains the largest number of states comes first. Each further alignment explains the largest
+    number of states that no earlier alignment explains.
 
     Alignments with a single state are left out unless the layer has a single state, because the
     first tokens of different samples often have equal states.
@@ -299,7 +300,8 @@ def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
             that explain equally many states, the earlier one is preferred.
 
     Yields:
-        Alignments whose `is_matching_state` is False for states that earlier alignments explain.
+        The alignments. The field `is_matching_state` of a yielded alignment is False for the states
+        that an earlier yielded alignment explains.
     """
     remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):

@@ -764,11 +764,11 @@ def _describe_parts(
 def _part_in_words(
     alignment: Alignment, layer_row_number: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str:
-    """Returns a phrase about the states of a layer that belong to one sample.
+    """Returns a phrase that says to which tokens of a sample some states of a layer belong.
 
     Args:
         alignment: States of the layer that match states of one sample at one offset.
-        layer_row_number: Number of the row that contains the layer.
+        layer_row_number: Number of the row whose file contains the layer.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
     """

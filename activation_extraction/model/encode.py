@@ -30,8 +30,8 @@ from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.numerics import einsum
 from activation_extraction.model.predictions import in_blocks, largest
 
-# Tokens are encoded in blocks. A block has at most this number of feature values on each device (its
-# tokens times the features of the autoencoder on the device), which are 134 MB of float32.
+# Tokens are encoded in blocks. On each device, a block has at most this number of feature values
+# (tokens times features of the autoencoder), which take 134 MB in float32.
 VALUES_OF_A_BLOCK = 2**25
 # The number of features of a token that are kept if neither k nor --encode_most determines it.
 DEFAULT_MOST = 256

@@ -156,9 +156,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     # For each expert, the number of rows of padding that its last tile needs.
     padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
     is_padding_row_needed = places_in_tile < padding_row_counts[:, None]
-    # There are ROWS candidate rows of padding per expert, of which its last tile needs a part. This
-    # is the expert of each candidate row. It is `expert_count`, so that the row is sorted behind all
-    # experts, if the row is not needed.
+    # Each expert has ROWS possible rows of padding, and its last tile needs some of them. This is
+    # the expert of each such row. If the row is not needed, it is `expert_count`, so that the row
+    # is sorted behind the rows of all experts.
     expert_by_padding_row = jnp.where(
         is_padding_row_needed, expert_numbers[:, None], expert_count
     ).reshape(-1)

@@ -260,8 +260,8 @@ def unlock(descriptor: int | None) -> None:
     """Releases the lock of a folder.
 
     Args:
-        descriptor: The file descriptor that `lock_folder` returned. None if it took no lock, because
-            the file system has none.
+        descriptor: The file descriptor that `lock_folder` returned. None if the file system has no
+            locks, so that there is nothing to release.
     """
     if descriptor is not None:
         os.close(descriptor)
