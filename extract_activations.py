@@ -112,11 +112,11 @@ def extract(config: Config) -> int:
     host_options = config.hosts
     if host_options.total_machines > 1:
         log.info("machine %d of %d", host_options.machine_id, host_options.total_machines)
-    elif task_variable := task_without_machine(config):
+    elif task_variable_name := task_without_machine(config):
         log.warning(
             "%s is set, but this is machine 0 of 1, as every other task of the array would be; set "
             "MACHINE_ID and TOTAL_MACHINES in each task to share the data",
-            task_variable,
+            task_variable_name,
         )
     host = join_hosts(config)
     watchdog = Watchdog(host_options.stall_timeout)

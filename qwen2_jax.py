@@ -335,19 +335,19 @@ class DecoderLayer(nn.Module):
         dtype: The dtype of weights and of the operands of matrix products.
         kernels: The functions that compute attention, experts and delta nets.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
-        type_: The type of the layer, one of ModelConfig.layer_types.
+        layer_type: The type of the layer, one of ModelConfig.layer_types.
     """
 
     config: ModelConfig
     dtype: Any
     kernels: Kernels
     layout: Layout
-    type_: str = DENSE
+    layer_type: str = DENSE
 
     def setup(self) -> None:
         config = self.config
         dtype = self.dtype
-        layer_type_words = self.type_.split()
+        layer_type_words = self.layer_type.split()
         self.input_layernorm = RMSNorm(config, dtype)
         if LINEAR in layer_type_words:
             self.linear_attn = GatedDeltaNet(config, dtype, self.kernels.delta_rule, self.layout)
@@ -379,12 +379,12 @@ class DecoderLayer(nn.Module):
         """
         intermediates: Intermediates = {"resid_pre": x}
         y, intermediates["ln1"] = self.input_layernorm(x)
-        if LINEAR in self.type_.split():
+        if LINEAR in self.layer_type.split():
             y, intermediates["linear_attn"] = self.linear_attn(y, segment_ids)
         else:
             y, intermediates["attn"] = self.self_attn(y, rotary, segment_ids, has_window)
         x = x + y
-        if SPARSE in self.type_.split():
+        if SPARSE in self.layer_type.split():
             # Experts fetch and send whole tokens, so the values of a token should be contiguous.
             # For matrix products alone, TPUs would choose another order of the axes in memory.
             x = with_layout_constraint(x, MemoryLayout((0, 1, 2)))
@@ -405,7 +405,9 @@ def decoder(config: ModelConfig, dtype: Any, kernels: Kernels, layout: Layout) -
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
     make_layer = partial(DecoderLayer, config, dtype, kernels, layout, parent=None)
-    module_by_type = {layer_type: make_layer(type_=layer_type) for layer_type in config.layer_types}
+    module_by_type = {
+        layer_type: make_layer(layer_type=layer_type) for layer_type in config.layer_types
+    }
     return Decoder(config, module_by_type)
 
 

@@ -103,7 +103,7 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
     Args:
         folder: The folder of the checkpoint.
         dtype: The dtype of weights and computation.
-        hooks: The names of the hooks to return.
+        hooks: The names of the hooks whose values are computed.
 
     Returns:
         The function that computes the values at the hooks for a batch (see `Forward`).
@@ -201,7 +201,8 @@ class Shards:
     Attributes:
         folder: Folder of the shards.
         hooks: Names of the hooks, in the order of the values that `add` takes.
-        way: Way that determines the dtype of stored values and the compression.
+        way: Way to use transformers, which determines the dtype of stored values and the
+            compression.
         written_bytes: Total size in bytes of the files written so far.
     """
 

@@ -68,7 +68,7 @@ Figures = dict[str, Any]
 
 
 class Sampling(NamedTuple):
-    """The fraction of the documents that a contender computes and writes.
+    """The selection of the documents that a contender (a measured program) computes and writes.
 
     Attributes:
         computed_every: Number of successive batches of which one is computed. 1 to compute all.
@@ -175,11 +175,16 @@ class Bench:
         return extraction_flags
 
     def sampling(self, contender: str) -> Sampling:
-        """Returns the fraction of the documents that a contender computes and writes.
+        """Returns which of the documents one of the measured programs computes and writes.
+
+        With --whole, each program computes and writes all documents.
 
         Args:
-            contender: The name of the contender. With --whole, every contender computes and writes
-                all documents.
+            contender: The name of the program: "ours" for this tool, or the name of a way to use
+                transformers in competitors.py.
+
+        Returns:
+            The sampling, which tells how many of successive batches and documents are left out.
         """
         return EVERYTHING if self.parsed_flags.whole else SAMPLINGS[contender]
 
@@ -527,7 +532,7 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         name: The name of the contender.
         dtype: The dtype of the contender's model.
         figures: The figures of the contender, as `summarise` returns them.
-        sampling: The fraction of the documents that the contender computes and writes.
+        sampling: The selection of the documents that the contender computes and writes.
     """
     end_to_end_speed, compute_speed = (
         figures["tokens_per_second"],

@@ -140,7 +140,8 @@ class Case(NamedTuple):
         Args:
             folder: The local folder of the run.
             remote: The folder of the run in a bucket. None to store locally.
-            values: The values of a batch, from `batch_values`.
+            values: The values of a batch, (num_hooks, ROWS, LENGTH, width), or the records of its
+                codes, as `batch_values` returns them.
             batches: The batches, each with the token ids and samples of its rows.
         """
         values_of_hook: dict[int | str, np.ndarray] = dict(enumerate(values))
@@ -165,7 +166,8 @@ class Case(NamedTuple):
 
         Args:
             path: The path of the file.
-            values: The values of a batch, from `batch_values`.
+            values: The values of a batch, (num_hooks, ROWS, LENGTH, width), or the records of its
+                codes, as `batch_values` returns them.
             num_batches: The number of batches in the file, which all have these values.
         """
         arrays_in_file: dict[str, np.ndarray] = {}

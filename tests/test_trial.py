@@ -164,9 +164,13 @@ def test_the_first_right_kernel_is_chosen_where_a_model_needs_one(monkeypatch):
         assert chosen.keys() == expected
         for function, (name, choice) in zip(right, chosen.items(), strict=False):
             assert choice.kernel is function
-            assert len(choice.passed_over) == candidates[name].index(function)
-    assert chosen["attention"].passed_over["a"] == "it fails: no such instruction"
-    assert chosen["attention"].passed_over["b"].startswith("it differs from the definition by ")
+            assert len(choice.rejection_reason_by_kernel) == candidates[name].index(function)
+    assert chosen["attention"].rejection_reason_by_kernel["a"] == "it fails: no such instruction"
+    assert (
+        chosen["attention"]
+        .rejection_reason_by_kernel["b"]
+        .startswith("it differs from the definition by ")
+    )
     named["attention"] = {"a": broken, "b": WRONG["not a number"][0]}
     message = "no kernel for attention is right on this device: a: it fails: .*; b: it differs"
     with pytest.raises(RunError, match=message):

@@ -47,7 +47,7 @@ FILE_NAMES = {
 
 
 class _LimitedGroup(NamedTuple):
-    """A control group with a limit.
+    """A control group whose memory is limited.
 
     Attributes:
         limit_bytes: Limit of the group's memory in bytes.
@@ -104,9 +104,10 @@ def _computer_memory() -> int:
 
 
 def _limited_groups() -> Iterator[_LimitedGroup]:
-    """Yields the control groups with a limit that contain this process.
+    """Yields the control groups (cgroups) of this process whose memory is limited.
 
-    The process has one group in each tree. The ancestors of this group contain the process as well.
+    Linux may have several trees of control groups. The process belongs to one group in each tree,
+    and to all ancestors of this group.
     """
     for group_folder, tree_folder, file_names in _mounted_groups():
         folder_of_group = group_folder

@@ -96,7 +96,7 @@ class Batches(Iterator[T]):
         # The worker of a DataLoader to whose part of the data `_position` refers: a tuple as from
         # the function `_loader_worker`; None if `_position` refers to all data of this process.
         self._loader_worker: tuple[int, int] | None = None
-        self._has_looped = False  # whether a loop over `torch()` has begun here since `restore`
+        self._has_looped = False  # whether a loop over `torch()` has begun since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
         # A byte of memory that is shared with forked workers; None until `torch` is called. The

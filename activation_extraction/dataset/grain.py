@@ -54,10 +54,11 @@ class TokenRecords:
         if not 0 <= record_number < len(self):
             raise IndexError(f"record {record_number}: there are {len(self)}, counted from 0")
         source = self._source
-        shard = bisect_right(self._first_records, record_number) - 1
-        first_token = (record_number - self._first_records[shard]) * self._tokens_per_record
-        end_token = min(first_token + self._tokens_per_record, source.shards.commits[shard].tokens)
-        batch = source.whole_tokens([Chunk(shard, first_token, end_token)])
+        shard_number = bisect_right(self._first_records, record_number) - 1
+        first_token = (record_number - self._first_records[shard_number]) * self._tokens_per_record
+        shard_tokens = source.shards.commits[shard_number].tokens
+        end_token = min(first_token + self._tokens_per_record, shard_tokens)
+        batch = source.whole_tokens([Chunk(shard_number, first_token, end_token)])
         token_fields = {
             field_name: getattr(batch, field_name)
             for field_name in ("token_ids", "sample_idx", "position")

@@ -369,12 +369,15 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
             [partner_block.rows[start_row:stop_row] >= 0 for partner_block in partner_blocks],
             axis=0,
         )
-        rows = start_row + np.flatnonzero(is_in_all_runs)
-        first_run_block = first_source.with_activations(first_run_tokens, rows)
+        rows_in_all_runs = start_row + np.flatnonzero(is_in_all_runs)
+        first_run_block = first_source.with_activations(first_run_tokens, rows_in_all_runs)
         is_within_limits = first_source.are_within_limits(first_run_block)
         blocks_of_runs = (
             first_run_block,
-            *(Block(tokens, partner_rows[rows]) for tokens, partner_rows in partner_blocks),
+            *(
+                Block(tokens, partner_rows[rows_in_all_runs])
+                for tokens, partner_rows in partner_blocks
+            ),
         )
         return tuple(
             Block(tokens, partner_rows[is_within_limits]) for tokens, partner_rows in blocks_of_runs

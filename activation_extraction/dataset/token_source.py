@@ -586,7 +586,7 @@ def as_mask(mask: Any, sample_count: int) -> np.ndarray:
     has_only_booleans = boolean_array.dtype == bool and boolean_array.shape == mask_array.shape
     if not has_only_booleans or mask_array.shape != (sample_count,):
         raise ValueError(
-            f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or false, never "
-            f"null, for each of {counted(sample_count, 'sample')}"
+            f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or "
+            f"false, never null, for each of {counted(sample_count, 'sample')}"
         )
     return boolean_array

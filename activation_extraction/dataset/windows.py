@@ -1,13 +1,15 @@
 """Windows: the tokens from which batches are cut, in bounded memory.
 
-A window contains the tokens of consecutive chunks, in random order if tokens are shuffled. While
-batches are cut from one window, a thread fills the next window; the two windows together are the
-buffer. Shuffled tokens are copied to random rows of the window's memory, so that a batch is a slice
-of this memory. Later windows reuse the memory. If tokens stay in order, the window keeps large
-blocks as they were read, and each batch copies its tokens from these blocks.
+A chunk is a range of a shard's tokens that is read at once. A window contains the tokens of
+consecutive chunks, in random order if tokens are shuffled. While batches are cut from one window, a
+thread fills the next window; the two windows together are the buffer. Shuffled tokens are copied to
+random rows of the window's memory, so that a batch is a slice of this memory. Later windows reuse
+the memory. If tokens stay in order, the window keeps large blocks as they were read, and each batch
+copies its tokens from these blocks.
 
 The state of an iteration is a Position. It consists of the beginning of the window and the number
-of tokens that were taken from the window, so a position can be restored without stored tokens.
+of tokens that were taken from the window. So a state contains only numbers: to restore it, the
+window is filled again, and these tokens are skipped.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -87,8 +89,9 @@ class Windows:
     """Makes windows of tokens from chunks. One thread fills a window; other threads read chunks.
 
     Attributes:
-        chunks: Chunks to read, in order.
-        read: Function that reads a chunk and returns a block for each run.
+        chunks: Ranges of the tokens of shards to read, in order.
+        read: Function that reads a chunk and returns a tuple of blocks (arrays of tokens), one for
+            each of the runs that are read side by side.
         chunks_ahead: Number of chunks that are read at the same time.
         max_tokens: Number of tokens in a window; the last window may have fewer.
         seed: Seed for shuffling the tokens of a window. None to keep their order.
@@ -114,7 +117,7 @@ class Windows:
         self._future_by_chunk_index: dict[int, Future[tuple[Block, ...]]] = {}
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
-        self._memory: tuple[list[TokenBatch], ...] = [], []
+        self._memory_by_parity: tuple[list[TokenBatch], ...] = [], []
         thread_pool = ThreadPoolExecutor(1 + self.chunks_ahead, "read-ahead")
         try:
             future_of_next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
@@ -138,7 +141,7 @@ class Windows:
         chunk_index = begin_position.chunk
         first_row = begin_position.row
         filled_tokens = 0
-        window_batches = self._memory[begin_position.window % 2]
+        window_batches = self._memory_by_parity[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
         blocks_of_parts = list[list[Block]]()

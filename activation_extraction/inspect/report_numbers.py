@@ -198,7 +198,8 @@ class HookReport:
     """The numbers of one hook in the report.
 
     Args:
-        sample: The tokens that were read, with their norms and sums at the hook.
+        sample: The tokens that were read for the report, with the norms of their activations and
+            the sums for statistics, at all hooks.
         hook_number: The number of the hook in stored order, from 0.
         hook_name: The name of the hook.
 
@@ -211,8 +212,9 @@ class HookReport:
             largest norm (see LEVELS), float64 (6,).
         by_position: The median norm in each range of `sample.position_ranges`, float64 (ranges,).
         is_outlier: Whether the norm of each token is an outlier, bool (tokens,).
-        largest_norm_tokens: The tokens with the largest norms, as tuples of the index of a token
-            and the number of similar tokens; see `largest_tokens`.
+        largest_norm_tokens: The tokens with the largest norms, in groups of tokens with the same
+            token id (see `largest_tokens`). A tuple contains the index of the group's token with
+            the largest norm, and the number of tokens in the group.
         outlier_dimensions: The dimensions whose root mean square is an outlier, the largest first.
             A tuple contains the number of the dimension, from 0, and its root mean square as a
             multiple of the median over all dimensions. First tokens of documents are not counted if

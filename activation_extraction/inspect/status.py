@@ -312,8 +312,8 @@ def aggregate(
 
         - format_version: FORMAT_VERSION.
         - status: "complete" or "incomplete".
-        - hooks: The key, name, width and statistics of each hook.
-        - parts: The fields of each HostState.
+        - hooks: A list with an object for each hook: its key, name, width and statistics.
+        - parts: A list with an object for each host: the fields of its HostState.
         - written: The current Unix time.
     """
     is_complete = all(host.state == "complete" for host in hosts)

@@ -396,14 +396,14 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     if not right_matches:
         return f"{layer_name}: {hook.name}, {right_in_words}"
     largest_error_in_words = _percent(max(right_match.row_error for right_match in right_matches))
-    at_most_or_nothing = "" if largest_error_in_words.startswith("below") else "at most "
+    at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
     other_expert_tokens = sum(right_match.other_expert_tokens for right_match in right_matches)
     exception_in_words = ""
     if other_expert_tokens:
         exception_in_words = (
             f" (without {counted(other_expert_tokens, 'token')} that may have other experts)"
         )
-    error_in_words = f"error {at_most_or_nothing}{largest_error_in_words}{exception_in_words}"
+    error_in_words = f"error {at_most_words}{largest_error_in_words}{exception_in_words}"
     return f"{layer_name}: {hook.name}, {right_in_words}, {error_in_words}"
 
 
@@ -655,7 +655,8 @@ def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> s
     actual_index = ordered_hook_names.index(actual_hook)
     layer_distance = actual_index - ordered_hook_names.index(expected_hook)
     if expected_hook == FINAL_NORM_HOOK:
-        # The final norm does not count as a layer, because it normalises the last block's output.
+        # The list counts the final norm as one more stream. But it is no layer, because it only
+        # normalises the output of the last block.
         layer_distance += 1
     elif actual_hook == FINAL_NORM_HOOK:
         layer_distance -= 1

@@ -44,10 +44,10 @@ VALUES_AT_ONCE = 2**22
 # A publisher's name of a tensor -> the field of `Autoencoder`. SAELens and Qwen-Scope use the names
 # of the fields.
 FIELD_OF_TENSOR = {
-    # The names of tensors in files of sparsify.
+    # Names in files of sparsify.
     "encoder.weight": "W_enc",
     "encoder.bias": "b_enc",
-    # The names of tensors in files of Llamascopium.
+    # Names in files of Llamascopium -> the same fields.
     "W_E": "W_enc",
     "b_E": "b_enc",
     "W_D": "W_dec",

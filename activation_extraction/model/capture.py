@@ -55,7 +55,8 @@ class Plan(NamedTuple):
         """Returns a plan for the same kinds of hooks in other layers, for example in one stage.
 
         Args:
-            slots_by_kind: For each kind, its slots in these layers (see `Plan`).
+            slots_by_kind: For each kind, the indices of its hooks in these layers in the buffer of
+                the kind's vector type, int32. `Plan.slots_by_kind` describes the shapes.
         """
         return self._replace(slots_by_kind=slots_by_kind)
 

@@ -108,7 +108,7 @@ class Decoder:
         return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
 
     def stacked(self, params: Any) -> StackedLayers:
-        """Returns the argument `layers` of `scan` for layers with the given parameters.
+        """Returns layers in the form in which `scan` takes them.
 
         Args:
             params: The stacked parameters of the layers. The layers are the first ones of the

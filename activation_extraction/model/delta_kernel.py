@@ -83,7 +83,7 @@ def pallas_delta_rule(
     # The shapes are q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
-    # The grid has a program for each row b, key head k and block of tokens n.
+    # The kernel runs once for each row b, key head k and block of tokens n.
     key_block_spec = pl.BlockSpec((None, None, TWO_CHUNKS, key_size), lambda b, k, n: (b, k, n, 0))
     value_block_spec = pl.BlockSpec(
         (None, None, value_heads_per_key, TWO_CHUNKS, value_size), lambda b, k, n: (b, k, 0, n, 0)
@@ -180,20 +180,24 @@ def _compute_block(
             head_decays[chunk_number] for head_decays in decays_since_chunk_begin_by_head
         ]
         keys_and_queries = jnp.concatenate([k[token_slice], q[token_slice]])
-        state_reads = _product("CD,DU->CU", keys_and_queries, state[...])
-        key_reads, query_reads = jnp.split(state_reads, 2)
-        key_reads_by_head = jnp.split(k_scale[token_slice] * key_reads, head_count, axis=1)
-        query_reads_by_head = jnp.split(q_scale[token_slice] * query_reads, head_count, axis=1)
+        products_with_state = _product("CD,DU->CU", keys_and_queries, state[...])
+        key_state_products, query_state_products = jnp.split(products_with_state, 2)
+        key_state_products_by_head = jnp.split(
+            k_scale[token_slice] * key_state_products, head_count, axis=1
+        )
+        query_state_products_by_head = jnp.split(
+            q_scale[token_slice] * query_state_products, head_count, axis=1
+        )
         added_vectors_by_head = []
         for head_number in range(head_count):
             value_differences = v_ref[head_number, token_slice].astype(jnp.float32)
-            value_differences -= chunk_decays[head_number] * key_reads_by_head[head_number]
+            value_differences -= chunk_decays[head_number] * key_state_products_by_head[head_number]
             value_differences *= betas[token_slice, head_number, None]
             added_vectors = _product(
                 "IJ,JU->IU", inverse_by_head[head_number][:, token_slice], value_differences
             )
             added_vectors_by_head.append(added_vectors)
-            head_output = chunk_decays[head_number] * query_reads_by_head[head_number]
+            head_output = chunk_decays[head_number] * query_state_products_by_head[head_number]
             head_output += _product(
                 "IJ,JU->IU", output_factors_by_head[head_number][:, token_slice], added_vectors
             )

@@ -87,7 +87,7 @@ class Encoder:
         return self.source_hook._replace(kind=codes_kind)
 
     def metadata(self) -> dict[str, Any]:
-        """Returns the entry of the hook of the codes in metadata.json.
+        """Returns the facts that metadata.json records about the hook at which codes are stored.
 
         Returns:
             A dict with these keys:

@@ -276,7 +276,8 @@ def _sum_in_ring(
     )
 
     # Without barriers, XLA would join the results of the parts in one array again, in order to
-    # convert and slice them together. The first sums could then not be sent early.
+    # convert and slice them together. The first sums could then not be sent to other devices before
+    # the last ones are computed.
     own_part_results, *other_part_results = map(
         lax.optimization_barrier, jnp.split(y, device_count)
     )

@@ -71,7 +71,7 @@ def flash_attention(
     first_key_block_of_span, end_key_block_of_span = _spans(
         query_segments, key_segments, first_query, window
     )
-    # The grid has a program for each block of queries i, query head n and row b.
+    # The kernel runs once for each block of queries i, query head n and row b.
     span_block_spec = pl.BlockSpec((None, 1), lambda i, n, b: (b, i))
     query_block_spec = pl.BlockSpec((None, QUERIES, None, head_size), lambda i, n, b: (b, i, n, 0))
     key_block_spec = pl.BlockSpec(

@@ -108,7 +108,7 @@ def _product(
     # The last tile of each expert may be partly empty, which takes up to one more tile per expert.
     tile_count = -(-row_count // ROWS) + len(sizes)
     block_column_count = math.gcd(output_count, COLUMNS)
-    # The grid has a program for each block of columns and each tile of rows.
+    # The kernel runs once for each block of columns and each tile of rows.
     tile_entry_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
     stack_block_shape = len(stacks[0]), input_count, block_column_count
     stack_block_spec = pl.BlockSpec(stack_block_shape, lambda block, tile: (0, 0, block))
@@ -198,10 +198,12 @@ def _multiply(
     def add_inputs(number: Array, products: list[Array]) -> list[Array]:
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
         x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=is_row_of_expert, other=0.0)
-        new_products = []
+        updated_products = []
         for product_so_far, stack in zip(products, stacks, strict=True):
-            new_products.append(product_so_far + plgpu.dot(x, stack[expert_number, input_slice, :]))
-        return new_products
+            updated_products.append(
+                product_so_far + plgpu.dot(x, stack[expert_number, input_slice, :])
+            )
+        return updated_products
 
     @pl.when(first_row < end_row)
     def _() -> None:

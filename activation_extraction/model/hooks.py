@@ -375,7 +375,7 @@ SHARED = "shared"  # hooks of layers with a shared expert
 # Hooks of linear attention whose projections are stored as separate tensors, or interleaved in one.
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
-#   the layers that have the kind (see above),
+#   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
 #   the canonical name, without the prefix "blocks.{}.",
 #   the letters of the width (see `HookKind.letters`),
 #   the path of the intermediate (see `HookKind.intermediate`),
@@ -502,7 +502,8 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
 
     Args:
         type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows
-            with this word, from `_type_words`. Rows whose word is not a key are left out.
+            with this word. If the dict lacks the word of a row, the model has no hooks of the
+            row's kind, and the result lacks this kind.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
@@ -547,5 +548,7 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     return hook_kinds
 
 
-# The hooks of Qwen2, the family with the fewest kinds of hooks. Layers of every type have them.
+# The hooks of Qwen2, the family with the fewest kinds of hooks. It has only the rows of HOOK_KINDS
+# with the words EVERY, ATTENTION and DENSE. All of its layers have attention and a dense MLP. So
+# `HookKind.type_words` is () for these rows, which means that every layer has their hooks.
 HOOKS = HookTable(tuple(_kinds({EVERY: (), ATTENTION: (), DENSE: ()}, DEFAULT_TOP_LOGITS)))

@@ -239,7 +239,7 @@ class HubFiles:
         Args:
             name: The name of the weight file in the repository.
         """
-        self._config()  # sets `_revision` to the commit, in which the cache is searched
+        self._config()  # sets `_revision` to the commit whose file is looked up in the cache
         if isinstance(
             try_to_load_from_cache(self._repository_name, name, revision=self._revision), str
         ):

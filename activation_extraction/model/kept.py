@@ -202,8 +202,8 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
     """Returns the activations on this host's devices as one array, without copying them.
 
     A shard is the part of the activations on one device. The shards are joined along the axis of
-    tokens, even if they contain different rows. So the result only serves to run `take`, which
-    reads each shard on its own device.
+    tokens, even if they contain different rows. So the result is no meaningful array of rows. It
+    only serves as an argument of the function `take`, which reads each shard on its own device.
 
     Args:
         mesh: The devices of this host, with the axis "device".

@@ -151,7 +151,11 @@ def _with_axes(
 ) -> dict[str, int]:
     """Returns the mesh that --mesh_shape describes: name of an axis -> its size.
 
-    See `choose_mesh` for the arguments.
+    Args:
+        mesh_shape: The value of --mesh_shape.
+        mesh_axes: The value of --mesh_axes. None for the default axes of a shape of this length.
+        mesh_type: The value of --mesh_type. None if it is not given.
+        devices: The number of devices of all hosts.
 
     Raises:
         InputError: If the shape contradicts the axes or the number of devices.

@@ -411,7 +411,7 @@ def _requested_hooks(
         # The default must work for any model, so the last layer replaces layers that a model lacks.
         layers_to_store = [min(layer, num_layers - 1) for layer in DEFAULT_LAYERS]
     elif isinstance(options.layers_to_extract, str):
-        # The only text that the flag accepts is "all".
+        # The only text that --layers_to_extract accepts is "all".
         layers_to_store = range(num_layers)
     else:
         layers_to_store = options.layers_to_extract

@@ -21,7 +21,8 @@ from activation_extraction.common.errors import InputError, one_line
 from activation_extraction.common.retries import hub_unreachable, name_unknown
 from activation_extraction.model.weight_files import INDEX_FILE, SINGLE_FILE
 
-# Names of weight files in formats that are not read.
+# Names of weight files in formats that are not read, such as pytorch_model.bin,
+# consolidated.00.pth or model-q4.gguf.
 OTHER_WEIGHTS = re.compile(r"(\w+_)?model.*\.(bin|pt|pth)|consolidated.*\.pth|.*\.gguf")
 
 

@@ -161,7 +161,8 @@ class CostModel:
             )
             activation_values_per_token += expert_copies_per_token * values_per_expert_copy
         if self.model.predicts:
-            # The head is gathered for each block of logits.
+            # To compute a block of logits, a device gathers the parts of the head that are split
+            # along the mesh axis fsdp.
             head_spec = (
                 self.weights.get(("lm_head", "weight")) or self.weights["embed_tokens", "weight"]
             )

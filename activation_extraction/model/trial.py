@@ -73,16 +73,16 @@ class Choice:
     Attributes:
         kernel_name: Name of the kernel.
         kernel: Kernel, as a function.
-        passed_over: Name of a preferred candidate -> reason why it is not used.
+        rejection_reason_by_kernel: Name of a preferred candidate -> reason why it is not used.
     """
 
     kernel_name: str
     kernel: Callable[..., Array]
-    passed_over: dict[str, str] = field(default_factory=dict)
+    rejection_reason_by_kernel: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry in metadata.json: a dict with the keys "name" and "passed_over"."""
-        return {"name": self.kernel_name, "passed_over": self.passed_over}
+        return {"name": self.kernel_name, "passed_over": self.rejection_reason_by_kernel}
 
 
 def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> dict[str, Choice]:
@@ -137,7 +137,7 @@ def choose_kernel(
         RunError: If there are several candidates and none of them is accurate. This means that the
             device computes wrong numbers.
     """
-    rejection_of_kernel: dict[str, str] = {}
+    rejection_reason_by_kernel: dict[str, str] = {}
     for kernel_name, candidate in candidates.items():
         if len(candidates) == 1:
             return Choice(kernel_name, candidate)
@@ -148,18 +148,18 @@ def choose_kernel(
                 log.info(
                     "%s: %s, which agrees with its definition on this device", kind, kernel_name
                 )
-                return Choice(kernel_name, candidate, rejection_of_kernel)
+                return Choice(kernel_name, candidate, rejection_reason_by_kernel)
             reason_for_rejection = (
                 f"it differs from the definition by {relative_error:.2g} (allowed: {tolerance:.2g})"
             )
         except Exception as failure:
             # A kernel or its compiler may raise any exception, and the next candidate may work.
             reason_for_rejection = f"it fails: {one_line(failure):.300}"
-        rejection_of_kernel[kernel_name] = reason_for_rejection
+        rejection_reason_by_kernel[kernel_name] = reason_for_rejection
         log.warning("%s: %s is not used: %s", kind, kernel_name, reason_for_rejection)
     rejection_reasons = "; ".join(
         f"{kernel_name}: {reason_for_rejection}"
-        for kernel_name, reason_for_rejection in rejection_of_kernel.items()
+        for kernel_name, reason_for_rejection in rejection_reason_by_kernel.items()
     )
     raise RunError(f"no kernel for {kind} is right on this device: {rejection_reasons}")
 

@@ -72,13 +72,13 @@ class DataFiles:
         self.records = tuple(records)
         # Local files by the names under which rows may refer to them. In a mixture, `file.name`
         # begins with the number of the source (see open_data.py), but the name in a row does not.
-        self._local_files_by_row_name: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = (
+        self._local_files_by_name_in_row: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = (
             defaultdict(list)
         )
         for data_file, recorded_file in zip(self.files, self.records, strict=True):
             if data_file.is_local:
                 for file_name in {data_file.name, data_file.name.partition("/")[2]}:
-                    self._local_files_by_row_name[file_name].append((data_file, recorded_file))
+                    self._local_files_by_name_in_row[file_name].append((data_file, recorded_file))
 
     @classmethod
     def as_recorded(
@@ -173,7 +173,7 @@ class DataFiles:
             RunError: If a file has changed or cannot be read.
         """
         for file_name in {row_position["file"] for row_position in rows if "file" in row_position}:
-            for data_file, recorded_file in self._local_files_by_row_name.get(file_name, ()):
+            for data_file, recorded_file in self._local_files_by_name_in_row.get(file_name, ()):
                 problem_message = f"{data_file.url}: has changed while the run was reading it"
                 try:
                     with naming_unreadable(data_file.url):

@@ -357,7 +357,8 @@ def estimate_totals(
 
     Args:
         run: The planned run.
-        fastest_mesh: The result of `estimate_mesh` for the fastest mesh that fits. None if no mesh
+        fastest_mesh: The estimates for the fastest mesh that fits, of which "tokens_per_second" is
+            used: a list of the lowest and the highest guess for the whole machine. None if no mesh
             fits.
         token_bytes: The bytes of a stored token, before compression.
         config: The configuration, which may contain --tokens_per_second and --chip_hour_dollars.

@@ -221,15 +221,18 @@ def gather(host: Host, local_value: Any) -> list[Any]:
     return [json.loads(json_bytes.tobytes()) for json_bytes in np.asarray(padded_json_of_hosts)]
 
 
-def any_host(host: Host, flags: Sequence[bool]) -> list[bool]:
-    """Returns for each flag whether it is true on any host. All hosts must call this together.
+def any_host(host: Host, conditions: Sequence[bool]) -> list[bool]:
+    """Returns for each condition whether it is true on any host. All hosts must call this together.
 
     Args:
         host: This host.
-        flags: The flags of this host. All hosts pass the same number of flags in the same order.
+        conditions: Whether each condition is true on this host. All hosts pass the same conditions
+            in the same order.
     """
-    flags_of_hosts = gather(host, flags)
-    return [any(flag_on_hosts) for flag_on_hosts in zip(*flags_of_hosts, strict=True)]
+    conditions_on_hosts = gather(host, conditions)
+    return [
+        any(condition_on_hosts) for condition_on_hosts in zip(*conditions_on_hosts, strict=True)
+    ]
 
 
 def leave(host: Host) -> None:
@@ -444,7 +447,7 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         ],
         stdin=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C in the terminal must not reach the helper
+        start_new_session=True,  # Ctrl-C in the terminal must not end this process
     )
     try:
         # Ctrl-C raises an exception, so that `finally` ends the helper before it prints a message.
@@ -471,8 +474,9 @@ class Lockstep:
     Args:
         batches: The batches of this host, with None for a batch that is not ready yet.
         stopped: A function that returns a true value once this host has been asked to stop.
-        any_host: A function that takes flags and returns for each flag whether it is true on any
-            host. It is called once, by all hosts together.
+        any_host: A function that takes conditions, which are true or false on this host, and
+            returns for each condition whether it is true on any host. It is called once, by all
+            hosts together.
         clock: The clock that measures the wait for batches.
 
     Attributes:
@@ -498,11 +502,11 @@ class Lockstep:
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
             has_data_at_first_steps.append(self._has_data)
-        flags_of_host = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
+        conditions_on_host = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
         # `has_any_host_data_at_steps` contains, for each of the first steps, whether any host has
         # data.
         *has_any_host_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
-            flags_of_host
+            conditions_on_host
         )
         self.complete = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (

@@ -76,7 +76,7 @@ class Prefetch(Generic[T, R]):
                 self._ready_items.put(next(items))
         except StopIteration as stop:
             end_marker = _End(result=stop.value)
-        except BaseException as error:  # every end needs a marker, or the caller would wait forever
+        except BaseException as error:  # without an end marker, the caller would wait forever
             end_marker = _End(error=error)
         self._ready_items.put(end_marker)
 
@@ -89,8 +89,9 @@ class Prefetch(Generic[T, R]):
         """Returns the next item without taking it out of the iteration.
 
         Returns:
-            The item. None if there are no more items, or if the item is not ready because the
-            generator is skipping stored samples.
+            The item. None has two meanings, which the caller cannot tell apart: the iteration has
+            ended, or no item was ready for `patience` seconds because the generator is skipping
+            samples. In the second case, the next item is still to come.
         """
         if self._peeked_item is None:
             self._peeked_item = next(iter(self), None)
@@ -130,7 +131,7 @@ class Prefetch(Generic[T, R]):
                 continue
             if isinstance(item_or_end, _End):
                 generator_error = item_or_end.error
-                # The marker stays in the queue, so that another iteration ends, too.
+                # The end marker stays in the queue, so that a later iteration ends, too.
                 self._ready_items.put(replace(item_or_end, error=None))
                 if isinstance(generator_error, Exception):
                     raise generator_error

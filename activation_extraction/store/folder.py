@@ -325,7 +325,7 @@ class Folder:
         )
 
     def patience_for(self, file_content: bytes | Sequence[Any]) -> Patience:
-        """Returns the time that a write may take from now on, including all retries.
+        """Returns a limit for the time of a write, which begins now and includes all retries.
 
         Args:
             file_content: Content of the file that is written, as bytes or as consecutive buffers.
@@ -546,7 +546,7 @@ class Attempts:
 class SourceFolder(Folder):
     """A folder of input files, such as a model.
 
-    It is read through fsspec even if it is in a bucket, where a `Folder` would use obstore.
+    It is read through fsspec even if it is in a bucket. Output folders in buckets use obstore.
     """
 
     def _open(self, scheme: str) -> LocalFolder | Bucket | HubFolder | ForeignFolder:

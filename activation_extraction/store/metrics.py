@@ -50,9 +50,9 @@ class MetricsFile:
                 # it.
                 self._bucket_folder.remove_once(METRICS)
         elif self._bucket_folder is not None and not self._metrics_path.exists():
-            uploaded_bytes = self._bucket_folder.read(METRICS)
-            if uploaded_bytes is not None:
-                write_file(self._metrics_path, [uploaded_bytes])
+            uploaded_content = self._bucket_folder.read(METRICS)
+            if uploaded_content is not None:
+                write_file(self._metrics_path, [uploaded_content])
         self.upload()
 
     def append(self, metrics: Mapping[str, Any]) -> None:

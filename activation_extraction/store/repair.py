@@ -255,8 +255,9 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: If the folder contains another run, if the shards are in another folder, or
-                if files come from another version of this program, so that they are not damaged.
+            InputError: If the folder contains another run, if the run's shards were uploaded to a
+                bucket, or if files cannot be read because another version of this program wrote
+                them, so that they are not damaged.
         """
         for damage_message in run_log.damaged_files.values():
             if OTHER_VERSION in damage_message:

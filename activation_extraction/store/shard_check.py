@@ -115,7 +115,7 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
     """
     for file_name, recorded_facts in commit.files.items():
         actual_bytes = run_log.file_sizes.get(file_name)
-        if actual_bytes != recorded_facts.bytes:  # the listing may be outdated
+        if actual_bytes != recorded_facts.bytes:  # the folder was listed earlier, so ask again
             latest_facts = store.head(file_name)
             actual_bytes = None if latest_facts is None else latest_facts.byte_count
         if actual_bytes is None:

@@ -164,8 +164,8 @@ class ShardQueue(Generic[T]):
             A dict with these keys, where PHASE is one of PHASES:
             "bytes_waiting": Number of bytes in memory that wait to be stored.
             "shards_PHASE": Number of shards that are in this phase.
-            "waited_PHASE_seconds_since_start": Seconds for which `take` waited while the oldest
-            shard was in this phase.
+            "waited_PHASE_seconds_since_start": Seconds for which the process waited for free memory
+            (in `take`) while the oldest shard was in this phase.
         """
         phases_of_shards = [queued_shard.phase for queued_shard in list(self._shards)]
         gauges: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}

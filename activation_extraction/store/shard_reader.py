@@ -163,9 +163,11 @@ class ShardBytes:
         ]
 
         def wait() -> np.ndarray:
-            request_arrays = [future.result() for future in request_futures]
+            arrays_of_requests = [future.result() for future in request_futures]
             read_bytes = (
-                request_arrays[0] if len(request_arrays) == 1 else np.concatenate(request_arrays)
+                arrays_of_requests[0]
+                if len(arrays_of_requests) == 1
+                else np.concatenate(arrays_of_requests)
             )
             return read_bytes[start - blocks_start : stop - blocks_start]
 
@@ -358,7 +360,8 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
             raise RunError(f"{where}: is empty") from error
         except OSError as error:  # FolderError, because the file need not be damaged
             raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
-        # If the file is replaced after the check of the JSON, the mapped content does not change.
+        # The file is mapped before the JSON is checked. If the file is replaced after this check,
+        # the mapped content does not change.
         _check_json(folder, commit, where)
     if len(file_content) != commit.bytes:
         raise RunError(f"{where}: has {len(file_content)} bytes, its JSON says {commit.bytes}")

@@ -336,8 +336,8 @@ class FirstBytes(io.RawIOBase):
         """Opens the first bytes of a file for reading.
 
         Args:
-            file: The other file, of which nothing has been read yet.
-            size: The number of bytes at the start of `file` that this file object contains.
+            file: The whole file, of which nothing has been read yet.
+            size: The number of bytes at the start of the whole file that can be read.
         """
         self._source_file = file
         self._remaining_bytes = size
@@ -519,8 +519,8 @@ def _csv_records(text_file: IO[str], file: DataFile) -> Iterator[list[str]]:
     """Yields the fields of the header and of each row; an empty list for a blank line.
 
     Args:
-        text_file: The content of the file.
-        file: The file.
+        text_file: The decompressed and decoded content of the file.
+        file: Description of the file, for messages and to look for bytes that were added to it.
 
     Raises:
         RunError: If the quotation marks of a field are not doubled or not closed.

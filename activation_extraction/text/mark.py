@@ -58,7 +58,7 @@ class Mark:
         Skipped or empty rows between the two marks are not counted in the returned mark.
 
         Args:
-            tokens: Number of tokens of the next sample whose activations are stored.
+            tokens: Number of kept tokens of the next sample.
         """
         return replace(
             self, samples=self.samples + 1, skip=self.skip + 1, tokens=self.tokens + tokens

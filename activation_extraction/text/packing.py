@@ -24,7 +24,9 @@ from activation_extraction.text.samples import ChangedDataError
 MAX_GROUP_ROWS = 256
 MIN_GROUP_ROWS = 16
 GROUP_TOKENS = 2**20
-GROUP_SAMPLES = 2**16  # the largest number of samples in a group, however short the samples are
+# The largest number of samples in a group. It is a limit for very short samples, which would fill a
+# group of GROUP_TOKENS tokens only in great numbers.
+GROUP_SAMPLES = 2**16
 
 
 def samples_of(documents: Iterable[Sequence[int] | np.ndarray]) -> Iterator[Sample]:
