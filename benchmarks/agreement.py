@@ -141,6 +141,7 @@ class Comparison:
 class Agreement:
     """Compares the shards of contenders with each other and with the documents' token ids.
 
+    A contender is one of the programs whose speed the benchmark compares.
     The first contender whose shards are checked in a dtype is the reference in this dtype.
     """
 
@@ -252,7 +253,7 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:
-    """Yields the documents that a contender stored as gzipped pickles in a folder.
+    """Yields the documents that one of the compared programs stored as gzipped pickles in a folder.
 
     Yields:
         A tuple of the number of the document in the data set, from 0, its token ids (tokens,), and

@@ -27,8 +27,8 @@ from activation_extraction.text.batch import Batch
 from activation_extraction.text.packing import pack, samples_of
 from benchmarks.inputs import tokenise
 
-# The batches of full rows are computed again and again until this number of seconds is over,
-# because there are few of them.
+# The batches of full rows (rows without padding) are computed again and again until this number of
+# seconds is over, because there are only a few such batches.
 MIN_SECONDS = 2
 
 

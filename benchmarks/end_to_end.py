@@ -253,7 +253,7 @@ def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:
         compute_tokens_per_second, steps: The speed of compute_only.py, and the number of its
             batches.
         full_rows_tokens_per_second, full_rows_flops_per_second: The speed of compute_only.py with
-            full rows.
+            batches without padding, in which each row is one document.
         disturbed: The larger fraction of processor time that other processes used, of both
             measurements.
     """
@@ -356,7 +356,8 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
     """
     agreement = Agreement(bench.documents)
     figures_of_rounds: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))
-    # float32 is measured first, because its experts are the reference for experts in bfloat16.
+    # float32 is measured first, because the experts that tokens are routed to in bfloat16 are
+    # compared with the experts in float32.
     dtypes = sorted(bench.parsed_flags.dtypes, reverse=True)
     for round_number in range(1, bench.parsed_flags.rounds + 1):
         for dtype in dtypes:

@@ -219,7 +219,7 @@ class ProgramText:
         return self._without_free_instructions(self.body)
 
     def _without_free_instructions(self, computation: str) -> list[Instruction]:
-        """Returns the instructions of a computation, without instructions that move no bytes."""
+        """Returns the instructions of a computation that may move bytes."""
         return [
             instruction
             for instruction in self.computations[computation]

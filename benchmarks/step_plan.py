@@ -299,7 +299,7 @@ def _chip_name(program: Program) -> str:
 
 
 def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: int) -> float:
-    """Returns the operations that matrix units perform for the Pallas kernels of a function.
+    """Returns the number of operations that matrix units perform for a function's Pallas kernels.
 
     A matrix unit multiplies the rows of the left operand by square tiles of the right operand. A
     partly filled tile takes as long as a full one, so it counts as a full tile. A float32 product
@@ -323,7 +323,7 @@ def padded_flops(function: Callable[..., Any], arguments: Sequence[Any], tile: i
 
 
 def _padded_flops_of_product(product: Any, tile: int) -> int:
-    """Returns the operations that a matrix unit performs for one product.
+    """Returns the number of operations that a matrix unit performs for one product.
 
     Args:
         product: The equation `dot_general` of a jaxpr.

@@ -57,7 +57,7 @@ FORMATS = ("safetensors", "pickle")
 NUMBERS_OF_HOOKS = (1, 14)
 BARE_THREADS = "bare threads"
 
-# Name of a figure -> figure.
+# The results of one measurement: name of a figure -> its value.
 Figures = dict[str, float]
 
 

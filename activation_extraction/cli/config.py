@@ -292,12 +292,12 @@ def _take_variable(values: Values, name: str, variable: str) -> None:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the variable that shows that tasks of a scheduler all do the same work by mistake.
+    """Returns the name of a set environment variable that numbers tasks, if there is one machine.
 
-    Schedulers number the tasks of an array in an environment variable. If such a variable is set,
-    but the run has only one machine, all tasks of the array do the same work, as machine 0 of 1, so
-    the user should be warned. The variable of an indexed Kubernetes Job is not returned with
-    --multihost, because it then contains the number of the host.
+    A scheduler that starts an array of tasks numbers them in an environment variable. If such a
+    variable is set, but the flags give the run only one machine, each task of the array does the
+    whole work, as machine 0 of 1, so the user should be warned. With --multihost, the variable of
+    an indexed Kubernetes Job is not returned, because it then contains the number of the host.
 
     Args:
         config: The configuration of the run.

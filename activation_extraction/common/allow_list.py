@@ -121,11 +121,16 @@ class _CompleteInstructions:
 
 
 class _RecordedStream:
-    """A stream that keeps all bytes that are read from it.
+    """A stream of a pickle that records the bytes that `pickletools` reads from it.
+
+    `pickletools.genops` reads the bytes of an instruction, but does not return them, and they can
+    only be read once. So they are recorded here until `_CompleteInstructions`, the file object from
+    which the unpickler reads, passes them on to the unpickler.
 
     Attributes:
-        recorded_blocks: Bytes of each call of `read` or `readline`, in order.
-            `_CompleteInstructions` removes the blocks that it has passed on.
+        recorded_blocks: Bytes that were read but not passed on yet, in order. Each call of `read`
+            or `readline` appends a block, and `_CompleteInstructions` removes the blocks that it
+            passes on.
     """
 
     def __init__(self, stream: Stream) -> None:

@@ -93,8 +93,9 @@ class Batches(Iterator[T]):
         self._make_batch: Callable[[Sequence[TokenBatch]], T] = make_batch
         self.options = sources[0].options
         self._position = Position()
-        # The worker of a DataLoader to whose part of the data `_position` refers: a tuple as from
-        # the function `_loader_worker`; None if `_position` refers to all data of this process.
+        # The worker of a PyTorch DataLoader to whose part of the data `_position` refers. It is a
+        # tuple of the number of the worker, from 0, and the number of all workers. None if
+        # `_position` refers to all data of this process.
         self._loader_worker: tuple[int, int] | None = None
         self._has_looped = False  # whether a loop over `torch()` has begun since `restore`
         self._windows: Generator[Window, None, None] | None = None

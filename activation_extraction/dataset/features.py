@@ -62,9 +62,10 @@ class StrongestTokens:
         self.tokens = np.zeros((feature_count, tokens_per_feature), np.int64)
 
     def add(self, feature_ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
-        """Adds n values, and keeps the K largest values of each feature.
+        """Adds n values of features, and keeps only the K largest values of each feature.
 
-        Among equal values, the values that were added first are kept.
+        K is `tokens_per_feature` of this object. Among equal values, the values that were added
+        first are kept.
 
         Args:
             feature_ids: Number of the feature of each value, int32 (n,).

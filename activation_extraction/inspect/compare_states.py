@@ -259,8 +259,9 @@ def align(
         states, in descending order of this number. Of two offsets with equal numbers, the offset
         that is nearer to 0 comes first. Empty if no state matches.
     """
-    # Squared distances of all pairs are |s|^2 + |c|^2 - 2 s.c, (states, tokens). Float64 leaves a
-    # relative error of 1e-8, which is far below all limits.
+    # The squared distance of a stored state s and a computed state c is |s|^2 + |c|^2 - 2 s.c. It
+    # is computed for all pairs, (states, tokens). Float64 leaves a relative error of 1e-8, which is
+    # far below all limits.
     stored_states = row.states(layer).astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         dot_products = stored_states @ computed.astype(np.float64).T

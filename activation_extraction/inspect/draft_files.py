@@ -167,11 +167,11 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns the omissions of an export that leaves out the samples without tokens.
+    """Returns the number of samples without tokens in words, because an export leaves them out.
 
     Returns:
-        A tuple with one phrase, such as "3 samples without tokens". Empty if the run has no sample
-        without tokens.
+        A tuple with one phrase, such as "3 samples without tokens". An empty tuple if all samples
+        of the run have tokens.
     """
     empty_sample_count = dataset.samples["tokens"].to_pylist().count(0)
     if not empty_sample_count:

@@ -227,8 +227,9 @@ def _layer_of(hook: str) -> int:
 def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
     """Returns the id of a sample's document, which is the same for all pieces of the document.
 
-    Stage 1 of the pipeline divides the documents by their ids, so every document needs an id. If
-    the data set contains no ids, the id is the position of the document's row as JSON.
+    The program that reads the file is stage 1 of the pipeline of natural language autoencoders. It
+    divides the documents by their ids, so every document needs an id. If the data set contains no
+    ids, the id is the position of the document's row as JSON.
 
     Args:
         doc_id: The document's id in the data set. None if the data set contains no ids.
@@ -243,10 +244,10 @@ def _document_id(doc_id: Any, row: Mapping[str, Any] | None) -> str:
 def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, Any]:
     """Returns the content of the YAML file that describes the Parquet file.
 
-    `merge_base` of the pipeline merges files if their models, layers, corpora and positions_per_doc
-    are equal. So positions_per_doc must depend only on the settings of the run. It is the number of
-    tokens that --positions keeps of a sample with --max_seq_length tokens, or the mean number if
-    the choice is random.
+    The pipeline of natural language autoencoders reads the files. Its `merge_base` merges files if
+    their models, layers, corpora and positions_per_doc are equal. So positions_per_doc must depend
+    only on the settings of the run. It is the number of tokens that --positions keeps of a sample
+    with --max_seq_length tokens, or the mean number if the choice is random.
 
     Args:
         dataset: The run.
@@ -268,7 +269,8 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     text_options = dataset.identity.text
     expected_token_count = text_options.positions.expected(text_options.max_seq_length)
     positions_per_document = max(math.ceil(expected_token_count), 1)
-    # Stage 0 of the pipeline computes the id of its data set from a text of the same form.
+    # The program that usually writes this file is stage 0 of the pipeline of natural language
+    # autoencoders. It computes the id of its data set from a text of the same form.
     identifying_text = f"{model_path}|{layer_number}|{data_path_or_name}|{corpus_slice}"
     dataset_digest = hashlib.sha256(identifying_text.encode()).hexdigest()[:8]
     return {

@@ -5,9 +5,10 @@ rows, determines which hook each layer of the files should contain, and describe
 
 The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
 the hooks, each layer must contain the hook that the flags name. Otherwise each layer is assumed to
-contain the hook whose states are nearest in most rows, so a layer that is wrong in the same way in
-all rows can only be noticed in the line that names its hook. The hook of the last layer always
-follows from the kind of the folder.
+contain the hook whose states are nearest in most rows. So if a layer contains the states of a wrong
+hook in all rows, no row counts as wrong. Only the line that is printed about this layer shows the
+mistake, because it names the wrong hook. The hook of the last layer always follows from the program
+that wrote the folder, which is speculators or SpecForge.
 
 Each wrong layer of a row is described. For this, the layer is compared with the states of the row's
 sample at all hooks first, and then with the states of other samples: the samples of the rows before
@@ -49,8 +50,9 @@ class ExpectedHook(NamedTuple):
 
     Attributes:
         name: Name of the hook.
-        is_certain: Whether a flag or the kind of the folder determines the hook, or the states of a
-            row match the hook. If False, it is only the hook with the smallest error.
+        is_certain: Whether a flag or the program that wrote the files determines the hook, or the
+            states of at least one row match the hook within the limits. If False, the states of no
+            row match any hook, and `name` is only the hook with the smallest error.
     """
 
     name: str
@@ -305,7 +307,7 @@ def _requested_hooks(
     Raises:
         InputError: If a flag names a hook that is neither a residual stream nor the output of the
             final norm, or if the flags do not name one hook for each layer. They may leave out the
-            hook of the last layer, because the kind of the folder determines it.
+            hook of the last layer, because the program that wrote the folder determines it.
     """
     if model.requested_hooks is None:
         return None
@@ -378,7 +380,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     """Returns the line of the output about a layer.
 
     The line names the hook, the number of rows that are right in this layer, and the largest error
-    of these rows. If the hook is not certain, the line says that no row matches a hook.
+    of these rows. If `hook.is_certain` is False, the line says that no row matches a hook.
 
     Args:
         layer: Index of the layer.

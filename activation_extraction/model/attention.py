@@ -238,8 +238,8 @@ def blocked_attention(
     grouped_queries = grouped_queries.swapaxes(1, 2).reshape(
         block_count, kv_head_count, -1, head_dim
     )
-    k_bits = to_bits(k).swapaxes(1, 2)  # shape BKSH
-    v_bits = to_bits(v).swapaxes(1, 2)  # shape BKSH
+    k_bits = to_bits(k).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
+    v_bits = to_bits(v).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
 
     def compute_block(number: Array) -> Array:
         row_index = number // blocks_per_row

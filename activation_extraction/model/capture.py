@@ -236,17 +236,19 @@ class Capture:
         bits_by_kind: Iterable[Array],
         micro_batch: Array | None = None,
     ) -> Buffers:
-        """Writes the values of one layer to the buffers.
+        """Writes the values that one layer computes at its hooks to the buffers.
 
         Args:
             buffers: The buffers; in a pipeline, the buffers of one stage.
-            plan: The plan for this layer alone, with one slot for each kind.
-            bits_by_kind: The bits of the values of each kind of the plan, (B, T, width).
-            micro_batch: The number of the micro-batch in a pipeline, () int32; None without a
-                pipeline.
+            plan: The plan for this layer alone. It has one slot for each kind: the index on the
+                first axis of the buffer at which the layer's values of this kind are written.
+            bits_by_kind: An array for each kind of hook, in the order of `plan.kinds`: the values
+                as unsigned integers with the same bits, (B, T, width), as `bits_of` returns them.
+            micro_batch: The number of the micro-batch in a pipeline, () int32, which is the index
+                on the second axis of the buffer; None without a pipeline.
 
         Returns:
-            The buffers with these values.
+            The buffers, which now contain these values.
         """
         buffers = dict(buffers)
         for hook_kind, kind_slot, kind_bits in zip(

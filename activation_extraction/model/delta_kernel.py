@@ -158,7 +158,8 @@ def _compute_block(
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
-    log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)  # shape (2C, G) each
+    # The log decays and the rates of the tokens, (tokens of two chunks, value heads) each.
+    log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)
     head_count, _, value_size = v_ref.shape
     # The following lists have one element for each value head. An element of
     # `decays_since_chunk_begin_by_head` is a list of two arrays, one for each chunk.

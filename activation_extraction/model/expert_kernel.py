@@ -42,12 +42,13 @@ ROWS = 128  # the number of rows of a tile: rows of one expert that are multipli
 # tokens of a group.
 TOKENS = 16
 # The number of tokens that one iteration of a loop of the kernel GATED begins to fetch. The last
-# iteration of a tile may fetch tokens that are not needed.
+# iteration of a tile may also fetch tokens that do not belong to the tile; they are not used.
 AT_ONCE = 8
 # The names of the three kernels in profiles.
 GATED, WEIGHTED, ADDED = "experts_gate_up", "experts_down", "experts_sum"
-# The bytes of fast memory that two blocks of weights may take. The other bytes of FAST_MEMORY are
-# for the tokens and results of tiles.
+# The bytes of fast memory that two blocks of weights may take: the block that is used, and the next
+# block, which is read meanwhile. The other bytes of FAST_MEMORY are for the tokens and results of
+# tiles.
 MOST_OF_WEIGHTS = 40 * 2**20
 # The bytes of fast memory that a kernel may take. v5p has 64 MiB; v5e and v6e have more.
 FAST_MEMORY = 56 * 2**20

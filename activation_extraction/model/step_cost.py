@@ -236,8 +236,9 @@ class CostModel:
             if experts_config is not None and "experts" in path:
                 num_multiplied_tokens *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
-            # The length of the side of the weight matrix that is not the hidden size. The hidden
-            # size is added below, except for up_proj, which shares its input with gate_proj.
+            # For each token, a product with a weight matrix moves its input and its output. One of
+            # them has the hidden size, and the length of the other one is computed here. The hidden
+            # size is added below, except for up_proj, whose input counts for gate_proj.
             values_per_multiplication = math.prod(weight_axis_sizes) / hidden_size
             if "up_proj" not in path:
                 values_per_multiplication += hidden_size

@@ -261,9 +261,10 @@ class Text:
 
 
 def special_tokens(options: TextOptions, tokenizer: Tokenizer | None) -> SpecialTokens:
-    """Returns the special tokens that are added to every document.
+    """Returns the special tokens that are added to each document.
 
-    Special tokens are added only to plain text, not to conversations or token ids.
+    No special tokens are returned if the documents are conversations or token ids, because special
+    tokens are added only to plain text.
 
     Args:
         options: The flags about text.

@@ -492,7 +492,8 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
     }
     chosen_tokenizer = text.chosen_tokenizer
     if chosen_tokenizer is not None:
-        # Readers need the path and the added tokens to decode token ids.
+        # To decode token ids, readers need the path of the tokenizer and the tokens that were added
+        # to its vocabulary.
         path_flag = "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
         added_tokens = chosen_tokenizer.backend.get_added_tokens_decoder().items()
         metadata_facts["tokenizer_path"] = stored_configuration[path_flag]

@@ -436,7 +436,9 @@ class Folder:
             # If the store does not answer anymore (`error.is_final` is False), it would not answer
             # a request to delete the file either.
             if not isinstance(error, FolderError) or error.is_final:
-                with suppress(Exception):  # the failure of the check is the one to report
+                # If the test file cannot be deleted, this exception is ignored, because the user
+                # must see the first error (`error`).
+                with suppress(Exception):
                     self._backend.remove(test_file_name)
             raise
         if not self.remove_once(test_file_name):

@@ -91,8 +91,9 @@ class HubFolder:
         is the id of a commit already, nothing is done.
 
         Raises:
-            FolderError: If the request failed. It is final if there is no such repository or
-                revision, if the token may not read it, or if the hub cannot be reached.
+            FolderError: If the request failed. The attribute `is_final` of this error is True if
+                there is no such repository or revision, if the user's token may not read it, or if
+                the hub cannot be reached.
         """
         from huggingface_hub import HfApi, constants
 
@@ -207,8 +208,9 @@ class HubFolder:
         """Raises FolderError if the `with` block raises an exception of huggingface_hub.
 
         Raises:
-            FolderError: If the hub refused a request. It is final if the hub would refuse the same
-                request again.
+            FolderError: If the hub answers a request with an error, or if huggingface_hub does not
+                send the request. The attribute `is_final` of the FolderError is False only if the
+                HTTP status of the answer means that the same request may succeed later.
         """
         from huggingface_hub import get_token
         from huggingface_hub.errors import (

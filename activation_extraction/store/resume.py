@@ -282,7 +282,9 @@ def stored_after(
     )
     stored_sample_count = sum(commit.count for commit in commits)
     missing_count = sample_count_before_mark + sample_count_after_mark - stored_sample_count
-    if missing_count > 0:  # for example, the last shard was deleted after a repair had stored it
+    # Samples before the mark are missing, for example because a repair had stored them in the last
+    # shard, and this shard was deleted afterwards.
+    if missing_count > 0:
         raise InputError(
             f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
             f"stored; {repair_remedy}"

@@ -305,13 +305,14 @@ class SafetensorsFile:
                 f"{FORMAT!r}"
             )
         self.tensors = file_header.tensors
-        # A hook may have the same name as a label, but the tensor of a hook has two axes.
+        # Labels are the roles and turns of tokens, which not every run stores. A hook may have the
+        # same name as a label, but the tensor of a hook has two axes, and of a label one.
         self.labels = [
             name for name in LABELS if name in self.tensors and len(self.tensors[name].shape) == 1
         ]
         self.sample_idx = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
-        # `sample_idx` and `offsets` are copies, so the first bytes are not needed anymore.
+        # `sample_idx` and `offsets` are copies, so the memory of the first bytes can be released.
         self._front = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:

@@ -113,8 +113,9 @@ class ShardQueue(Generic[T]):
         samples of the next shard.
 
         Args:
-            store: Function that takes the queued shard, stores its files, sets its phase meanwhile,
-                and returns the argument for `commit`.
+            store: Function that takes the queued shard, stores its files, and returns the result
+                that the function `commit` of this queue takes. While it runs, it sets the phase of
+                the shard.
 
         Raises:
             StorageError: If an earlier shard could not be stored.
