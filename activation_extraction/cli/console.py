@@ -104,7 +104,7 @@ class Progress:
         tokens: Number of tokens that were computed since the start of this process, whether or not
             they are stored.
         steps: Number of steps since the start of this process.
-        stored_tokens: Number of tokens that are stored since the beginning of the run.
+        num_stored_tokens: Number of tokens that are stored since the beginning of the run.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Progress:
     ) -> None:
         self.samples = self.tokens = self.steps = 0
         self._num_flops = 0.0
-        self._stored_samples, self.stored_tokens = stored
+        self._num_stored_samples, self.num_stored_tokens = stored
         # Whether the bar counts tokens up to `max_tokens`. Otherwise it counts samples.
         self._counts_tokens = max_tokens is not None
         self._sample_or_token_limit = max_tokens if self._counts_tokens else max_samples
-        self._report_interval = interval
+        self._report_interval_seconds = interval
         self._num_chips = chips
         self._peak_flops = peak_flops
         self._read_gauges = gauges
@@ -159,16 +159,16 @@ class Progress:
         self.samples += samples
         self.tokens += tokens
         self._num_flops += flops
-        self.stored_tokens += kept
+        self.num_stored_tokens += kept
         self.steps += 1
         if not self._progress_bar.disable:
             tokens_per_second = self.tokens / self._progress_bar.format_dict["elapsed"]
             bar_postfix = (
-                f"{counted(self.stored_tokens, 'token')}, {tokens_per_second:,.0f} tokens/s"
+                f"{counted(self.num_stored_tokens, 'token')}, {tokens_per_second:,.0f} tokens/s"
             )
             self._progress_bar.set_postfix_str(bar_postfix, refresh=False)
             self._progress_bar.update(kept if self._counts_tokens else samples)
-        if time.perf_counter() - self._last_report_time >= self._report_interval:
+        if time.perf_counter() - self._last_report_time >= self._report_interval_seconds:
             self._report()
 
     def _report(self) -> None:
@@ -187,8 +187,8 @@ class Progress:
             fraction_of_peak_flops = round(flops_per_second / self._peak_flops, 4)
         metrics_of_interval = {
             "time": round(time.time(), 3),
-            "samples": self._stored_samples + self.samples,
-            "tokens": self.stored_tokens,
+            "samples": self._num_stored_samples + self.samples,
+            "tokens": self.num_stored_tokens,
             "tokens_computed_since_start": self.tokens,
             "steps_since_start": self.steps,
             "tokens_per_second": round(tokens_per_second, 1),
@@ -200,10 +200,10 @@ class Progress:
         self._store_metrics(metrics_of_interval)
         if self._progress_bar.disable:
             samples_in_words = counted(metrics_of_interval["samples"], "sample")
-            tokens_in_words = counted(self.stored_tokens, "token")
+            tokens_in_words = counted(self.num_stored_tokens, "token")
             if self._counts_tokens:
                 limit_in_words = counted(self._sample_or_token_limit or 0, "token")
-                tokens_in_words = f"{self.stored_tokens:,} of {limit_in_words}"
+                tokens_in_words = f"{self.num_stored_tokens:,} of {limit_in_words}"
             elif self._sample_or_token_limit is not None:
                 limit_in_words = counted(self._sample_or_token_limit, "sample")
                 samples_in_words = f"{metrics_of_interval['samples']:,} of {limit_in_words}"

@@ -59,7 +59,7 @@ class _LimitedGroup(NamedTuple):
 
 
 class _MountedGroup(NamedTuple):
-    """The control group of this process in a mounted tree.
+    """The control group of this process in one of the mounted trees of control groups.
 
     Attributes:
         group_folder: Folder of the group.

@@ -240,8 +240,8 @@ class Batches(Iterator[T]):
             # Unpickling calls `Batches.torch`, because pickle cannot find a local class by name.
             def __reduce__(self) -> tuple[Any, ...]:
                 if get_spawning_popen() is not None:
-                    # This process sets the byte, because a spawned worker does not share its
-                    # memory.
+                    # The process that starts the worker sets the byte here, because a spawned
+                    # worker does not share its memory.
                     workers_have_read[0] = 1
                 return Batches.torch, (self._batches,)
 
@@ -331,13 +331,13 @@ class Batches(Iterator[T]):
         chunks = sources[0].chunks()
         chunks_ahead = 1
         if are_read_by_ranges:
-            block_tokens = [
+            num_tokens_of_blocks = [
                 sources[0].shards.block_tokens(chunk.shard, chunk_tokens) for chunk in chunks
             ]
             chunks = [
                 smaller_chunk
-                for chunk, tokens_of_block in zip(chunks, block_tokens, strict=True)
-                for smaller_chunk in cut_chunk(chunk, chunk_tokens, tokens_of_block)
+                for chunk, num_block_tokens in zip(chunks, num_tokens_of_blocks, strict=True)
+                for smaller_chunk in cut_chunk(chunk, chunk_tokens, num_block_tokens)
             ]
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), options.worker, options.workers

@@ -180,7 +180,9 @@ def _contexts(
         around: Number of tokens of the sample to include on each side of a token.
 
     Returns:
-        An array with a list of structs (CONTEXT) for each feature, the strongest token first.
+        An array with a list for each feature. The list contains a struct for each token of the
+        feature in `strongest_tokens`, the strongest token first. The struct has the fields of
+        CONTEXT: the feature's value, the place of the token, and the tokens around it.
     """
     is_listed = np.isfinite(strongest_tokens.values)
     listed_values = strongest_tokens.values[is_listed]

@@ -285,11 +285,11 @@ class OpenShards:
         """
         statistics_by_hook = Totals.of(self.commits).statistics
         hook_statistics = {
-            name: HookStatistics(
-                **vars(statistics_by_hook.get(name, Statistics())),
-                load=partial(self._sums_of, name),
+            hook_name: HookStatistics(
+                **vars(statistics_by_hook.get(hook_name, Statistics())),
+                load=partial(self._sums_of, hook_name),
             )
-            for name in self.hooks
+            for hook_name in self.hooks
         }
         return ByHook(hook_statistics, self.hooks.aliases)
 

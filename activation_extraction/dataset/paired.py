@@ -94,12 +94,12 @@ class AlignedRuns:
                 token_counts_by_run, self._sample_indices, strict=True
             )
         ]
-        for run, left_out_count, common_counts in zip(
+        for run, num_left_out_samples, num_common_tokens in zip(
             runs, self.unpaired_samples, common_token_counts, strict=True
         ):
-            if left_out_count:
-                left_out_samples = counted(left_out_count, "sample")
-                left_out_tokens = counted(run.tokens - common_counts.sum(), "token")
+            if num_left_out_samples:
+                left_out_samples = counted(num_left_out_samples, "sample")
+                left_out_tokens = counted(run.tokens - num_common_tokens.sum(), "token")
                 log.warning(
                     "%s: %s (%s) left out: not all runs have them",
                     run.url,
@@ -163,8 +163,8 @@ class AlignedRuns:
                 where=mask_of_run,
             )
             sources.append(run.source(replace(options, **options_of_run)))
-        for name in unread_hooks_with_limits:
-            raise ValueError(f"max_norm: hook {name!r} is not read")
+        for hook_name in unread_hooks_with_limits:
+            raise ValueError(f"max_norm: hook {hook_name!r} is not read")
         sources[0] = sources[0].of(self._sample_indices[0])
         return Batches(sources, make_batch, partial(aligned_reader, sources, self._sample_indices))
 
@@ -412,17 +412,19 @@ def _partners(
     first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
     # One integer for each token, which consists of the index of its sample in the first run and of
     # its position.
-    token_numbers = first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
-    partner_rows = np.full(len(token_numbers), -1)
+    sample_and_position_numbers = (
+        first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
+    )
+    partner_rows = np.full(len(sample_and_position_numbers), -1)
     partner_batches = list[TokenBatch]()
     for chunks in other_source.by_shard(other_run_samples):
         other_run_tokens = other_source.tokens(chunks)
         sample_of_token = first_run_samples[
             np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
         ]
-        other_token_numbers = sample_of_token << 32 | other_run_tokens.tokens.position
+        other_sample_and_position_numbers = sample_of_token << 32 | other_run_tokens.tokens.position
         _, first_run_indices, other_run_indices = np.intersect1d(
-            token_numbers, other_token_numbers, return_indices=True
+            sample_and_position_numbers, other_sample_and_position_numbers, return_indices=True
         )
         common_tokens = (
             first_run_tokens.tokens.map(itemgetter(first_run_indices)),
@@ -503,8 +505,8 @@ def _at_positions(sample: SampleActivations, positions: np.ndarray) -> SampleAct
     """
     is_kept = np.isin(sample.position, positions)
     kept_arrays: dict[str, Any] = {
-        name: array[is_kept]
-        for name, array in vars(sample).items()
+        field_name: array[is_kept]
+        for field_name, array in vars(sample).items()
         if isinstance(array, np.ndarray)
     }
     return replace(sample, activations=sample.activations.map(itemgetter(is_kept)), **kept_arrays)

@@ -240,7 +240,10 @@ class TokenSource:
         return Chunk(shard, 0, self.shards.commits[shard].tokens)
 
     def chunks(self) -> list[Chunk]:
-        """Returns a chunk with all tokens of a shard, for each shard that has a wanted sample."""
+        """Returns the chunks to read: one chunk with all tokens of a shard, for some shards.
+
+        Shards in which `sample_mask` selects no sample are left out.
+        """
         first_samples = self.shards.first_samples
         return [
             self.whole(shard)
@@ -490,13 +493,20 @@ class TokenSource:
                         batch,
                     )
             preceding_rows += len(rows)
-        for name in converted_dtypes:
-            if hooks[name].dtype != batch[name].dtype == np.float16 and overflows(batch[name]):
+        for hook_name in converted_dtypes:
+            converted_values = batch[hook_name]
+            was_converted_to_float16 = (
+                hooks[hook_name].dtype != converted_values.dtype == np.float16
+            )
+            if was_converted_to_float16 and overflows(converted_values):
                 raise ValueError(
-                    f"hook {name!r}: float16 ends at 65504, before its largest values; read them "
-                    'with dtype="bfloat16" or "float32"'
+                    f"hook {hook_name!r}: float16 ends at 65504, before its largest values; "
+                    'read them with dtype="bfloat16" or "float32"'
                 )
-        values_by_hook = {name: hooks[name].for_user(rows) for name, rows in batch.items()}
+        values_by_hook = {
+            hook_name: hooks[hook_name].for_user(hook_rows)
+            for hook_name, hook_rows in batch.items()
+        }
         batch = replace(batch, activations=ByHook(values_by_hook, hooks.aliases))
         if column_names := options.columns:
             batch = replace(batch, columns=self.columns(column_names, batch.sample_idx))
@@ -539,7 +549,9 @@ def floating_name(dtype: Any) -> str | None:
     Returns:
         The name; None if `dtype` is None or not a dtype in FLOATING.
     """
-    matching_names = [name for name in FLOATING if dtype is not None and np.dtype(name) == dtype]
+    matching_names = [
+        dtype_name for dtype_name in FLOATING if dtype is not None and np.dtype(dtype_name) == dtype
+    ]
     return matching_names[0] if matching_names else None
 
 

@@ -265,7 +265,9 @@ def shuffled_chunks(chunks: list[Chunk], seed: int | None, *seed_numbers: int) -
 
 
 def chunks_of_worker(chunks: list[Chunk], worker: int, workers: int) -> list[Chunk]:
-    """Returns the chunks that one of several workers reads: every n-th chunk of n workers.
+    """Returns the chunks that one of several workers reads.
+
+    Each worker reads every n-th chunk, where n is the number of workers.
 
     Args:
         chunks: All chunks. If there are fewer chunks than workers, the chunks are cut first.

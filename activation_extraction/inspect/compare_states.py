@@ -206,9 +206,9 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     candidate_tokens = np.flatnonzero(
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
-    max_token_count = max(int(limits.other_experts_fraction * len(errors)), 1)
+    max_other_expert_tokens = max(int(limits.other_experts_fraction * len(errors)), 1)
     candidates_by_error = candidate_tokens[np.argsort(-errors[candidate_tokens])]
-    may_have_other_experts[candidates_by_error[:max_token_count]] = True
+    may_have_other_experts[candidates_by_error[:max_other_expert_tokens]] = True
     return may_have_other_experts
 
 

@@ -205,9 +205,12 @@ class NlaFormat(ExportFormat):
         return Exported(written_row_count)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell command of the stage of the pipeline that reads the files.
+        """Returns the shell command with which the package nla reads the exported file.
 
-        `ExportFormat.read_with` describes the arguments.
+        Args:
+            folder: The folder of the export.
+            dataset: The run that was exported.
+            hooks: The names of the exported hooks.
         """
         quoted_path = f"{shlex.quote(folder)}/{FILE_NAME}"
         return [f"python -m nla.datagen.stage1_split --base {quoted_path} --output-dir FOLDER"]

@@ -267,7 +267,9 @@ def _pace(commits: list[Commit]) -> Pace | None:
 def _state(
     run_log: RunLog, metadata: dict[str, Any], recent_pace: Pace | None, last_sign: float
 ) -> str:
-    """Returns the value of `HostState.state` for a host that has written metadata.json.
+    """Returns the state of a host that has written metadata.json, such as "running" or "silent".
+
+    `HostState.state` lists the states.
 
     Args:
         run_log: The run log of the host's folder.

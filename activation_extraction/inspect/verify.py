@@ -261,7 +261,7 @@ def _compare(
 
     Args:
         chosen_samples: The stored samples to recompute.
-        recompute: The object whose function recomputes them.
+        recompute: The recomputation, whose function `compute_values` is called with the samples.
         allowed_differences: The largest differences that rounding explains.
     """
     values_or_messages = recompute.compute_values(chosen_samples)

@@ -387,16 +387,16 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
         hook: Hook that the layer should contain.
         checks: Checks of all compared rows.
     """
-    layer_name = f"layer {layer + 1} of {len(checks[0].row.layers)}"
+    layer_in_words = f"layer {layer + 1} of {len(checks[0].row.layers)}"
     if not hook.is_certain:
-        return f"{layer_name}: no row matches a hook"
+        return f"{layer_in_words}: no row matches a hook"
     right_matches = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
             right_matches.append(row_check.matches_of_layers[layer][hook.name, 0])
     right_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
     if not right_matches:
-        return f"{layer_name}: {hook.name}, {right_in_words}"
+        return f"{layer_in_words}: {hook.name}, {right_in_words}"
     largest_error_in_words = _percent(max(right_match.row_error for right_match in right_matches))
     at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
     other_expert_tokens = sum(right_match.other_expert_tokens for right_match in right_matches)
@@ -406,7 +406,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
             f" (without {counted(other_expert_tokens, 'token')} that may have other experts)"
         )
     error_in_words = f"error {at_most_words}{largest_error_in_words}{exception_in_words}"
-    return f"{layer_name}: {hook.name}, {right_in_words}, {error_in_words}"
+    return f"{layer_in_words}: {hook.name}, {right_in_words}, {error_in_words}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
@@ -545,8 +545,8 @@ def _describe(
         expectation_in_words = (
             f"expected {hooks[layer_index].name}, " if hooks[layer_index].is_certain else ""
         )
-        layer_name = f"row {check.row_number}, layer {layer_index + 1} of {len(hooks)}"
-        layer_messages.append(f"{layer_name}: {expectation_in_words}found {layer_description}")
+        layer_in_words = f"row {check.row_number}, layer {layer_index + 1} of {len(hooks)}"
+        layer_messages.append(f"{layer_in_words}: {expectation_in_words}found {layer_description}")
     return layer_messages
 
 

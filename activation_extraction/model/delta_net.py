@@ -142,12 +142,12 @@ class GatedDeltaNet(nn.Module):
         """
         constrain = self.layout.constrain
         intermediates: Intermediates = {}
-        for projection_letter, value_axes, projection_module, convolution_module in (
+        for projection_letter, head_axes, projection_module, convolution_module in (
             ("q", KEY_AXES, self.in_proj_q, self.conv1d_q),
             ("k", KEY_AXES, self.in_proj_k, self.conv1d_k),
             ("v", VALUE_AXES, self.in_proj_v, self.conv1d_v),
         ):
-            y = constrain(projection_module(x), *value_axes).astype(self.dtype)
+            y = constrain(projection_module(x), *head_axes).astype(self.dtype)
             intermediates[f"{projection_letter}_pre_conv"] = y
             tap_weights = jnp.squeeze(convolution_module(), -2)
             if projection_letter == "k":

@@ -139,7 +139,8 @@ class Encoder:
         """
         weight_count = sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
         weight_part_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
-        # About four arrays of a block exist at a time, and a float32 value has four bytes.
+        # About four arrays with values of a block of tokens exist at a time, and each float32 value
+        # has four bytes.
         block_bytes = 4 * 4 * VALUES_OF_A_BLOCK
         return weight_count * self.autoencoder.dtype.itemsize / weight_part_count + block_bytes
 
@@ -293,7 +294,11 @@ def encode(
 def _records(
     encoder: Encoder, weights: Weights, x: Array, target_values: Array, layout: Layout
 ) -> Array:
-    """Returns the records of the codes of a block of tokens (see `encode`).
+    """Encodes a block of tokens by an autoencoder, and returns a record of codes for each token.
+
+    A record contains the number of active features of the token, the error of the reconstruction
+    and the norm, and the ids and values of the features that are kept. common/codes.py describes
+    its format.
 
     The docstring of `Autoencoder` has the formula, with the names `pre`, `score` and `result`.
 

@@ -148,7 +148,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]
     rows_per_group = TOKENS * experts_per_token
-    # The expert of each row; E for rows that are not computed.
+    # The expert of each row; `expert_count` for rows that are not computed.
     expert_by_row = chosen_experts.reshape(-1)
     has_expert = (expert_by_row >= 0) & (expert_by_row < expert_count)
     expert_by_row = jnp.where(has_expert, expert_by_row, expert_count)
@@ -157,9 +157,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     # For each expert, the number of rows of padding that its last tile needs.
     padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
     is_padding_row_needed = places_in_tile < padding_row_counts[:, None]
-    # Each expert has ROWS possible rows of padding, and its last tile needs some of them. This is
-    # the expert of each such row. If the row is not needed, it is `expert_count`, so that the row
-    # is sorted behind the rows of all experts.
+    # The sizes of arrays must not depend on the routing, so there are ROWS rows of padding for each
+    # expert. The last tile of an expert needs only some of them. This array contains the expert of
+    # each row of padding that is needed, and `expert_count` for the other rows of padding.
     expert_by_padding_row = jnp.where(
         is_padding_row_needed, expert_numbers[:, None], expert_count
     ).reshape(-1)
@@ -446,9 +446,10 @@ def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
 
     Args:
         rows: The rows of all tiles, (n', D / LANES, LANES).
-        fetches: The part of `Table.fetches_by_group` for these groups, (groups, 2, X * TOKENS)
-            int32.
-        counts: The part of `Table.fetch_count_by_group` for these groups, (groups,) int32.
+        fetches: For each group, the number of each of its rows among the rows of all tiles (index 0
+            of the second axis), and the place of each row in the group's buffer (index 1),
+            (groups, 2, X * TOKENS) int32.
+        counts: The number of rows that are fetched for each group, (groups,) int32.
 
     Returns:
         The sums, (groups * TOKENS, D) float32.

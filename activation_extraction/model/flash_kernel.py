@@ -126,7 +126,8 @@ def _spans(
         The number after the last key block of each span, (B, T / QUERIES) int32. It is 0 for blocks
         of queries that are all padding, so their spans are empty.
     """
-    # The span of a block begins where the segment of the block's first query begins.
+    # The span of keys that a block of queries reads begins where the segment of the block's first
+    # query begins.
     first_segment_of_block = query_segments[:, ::QUERIES]
     is_in_segment = key_segments[:, None, :] == first_segment_of_block[..., None]
     first_key_of_span = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)

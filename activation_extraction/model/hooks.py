@@ -478,13 +478,16 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         type words are (). The dict lacks the words of rows whose hooks no layer has.
     """
     delta_config, experts_config = config.delta, config.experts
-    attention_words = () if delta_config is None else (ATTENTION,)
-    type_words_by_layers_word: dict[str, tuple[str, ...]] = {EVERY: (), ATTENTION: attention_words}
+    type_words_of_attention = () if delta_config is None else (ATTENTION,)
+    type_words_by_layers_word: dict[str, tuple[str, ...]] = {
+        EVERY: (),
+        ATTENTION: type_words_of_attention,
+    }
     type_words_by_layers_word[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words_by_layers_word[NORMED] = attention_words
+        type_words_by_layers_word[NORMED] = type_words_of_attention
     if config.q_gate:
-        type_words_by_layers_word[GATED] = attention_words
+        type_words_by_layers_word[GATED] = type_words_of_attention
     if delta_config is not None:
         type_words_by_layers_word[LINEAR] = (LINEAR,)
         # The rows of APART and INTERLEAVED have different names in Hugging Face, where a projection

@@ -27,9 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
-# The largest number of blocks that a device gathers from a batch. It is reached if all tokens are
-# kept. N is the number of tokens on a device divided by this number, rounded up. More blocks would
-# contain less padding, but the program would run more often.
+# A device gathers its kept tokens of a batch in blocks, and each block takes one call of `take`.
+# This is the largest number of blocks, which are needed if all tokens are kept. So a block has room
+# for the number of all tokens on the device divided by this number. If the number were larger,
+# blocks would contain less padding, but `take` would be called more often.
 MAX_BLOCKS = 16
 
 
@@ -233,8 +234,9 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
 
     def take_on_device(device_part: Array, token_indices: Array) -> Array:
         num_hooks, num_rows, num_tokens, width = device_part.shape
-        # The part is indexed as a table of vectors, like an embedding. If another axis were
-        # indexed, XLA would copy the whole part.
+        # `device_part` is reshaped to a table of vectors, (hooks * rows * tokens, width), and its
+        # rows are taken by their indices, as in an embedding. If `device_part` were indexed along
+        # its axes of rows and tokens instead, XLA would copy all of it.
         vector_indices = jnp.arange(num_hooks)[:, None] * (num_rows * num_tokens) + token_indices
         vectors = device_part.reshape(-1, width)
         taken_vectors = jnp.take(vectors, vector_indices.reshape(-1), axis=0, mode="clip")

@@ -281,7 +281,13 @@ def build_layout(
 
 
 def abstract_layout(shape: Mapping[str, int], kv_heads: int) -> Layout:
-    """Returns the layout of a mesh without devices. See `build_layout` for the arguments."""
+    """Returns the layout of a mesh without devices.
+
+    Args:
+        shape: Name of a mesh axis, as the user knows it -> its size.
+        kv_heads: The number of key/value heads of the model, which limits the axis `model` of JAX's
+            mesh (see `mesh_axes`).
+    """
     axis_names, axis_sizes = mesh_axes(shape, kv_heads)
     return Layout(AbstractMesh(tuple(axis_sizes), tuple(axis_names)))
 

@@ -275,9 +275,9 @@ class ModelConfig:
             num_seen_tokens = (
                 sample_length if window_length is None else min(window_length, sample_length)
             )
-            # Approximately twice the number of pairs of a token and a token that it sees. The pairs
-            # count twice, because each pair takes two products for each number of a token's
-            # queries: one for the score and one for the output.
+            # Approximately twice the number of pairs of a token and a token that it sees. For each
+            # pair, all heads together multiply `query_size` numbers to compute the scores, and
+            # `query_size` numbers again to compute the output.
             twice_num_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
             num_products += weights * sample_length + query_size * twice_num_pairs
         return 2.0 * num_products

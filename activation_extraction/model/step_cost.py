@@ -364,8 +364,8 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # All devices that a device exchanges data with along the axis are among this number of
-    # consecutive devices.
+    # The number of consecutive devices that contain all devices along the axis, with which a device
+    # exchanges data.
     num_consecutive_devices = 1
     if axis in axis_names:
         num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])

@@ -81,7 +81,13 @@ class Choice:
     rejection_reason_by_kernel: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entry in metadata.json: a dict with the keys "name" and "passed_over"."""
+        """Returns the JSON object that metadata.json records.
+
+        Returns:
+            A dict with these keys.
+            name: The name of the kernel.
+            passed_over: Name of a preferred candidate -> reason why it is not used.
+        """
         return {"name": self.kernel_name, "passed_over": self.rejection_reason_by_kernel}
 
 
@@ -224,7 +230,13 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     If devices share the queries of a row, there is a trial for the queries of each device. If the
     model has a sliding window, there are trials with and without a window. Long rows are replaced
     by shorter rows that kernels compute in the same way, and the window is so short that it hides
-    some keys of the shorter rows. See `try_kernels` for the arguments.
+    some keys of the shorter rows.
+
+    Args:
+        config: The configuration of the model.
+        layout: The layout of the mesh.
+        length: The number of tokens per row.
+        dtype: The dtype of the computation.
     """
     num_query_devices = layout.size("query")
     num_head_devices = layout.size("model")

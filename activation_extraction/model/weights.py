@@ -285,7 +285,9 @@ def orient_experts(
         )
 
     def shapes_agree(specs: Mapping[ParamPath, WeightSpec]) -> bool:
-        """Returns whether the first tensor of each spec has the shape that the spec declares.
+        """Returns whether tensors in the checkpoint have the shapes that their specs declare.
+
+        Of each spec, only the first tensor is compared.
 
         Args:
             specs: Path of a parameter -> its spec.
@@ -433,7 +435,8 @@ def load_params(
                 layer, weight_spec.shape[0], weight_spec.shape[0] // stage_count
             )
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
-        # The index of a shard -> the shard, because several devices may need the same shard.
+        # Index of a shard of the array, as text -> values of the shard. Several devices may need
+        # the same shard, which is read only once.
         shard_by_index: dict[str, np.ndarray] = {}
 
         def shard_at(index: Index | None) -> np.ndarray:

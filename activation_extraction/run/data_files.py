@@ -215,9 +215,9 @@ def _in_recorded_order(
         data_file = file_by_name.get(recorded_file.name)
         if data_file is None:
             renamed_files = (
-                data_file
-                for data_file in unrecorded_files
-                if _is_recorded(data_file, recorded_file)
+                unrecorded_file
+                for unrecorded_file in unrecorded_files
+                if _is_recorded(unrecorded_file, recorded_file)
             )
             data_file = next(renamed_files, None)
             if data_file is None:

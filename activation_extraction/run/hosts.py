@@ -554,10 +554,11 @@ class Lockstep:
         return self._has_data, bool(self._is_stop_requested()), self.failure is not None
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Decides whether to take a step, by the votes that all hosts sent two steps before it.
+        """Decides whether to take a later step, by the votes of all hosts.
 
-        The step is taken if any host has data, and no host has failed or was asked to stop. If
-        another host has failed, `failure` is set.
+        The votes were sent two steps before the step. The step is taken if any host has data, and
+        no host has failed or was asked to stop. Otherwise, the iteration over this object ends
+        before the step. If another host has failed, `failure` is set.
 
         Args:
             votes: The sums of the votes over all hosts: the number of hosts that have data, the

@@ -180,15 +180,15 @@ def _text_of_run(
 
 
 def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:
-    """Reads samples again from the data set, as `Reread` describes.
+    """Makes all tokens of some stored samples again from the data set.
 
     Args:
         text: The text of the run, whose inputs have been checked.
-        stored_samples: The stored tokens of the samples to read.
+        stored_samples: The stored tokens of the samples.
 
     Returns:
-        For each sample, all its token ids, int32 (tokens,). If the data set contains other tokens
-        at the place of the sample, or ends before the sample, a message instead.
+        For each sample, all its token ids, int32 (tokens,). A message instead if these tokens
+        differ from the stored tokens, or if the data set ends before the sample.
     """
     token_ids_or_messages: list[np.ndarray | str] = [NO_SAMPLE] * len(stored_samples)
     # Samples of one worker with the same mark before them are read in one pass over the worker's

@@ -18,8 +18,8 @@ FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
 CUBES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16"
 # Shapes in which the chips of one TPU host are arranged, by the number of these chips.
 HOST_SHAPES = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4)}
-# The usual number of chips of a TPU host. It is the only number if the shape of the machine is in
-# CUBES.
+# The usual number of chips of a TPU host. In a machine whose shape is in CUBES, every host has this
+# number of chips.
 USUAL_HOST_CHIPS = 4
 
 

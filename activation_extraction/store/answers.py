@@ -178,10 +178,11 @@ def failure_of_obstore(error: Exception) -> Failure:
 
 
 def setting_error(error: Exception) -> str:
-    """Returns, as one line, the reason in an exception of obstore that contains no store's answer.
+    """Returns the reason that an exception of obstore gives, as one line.
 
-    For example, obstore raises such an exception if it cannot use a setting. The reason is the part
-    of the message after the last " error: ", without the Rust structure that follows.
+    This is for exceptions that contain no answer of a store. For example, obstore raises such an
+    exception if it cannot use a setting. The reason is the part of the message after the last
+    " error: ", without the Rust structure that follows.
 
     Args:
         error: Exception of obstore.

@@ -104,9 +104,9 @@ class Tolerance:
         return self.computing_error + self.rounding_error
 
     def different_numbers(self, compared_count: int) -> int:
-        """Returns the largest number of integers or features of a sample that may differ.
+        """Returns how many stored integers or features of a sample may differ from recomputed ones.
 
-        It is the share `max_different_share`, but at least TIE.
+        It is the fraction `max_different_share` of the compared numbers, but at least TIE.
 
         Args:
             compared_count: Number of integers or features that are compared.

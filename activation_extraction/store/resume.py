@@ -142,7 +142,7 @@ class ShardNumbers:
 
     def __init__(self, plan: StoragePlan) -> None:
         self._gap_numbers = [*plan.gaps]
-        self._next_number = plan.next_shard_number
+        self._next_shard_number = plan.next_shard_number
 
     def take(self) -> int:
         """Returns the number of the next shard: in a repair a gap, otherwise a new number.
@@ -152,8 +152,8 @@ class ShardNumbers:
         """
         if len(self._gap_numbers) > 1:
             return self._gap_numbers.pop(0)
-        self._next_number += 1
-        return self._next_number - 1
+        self._next_shard_number += 1
+        return self._next_shard_number - 1
 
     def take_gaps(self) -> list[int]:
         """Returns the numbers of all gaps that `take` has not returned, in ascending order.

@@ -104,7 +104,8 @@ REPAIRS = "--repair repairs it"
 MAX_JSON_BYTES = 256 * 2**20
 RESERVED = "reserved"  # name of the field that only reservations contain
 COMMIT = re.compile(rf"shard_{SHARD_NUMBER}\.json")
-# Names of all files that a run writes to a folder, including temporary files.
+# Names of all files that a run writes to a folder, such as metadata.json and shard_0001.npz, and of
+# temporary files, such as .metadata.json.tmp.
 OWN_FILES = re.compile(
     r"\.?(metadata\.json|metrics\.jsonl"
     rf"|shard_{SHARD_NUMBER}(\.json|\.npz|\.samples\.parquet|{SUFFIXES}))(\.tmp)?"
@@ -474,9 +475,9 @@ class RunLog:
         """The names of committed files that are missing, or whose size differs from the commit."""
         file_names_and_facts = chain.from_iterable(commit.files.items() for commit in self.in_order)
         return [
-            name
-            for name, file_facts in file_names_and_facts
-            if self.file_sizes.get(name) != file_facts.bytes
+            file_name
+            for file_name, file_facts in file_names_and_facts
+            if self.file_sizes.get(file_name) != file_facts.bytes
         ]
 
     @property
@@ -496,7 +497,9 @@ class RunLog:
         # complete run records the number of entries.
         recorded_entry_count = metadata["shards"] if metadata.get("status") == "complete" else 0
         number_after_last = max([recorded_entry_count, *self.commits]) + 1
-        damaged_numbers = {number_of(name) for name in self.damaged_files if name != METADATA}
+        damaged_numbers = {
+            number_of(file_name) for file_name in self.damaged_files if file_name != METADATA
+        }
         existing_numbers = {
             number for number in {*self.commits, *damaged_numbers} if number < number_after_last
         }

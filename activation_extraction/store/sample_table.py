@@ -162,7 +162,7 @@ def concatenate_tables(tables: Iterable[pyarrow.Table]) -> pyarrow.Table:
     Columns with JSON texts are decoded if pyarrow has a type for all of their values.
 
     Args:
-        tables: Tables, in the order of the samples. If there is none, the result has no rows.
+        tables: Tables, in the order of the samples. If there are no tables, the result has no rows.
     """
     all_tables = list(tables) or [_table([])]
     column_names = dict.fromkeys(

@@ -189,10 +189,10 @@ def _sockets_with_unsent_bytes() -> set[str]:
 
 @lru_cache(1)
 def _shows_unsent_bytes() -> bool:
-    """Returns whether the system shows bytes that are not acknowledged.
+    """Returns whether TCP_TABLES show how many sent bytes the receiver has not acknowledged.
 
-    This is tested with a connection from which nobody reads. The existence of the table is not
-    enough, because in sandboxes such as gVisor it always contains zero bytes.
+    This is tested with a connection from which nobody reads. The existence of the tables is not
+    enough, because in sandboxes such as gVisor this number is always 0.
     """
     try:
         with (

@@ -400,10 +400,12 @@ DOUBLE_QUOTES = (
     "save it with doubled quotes in quoted fields, as RFC 4180 has them, or replace it by a whole "
     "one if it is cut off"
 )
-# A quotation mark in the decoded text of a field, after a backslash and before a comma or the end
-# of a line. In the file, it is doubled: \"". If the writer of the file escaped quotation marks with
-# backslashes, the second of the two quotation marks ends the field. If the writer doubled quotation
-# marks, the field continues.
+# If a line of a CSV file begins with "a\"",b, it can be read in two ways. If the writer of the file
+# escaped quotation marks with backslashes, the first field is a" and ends before the comma. If the
+# writer doubled quotation marks, the text of the first field begins with a\",b and continues. Files
+# are read in the second way. This pattern matches a \" before a comma or the end of a line in the
+# text of a field. If it matches all quotation marks in the field, the row is not used, because the
+# first way may be the right one.
 AMBIGUOUS_QUOTE = re.compile(r'\\"(?=[,\r\n])')
 
 

@@ -126,9 +126,10 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 
 
 def _sample_groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
-    """Divides samples into groups of consecutive samples, each as large as the limits allow.
+    """Divides samples into groups of consecutive samples.
 
-    The limits are `rows_of_group` and GROUP_SAMPLES.
+    Each group has as many samples as possible, but at most GROUP_SAMPLES, and at most as many
+    tokens as fit in `rows_of_group(length)` rows.
 
     Args:
         samples: The samples.

@@ -93,6 +93,9 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
 def _blocks(text: str) -> list[re.Match[str]]:
     """Returns the blocks of a rendered conversation.
 
+    A block is the text from an <|im_start|> to the next <|im_end|>. Its first line is the header,
+    such as "user", and the other lines are the content.
+
     After the last block, one more <|im_start|> may open the turn that a model would generate.
 
     Returns:

@@ -56,7 +56,7 @@ class Rows(Protocol):
     @property
     def features(self) -> Any: ...
     def shard(self, num_shards: int, index: int) -> Any:
-        """Returns the rows of some of the partitions.
+        """Divides the partitions into subsets, and returns the rows of one subset.
 
         Args:
             num_shards: The number of subsets into which the partitions are divided.
@@ -110,7 +110,7 @@ class FilePartitions:
         return len(self._partitions)
 
     def shard(self, num_shards: int, index: int) -> "FilePartitions":
-        """Returns the rows of some of the partitions.
+        """Divides the partitions into subsets, and returns the rows of one subset.
 
         The partitions of a subset are consecutive. If the number of partitions is no multiple of
         the number of subsets, the first subsets have one partition more.

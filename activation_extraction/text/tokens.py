@@ -214,7 +214,8 @@ def _tokens_of_sections(
         encodings: The tokenizer's results for the sections of this document and of the documents
             after it. One result is taken from the iterator for each section of this document.
         max_tokens: The number of tokens to return, from the beginning; None to return all tokens.
-        with_offsets: Whether the results contain the offsets of the tokens in the section.
+        with_offsets: Whether `encodings` contain the offsets of tokens in their section. If not,
+            the returned tokens have no offsets and no labels.
     """
     ids_of_sections, offsets_of_sections = [], []
     for section_slice, section_encoding in zip(
@@ -337,8 +338,8 @@ def _labels_of_tokens(content: Content, offsets: np.ndarray) -> dict[str, np.nda
         offsets: Offsets in characters at which each token begins and ends, int32 (tokens, 2).
 
     Returns:
-        The labels by name, "role" and "turn", int32 (tokens,) each. Empty if the content has no
-        spans.
+        The labels by name, "role" and "turn", int32 (tokens,) each. Empty if the document is no
+        conversation, so that `content.spans` is empty.
     """
     if not content.spans:
         return {}
