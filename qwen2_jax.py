@@ -292,7 +292,7 @@ class SparseMLP(nn.Module):
 
         Returns:
             A tuple of:
-                The sum, (B, T, D), which is added to the residual stream.
+                The output, (B, T, D), which is added to the residual stream.
                 The intermediates: name -> array, or a function that computes it (see
                 `Intermediates`).
         """

@@ -146,10 +146,11 @@ class Agreement:
     """
 
     def __init__(self, documents: Sequence[Sequence[int]]) -> None:
-        """Prepares to check contenders. There is no reference yet.
+        """Stores the expected token ids. `check` compares each contender with them.
 
         Args:
-            documents: The token ids that every contender should store for each document.
+            documents: The token ids that every contender should store for each document. A
+                contender is a program that the benchmark measures.
         """
         self._token_ids_of_documents = documents
         # (dtype, number of a document) -> values of the reference.

@@ -484,7 +484,7 @@ def disturb(
     with closing(Bucket()) as bucket:
         os.environ.update(bucket.environment)
         # A fifth of the requests fail.
-        bucket.rate = 0.2
+        bucket.fault_rate = 0.2
         rng = random.Random(seed)
         extraction = Extraction(folder, extraction_flags, varies_settings=True, rng=rng)
 
@@ -492,8 +492,8 @@ def disturb(
             return len(bucket.objects()) if in_bucket else len([*output_folder.glob("*.json")])
 
         action_result = action(extraction, signs_of_life)
-        # No request fails any more.
-        bucket.rate = 0
+        # From now on, the bucket answers all requests without faults.
+        bucket.fault_rate = 0
         run_tool("--verify", "--output_dir", run_url)
         return action_result, samples_in(run_url)
 

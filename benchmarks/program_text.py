@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The pattern for the opcode of a collective in an instruction. Group 1 is the opcode.
+# The pattern for the opcode of a collective in an instruction. For example, it matches
+# " all-gather-start(", and group 1 is "all-gather".
 COLLECTIVE = re.compile(
     r" ((?:ragged-)?all-to-all|all-reduce|all-gather|reduce-scatter|collective-\w+)(?:-start)?\("
 )
@@ -410,14 +411,16 @@ class ProgramText:
         )
 
     def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
-        """Returns the bytes of HBM that a Pallas kernel reads and writes, if its passes are known.
+        """Returns the bytes of HBM that a Pallas kernel reads and writes.
+
+        They depend on how often the kernel reads and writes each of its arrays.
 
         Args:
             kernel: The instruction that calls the kernel.
 
         Returns:
-            The number of bytes. None if `KernelPasses` returns None for the kernel, which then
-            counts like any other instruction.
+            The number of bytes. None if the `KernelPasses` of this object returns None for the
+            kernel, which then counts like any other instruction.
         """
         operand_texts = [self.instructions[operand_name].result for operand_name in kernel.operands]
         array_matches = [ARRAY.search(array_text) for array_text in (*operand_texts, kernel.result)]
@@ -538,8 +541,8 @@ class ProgramText:
             return min(operand_bytes, _unpadded_bytes(instruction.result))
         if opcode == "dynamic-update-slice" and position == 0:
             return 0
-        # Other instructions read the bytes of the operand, under the name `operand_name`: users of
-        # the bitcast, or instructions in the called computation.
+        # A bitcast or a call does not read the operand itself. Other instructions read it under the
+        # name `operand_name`: the users of the bitcast, or instructions in the called computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
             candidate_readers, operand_name = siblings, instruction.name
         elif instruction.calls:
@@ -567,8 +570,9 @@ class ProgramText:
         that it updates.
         """
         aliasing_match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
-        # The positions of aliased results in the instruction's tuple of results, as text. "" is the
-        # position of a result that is no tuple.
+        # The positions of the results that use the memory of an operand, as text. For example,
+        # "{1}: (0, {})" in the instruction means that result 1 of its tuple of results uses the
+        # memory of operand 0. The position is "" if the result is no tuple.
         aliased_positions = re.findall(r"\{(\d*)\}: ", aliasing_match[1]) if aliasing_match else []
         if "" in aliased_positions:
             return 0

@@ -201,7 +201,7 @@ def labels_of(rng: np.random.Generator, length: int) -> dict[str, np.ndarray]:
         # Three tokens of the template stand before the message, and two stand after it.
         role_of_token += [0, 0, 0, *[ROLES.index(role)] * num_tokens, 0, 0]
         turn_of_token += [turn_number] * (num_tokens + 5)
-    # The tokens that are added get the role and the number of the last message.
+    # A conversation that is too short is extended by tokens of its last message.
     num_missing_tokens = max(0, length - len(role_of_token))
     role_of_token += role_of_token[-6:-5] * num_missing_tokens
     turn_of_token += turn_of_token[-1:] * num_missing_tokens
@@ -504,11 +504,11 @@ def measure(
     read_first_pass = scenario.prepare()
     read_first_pass()
     read_second_pass = scenario.prepare()
-    counts_before = counts(address)
+    server_counts_before = counts(address)
     scenario_rate = rate_of(read_second_pass)
-    counts_after = counts(address)
-    num_requests = counts_after.requests - counts_before.requests
-    downloaded_bytes = counts_after.bytes - counts_before.bytes
+    server_counts_after = counts(address)
+    num_requests = server_counts_after.requests - server_counts_before.requests
+    downloaded_bytes = server_counts_after.bytes - server_counts_before.bytes
     return {
         "bare": rate_of_bare_reader.mb_per_second,
         "of_16": rate_of_16_readers.mb_per_second,

@@ -69,7 +69,7 @@ class Bucket:
     """The bucket `name` and its server.
 
     Attributes:
-        rate: The share of requests that fail. Tests set it.
+        fault_rate: The share of requests that fail. Tests set it.
         faults: The faults of these requests, chosen at random; see FAULTS.
         failed: Fault -> the number of requests that it has hit.
         served: The bytes of objects in all answers.
@@ -84,7 +84,7 @@ class Bucket:
     name = "bucket"
 
     def __init__(self, handler: "type[Handler] | None" = None) -> None:
-        self.rate = 0.0
+        self.fault_rate = 0.0
         self.faults: tuple[str, ...] = FAULTS
         self.failed: Counter[str] = Counter()
         self.served = 0
@@ -122,7 +122,7 @@ class Bucket:
     def choose_fault(self) -> str | None:
         """Returns the fault of the next request, or None to serve it."""
         with self.lock:
-            if self.chance.random() >= self.rate:
+            if self.chance.random() >= self.fault_rate:
                 return None
             fault = self.chance.choice(self.faults)
             self.failed[fault] += 1

@@ -179,14 +179,14 @@ ASK = {
 )
 def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, lines):
     folder = Folder(url, 20)
-    bucket.faults, bucket.rate = (fault,), 1.0
+    bucket.faults, bucket.fault_rate = (fault,), 1.0
     with pytest.raises(ChangedError, match=f"{url}: writing file: ") as raised:
         folder.write("file", b"content", None)
     assert not raised.value.is_final and folder.retries == 1
     assert bucket.failed == {fault: 1}
     ((_, line),) = lines
     assert line.endswith("; looking at what is there now")
-    bucket.rate = 0
+    bucket.fault_rate = 0
     assert folder.read("file") == (b"content" if fault == "lost" else None)
 
 
@@ -269,7 +269,7 @@ REFUSALS = [
 @pytest.mark.parametrize("url,fault,message", REFUSALS)
 def test_a_refusal_names_the_request_and_what_that_store_needs(bucket, url, fault, message):
     if fault:
-        bucket.faults, bucket.rate = (fault,), 1.0
+        bucket.faults, bucket.fault_rate = (fault,), 1.0
     folder = Folder(url, patience=20)
     for name, ask in ASK.items():
         with pytest.raises(FolderError) as raised:
@@ -284,7 +284,7 @@ def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
     demo_inputs, bucket, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr("activation_extraction.run.prepare.prepare_model", None)
-    bucket.faults, bucket.rate = ("403",), 1.0
+    bucket.faults, bucket.fault_rate = ("403",), 1.0
     given = "--upload_to_gcs", "--gcs_bucket", "bucket", "--gcs_prefix", "run"
     assert main(*flags_for(demo_inputs, tmp_path / "out", *given)) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
@@ -534,7 +534,7 @@ def test_a_failed_check_of_conditions_is_told_once_and_nothing_else_waits(
     bucket, monkeypatch, lines
 ):
     monkeypatch.setattr(Bucket, "remove", None)
-    bucket.faults, bucket.rate = ("301",), 1.0
+    bucket.faults, bucket.fault_rate = ("301",), 1.0
     with pytest.raises(FolderError, match=r"s3a://bucket/run: writing \.write_test_.*AWS_REGION"):
         Folder(S3, 600).check_conditions()
     assert not lines and bucket.failed == {"301": 1}

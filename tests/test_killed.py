@@ -71,11 +71,11 @@ def test_runs_killed_at_random_moments(flags, is_whole, bucket, tmp_path, in_buc
     out, kills = tmp_path / "out", 4
     if in_bucket:
         slow_down(bucket)
-        bucket.rate = 0.2
+        bucket.fault_rate = 0.2
         extraction = Extraction(tmp_path, upload_flags(flags, out), bucket.environment)
         assert extraction.kill(lambda: len(bucket.objects()), kills) == kills
         assert sum(bucket.failed.values()) > 10, bucket.failed
-        bucket.rate = 0
+        bucket.fault_rate = 0
         assert {path.name for path in out.iterdir()} == {"metadata.json", "metrics.jsonl"}
     else:
         extraction = Extraction(tmp_path, [*flags, "--output_dir", str(out)])

@@ -260,9 +260,9 @@ def test_a_model_in_a_bucket_that_fails_is_the_local_one(demo_inputs, monkeypatc
         bucket.put(f"models/tiny/{path.name}", path.read_bytes())
     served = bucket.served
     monkeypatch.setattr(weight_files, "REQUEST_BYTES", 2**18)
-    bucket.rate, bucket.faults = 0.05, ("503", "reset", "truncated")
+    bucket.fault_rate, bucket.faults = 0.05, ("503", "reset", "truncated")
     found, remote = load_all("gs://bucket/models/tiny")
-    bucket.rate = 0.0
+    bucket.fault_rate = 0.0
     expected, local = load_all(demo_inputs / "model")
     same(found, expected)
     assert sum(bucket.failed.values()) > 3
