@@ -267,18 +267,18 @@ class SparseMLP(nn.Module):
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
-        expert_sum: The function that computes the weighted sums of the routed experts.
+        compute_expert_sum: The function that computes the weighted sums of the routed experts.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: Any
     dtype: Any
-    expert_sum: ExpertSum
+    compute_expert_sum: ExpertSum
     layout: Layout
 
     def setup(self) -> None:
         self.gate = Linear(self.config, "D->R", dtype=self.dtype)
-        self.experts = Experts(self.config, self.dtype, self.expert_sum, self.layout)
+        self.experts = Experts(self.config, self.dtype, self.compute_expert_sum, self.layout)
         if self.config.experts.shared_width:
             self.shared_expert = MLP(self.config, self.dtype, self.layout, "P")
             self.shared_expert_gate = Linear(self.config, "D->U", dtype=self.dtype)

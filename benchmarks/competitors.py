@@ -115,7 +115,8 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
     # The last hidden state of transformers is the output of the final norm, but the residual stream
     # after the last layer is needed. It is the output if the norm does nothing.
     model.norm = torch.nn.Identity()
-    # Number of a layer -> expert numbers, (tokens of the batch, experts).
+    # Number of a layer -> numbers of the experts that each token of the batch is routed to,
+    # (tokens, experts of a token).
     experts_of_layer: dict[int, torch.Tensor] = {}
     for layer in map(layer_of, filter(is_expert_hook, hooks)):
 

@@ -413,8 +413,10 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
 def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
     """Summarises the figures of one contender in one dtype over all rounds.
 
+    A contender is this tool or a competitor, a way to use transformers.
+
     Args:
-        bench: The inputs.
+        bench: The inputs that all contenders share.
         rounds: The figures of each round.
         peak: The FLOP/s of the fastest matrix product in this dtype.
 
@@ -425,8 +427,10 @@ def summarise(bench: Bench, rounds: Sequence[Figures], peak: float) -> Figures:
             dict, otherwise their medians.
         flops_per_second, compute_flops_per_second: FLOP/s of the extraction, and of computing
             alone.
-        of_peak, compute_of_peak, full_rows_of_peak: FLOP/s divided by `peak`. The last one is
-            missing for competitors.
+        of_peak, compute_of_peak: FLOP/s of the extraction, and of computing alone, divided by
+            `peak`.
+        full_rows_of_peak: FLOP/s of computing batches whose rows contain no padding (full rows),
+            divided by `peak`. It is missing for competitors.
         end_to_end_over_compute: The speed of the extraction, divided by the speed of computing.
         tokens_per_second_of_rounds: The speed of the extraction in each round.
     """

@@ -132,8 +132,8 @@ def main() -> None:
     host_memory = torch.empty(memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
     document_texts = (json.loads(json_line)["text"] for json_line in parsed_flags.documents.open())
     document_lengths = [min(len(text), parsed_flags.length) for text in document_texts]
-    speed_of_order = {}
-    for order_name, ordered_lengths in (
+    speed_by_document_order = {}
+    for document_order, ordered_lengths in (
         ("as they come", document_lengths),
         ("by length", sorted(document_lengths)),
     ):
@@ -145,15 +145,17 @@ def main() -> None:
         # The batches are computed in random order, so that a random sample of them is measured if
         # the time is over before all of them are computed.
         random.Random(0).shuffle(batches)
-        speed_of_order[order_name] = tokens_per_second(
+        speed_by_document_order[document_order] = tokens_per_second(
             model, batches, output_of_layer, host_memory, parsed_flags.seconds
         )
     full_row_batches = [[parsed_flags.length] * parsed_flags.rows]
-    speed_of_order["full rows"] = tokens_per_second(
+    speed_by_document_order["full rows"] = tokens_per_second(
         model, full_row_batches, output_of_layer, host_memory, parsed_flags.seconds
     )
     version_of_package = {package: version(package) for package in ("torch", "transformers")}
-    print(json.dumps({"tokens_per_second": speed_of_order, "versions": version_of_package}))
+    print(
+        json.dumps({"tokens_per_second": speed_by_document_order, "versions": version_of_package})
+    )
 
 
 if __name__ == "__main__":

@@ -509,7 +509,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start_time = time.perf_counter()
     # Event -> how often it occurred in the runs with several writers (see `Extraction.compete`).
     count_of_event: Counter[str] = Counter()
-    # Name of an input -> largest deviation of its disturbed runs.
+    # Name of an input -> largest deviation of its disturbed runs from the undisturbed run.
     deviation_of_input: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         work_folder = Path(temporary_folder)

@@ -501,7 +501,8 @@ class ProgramText:
 
         Args:
             instruction: The instruction that reads its operands.
-            counted_names: The names of collectives whose bytes were counted at their start.
+            counted_names: The names of collectives whose bytes were counted at their start. They
+                are not counted again.
         """
         read_bytes = 0
         for operand_position, operand_name in enumerate(instruction.operands):
@@ -530,7 +531,8 @@ class ProgramText:
             position: The index of the operand in the instruction's operands, from 0.
             operand_bytes: The bytes of the operand.
             siblings: All instructions of the fusion that contains this one. Empty outside fusions.
-            counted_names: The names of collectives whose bytes were counted at their start.
+            counted_names: The names of collectives whose bytes were counted at their start. They
+                are not counted again.
         """
         opcode = instruction.opcode
         if instruction.name in counted_names or opcode == "tuple":

@@ -90,14 +90,16 @@ class StepTimes(NamedTuple):
     products: float
     kernel: float
     hbm: float
-    hidden: float
-    exposed: float
+    hidden: float  # seconds for sending while the device computes
+    exposed: float  # seconds for sending while nothing else runs
 
     @property
     def device(self) -> float:
         """The duration in seconds of a whole step at the device's peak rates.
 
-        Computing, HBM traffic and hidden sending overlap. The time of exposed sending is added.
+        Computing, reading and writing HBM, and sending while the device computes (hidden sending)
+        happen at the same time, so the longest of them counts. The time of sending while nothing
+        else runs (exposed sending) is added.
         """
         return max(self.products + self.kernel, self.hbm, self.hidden) + self.exposed
 
@@ -134,12 +136,15 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
 
 
 def read_step(program: Program, compiled: Any) -> StepPlan:
-    """Computes the cost of a step from its compiled program.
+    """Computes the operations and bytes of a step on each device, from its compiled program.
 
     Args:
         program: The program before it was compiled: the model, its mesh, and the shapes of weights
             and batches.
         compiled: The compiled program, as JAX returns it.
+
+    Returns:
+        The operations that a device performs, and the bytes that it reads, writes and sends.
 
     Raises:
         InputError: If the text of programs for these chips cannot be parsed.
@@ -231,9 +236,9 @@ def passes_of_expert_kernel(
         None for a kernel of another module.
     """
     if name == ADDED:
-        _, fetches_shape, rows_shape, _ = shapes
+        _, fetches_shape, expert_rows_shape, _ = shapes
         num_rows_fetched = routed_share * fetches_shape[0] * fetches_shape[-1]
-        return [1, 1, num_rows_fetched / rows_shape[0], 1]
+        return [1, 1, num_rows_fetched / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
     (

@@ -162,7 +162,9 @@ class Case(NamedTuple):
                 storage.add_batch(batch, values_of_hook)
 
     def write_bare_file(self, path: Path, values: np.ndarray, num_batches: int) -> None:
-        """Writes one file with the values of a shard. This is the work of one of the bare threads.
+        """Writes one file with the values of a shard, without `ActivationStorage`.
+
+        The "bare threads", with which storing is compared, call this method.
 
         Args:
             path: The path of the file.
@@ -267,8 +269,8 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
         return tool_figures
 
     def write_bare_files() -> None:
-        # There are as many paths as threads, and a new file replaces the earlier file with its
-        # path. So the files, which are in memory by default, do not fill it.
+        # The files are in memory by default. So that they do not fill the memory, there are only as
+        # many paths as threads, and a new file replaces the earlier file with its path.
         num_threads = len(os.sched_getaffinity(0))
         with ThreadPoolExecutor(num_threads) as thread_pool:
             write_futures = [

@@ -172,7 +172,7 @@ class Progress:
             self._report()
 
     def _report(self) -> None:
-        """Stores the metrics since the last report, and logs a line if there is no bar."""
+        """Stores the metrics since the last report, and logs a line if there is no progress bar."""
         current_time = time.perf_counter()
         seconds_since_last_report = current_time - self._last_report_time
         tokens_per_second = (self.tokens - self._tokens_at_last_report) / seconds_since_last_report
@@ -220,7 +220,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Reports the tokens since the last report, and ends the bar."""
+        """Reports the tokens since the last report, and ends the progress bar."""
         if self._tokens_at_last_report < self.tokens:
             self._report()
         self._progress_bar.close()

@@ -44,7 +44,8 @@ def start_logging(verbose: bool, machine: int, host: int | None) -> None:
         library_handlers += logging.getLogger(library_name).handlers
     for library_handler in filter(None, library_handlers):
         library_handler.setFormatter(VisibleFormatter())
-    # gcsfs logs a traceback when a request finally fails, and its caller reports the same failure.
+    # gcsfs logs a traceback when it gives a request up. It also raises an exception, which this
+    # program reports, so the traceback is not needed.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
     if verbose:
         log.setLevel(logging.DEBUG)

@@ -24,7 +24,9 @@ UNREACHABLE = {errno.ECONNREFUSED, errno.ENETUNREACH, errno.EHOSTUNREACH}
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 # The loggers of the libraries that retry requests.
 LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
-# The pattern of log messages about a retry. Group 1 is the error of the request.
+# The pattern of log messages about a retry, such as "'[Errno 111] Connection refused' thrown while
+# requesting GET https://huggingface.co/..." or "Retrying in 1s [Retry 1/5]". Group 1 is the error
+# of the request, if the message contains it.
 RETRY_LINE = re.compile(r"'?(.*?)'? thrown while requesting|Retrying in|Retrying \d|Rate limited")
 
 
@@ -38,9 +40,13 @@ def hub_requests(requested: str) -> Iterator[None]:
     has_warned = False
 
     def is_not_retry(record: logging.LogRecord) -> bool:
-        """Returns whether a library's record is not about a retry, and is therefore logged.
+        """Returns whether a library's message is about something else than a retry.
 
-        Logs the warning for the first record that is about a retry.
+        Messages about retries are not logged. The first of them is replaced by a warning that the
+        hub is not answering.
+
+        Args:
+            record: The message.
         """
         nonlocal has_warned
         retry_match = RETRY_LINE.search(record.getMessage())

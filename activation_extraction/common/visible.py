@@ -14,8 +14,9 @@ import select
 import sys
 from typing import Any
 
-# A URL of fsspec: a scheme, an optional user before "@", the host and path, and an optional query.
-# A URL ends before "::", because fsspec joins URLs with "::".
+# A URL of fsspec, such as "https://user:secret@host/path?token=x": a scheme, an optional user
+# before "@", the host and path, and an optional query. A URL ends before "::", because fsspec joins
+# URLs with "::".
 URL = re.compile(
     r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#]*)@)?(?P<path>(?:(?!::)[^\s?#])*)"
     r"(?P<query>[?#](?:(?!::)[^\s'\"])*)?"

@@ -32,8 +32,9 @@ from activation_extraction.store.shard_reader import MAX_REQUESTS
 # Number of the worker and number of workers of a DataLoader, for a process that is no such worker:
 # it reads all of its data, like a worker that is the only one.
 ONLY_WORKER = 0, 1
-# Largest number of bytes in a chunk. If a run is in a bucket, this limit applies to each hook
-# alone, otherwise to all hooks together.
+# Largest number of bytes in a chunk, which is read at once, if tokens are shuffled or the run is
+# local. If the run is in a bucket, this limit applies to each hook alone, because each hook is a
+# request of its own. Otherwise it applies to all hooks together.
 MAX_READ_BYTES = 8 * 2**20
 # Smallest number of bytes of each hook in a chunk of a run in a bucket. Blocks of up to a MiB can
 # only be read whole, so most bytes that are read for a smaller chunk would belong to other chunks.
@@ -169,7 +170,7 @@ class Batches(Iterator[T]):
             runs; `part`, the number of this worker of a DataLoader, from 0; and `parts`, the number
             of workers of the DataLoader.
         """
-        loader_worker, loader_workers = _loader_worker() or ONLY_WORKER
+        loader_worker, num_loader_workers = _loader_worker() or ONLY_WORKER
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         first_run_setting, *other_run_settings = (
@@ -180,7 +181,7 @@ class Batches(Iterator[T]):
             **first_run_setting,
             "others": other_run_settings,
             "part": loader_worker,
-            "parts": loader_workers,
+            "parts": num_loader_workers,
         }
         json_setting: dict[str, Any] = json.loads(json.dumps(setting))
         return json_setting

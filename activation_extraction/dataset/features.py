@@ -214,7 +214,9 @@ def _contexts(
             "position": token_fields["position"][tokens_in_shard],
             "token_ids": context_ids,
             "token": tokens_in_shard - context_starts,
-            "text": [decode_ids and decode_ids(tokens_around) for tokens_around in context_ids],
+            "text": [
+                decode_ids and decode_ids(context_token_ids) for context_token_ids in context_ids
+            ],
         }
         listed_indices_of_tables.append(listed_indices_of_shard)
         context_tables.append(pyarrow.table(context_columns, CONTEXT))

@@ -1,4 +1,4 @@
-"""Runs over the same data that are read as one: side by side (`paired`), or joined (`join`).
+"""Reads several runs over the same data as one: side by side (`paired`), or joined (`join`).
 
 Samples of two runs count as the same sample if they come from the same row of the data set. Tokens
 of two runs count as the same token if they have the same position in the same sample. A row
@@ -98,13 +98,13 @@ class AlignedRuns:
             runs, self.unpaired_samples, common_token_counts, strict=True
         ):
             if num_left_out_samples:
-                left_out_samples = counted(num_left_out_samples, "sample")
-                left_out_tokens = counted(run.tokens - num_common_tokens.sum(), "token")
+                left_out_samples_in_words = counted(num_left_out_samples, "sample")
+                left_out_tokens_in_words = counted(run.tokens - num_common_tokens.sum(), "token")
                 log.warning(
                     "%s: %s (%s) left out: not all runs have them",
                     run.url,
-                    left_out_samples,
-                    left_out_tokens,
+                    left_out_samples_in_words,
+                    left_out_tokens_in_words,
                 )
         if any(
             run.identity.kept_tokens != runs[0].identity.kept_tokens
@@ -229,8 +229,8 @@ class JoinedRuns(AlignedRuns, Samples):
         unpaired_samples: For each run, the number of its samples that at least one other run lacks.
 
     Raises:
-        ValueError: If two runs have a hook of the same name, or if the runs cannot be aligned for
-            one of the reasons for which AlignedRuns raises ValueError.
+        ValueError: If two runs have a hook of the same name, or if the samples of the runs cannot
+            be matched, for one of the reasons for which AlignedRuns raises ValueError.
     """
 
     def __init__(self, *runs: "ActivationDataset") -> None:
@@ -259,8 +259,8 @@ class JoinedRuns(AlignedRuns, Samples):
             other: The other run: an ActivationDataset, or the URL of a run.
 
         Raises:
-            ValueError: If a hook of the other run is in this dataset, or if the runs cannot be
-                aligned.
+            ValueError: If a hook of the other run is in this dataset, or if the samples of the two
+                runs cannot be matched (see `AlignedRuns`).
         """
         return JoinedRuns(*self.runs, self.runs[0].opened(other))
 

@@ -175,7 +175,8 @@ class TokenSource:
 
     Attributes:
         shards: Shards of the run.
-        options: Complete options (see BatchOptions).
+        options: Options of reading, without defaults that depend on the run: `hooks`, `max_norm`,
+            `buffer`, `dtype` and `where` have the values that BatchOptions describes at its end.
         sample_mask: Whether the tokens of each sample of the run are wanted, bool (samples,). None
             if the tokens of all samples are wanted.
     """

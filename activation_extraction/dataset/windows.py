@@ -157,7 +157,9 @@ class Windows:
             blocks = self._blocks(chunk_index, thread_pool)
             stop_row = min(first_row + self.max_tokens - filled_tokens, len(blocks[0].rows))
             if first_row < stop_row:
-                part_blocks = [Block(tokens, rows[first_row:stop_row]) for tokens, rows in blocks]
+                part_blocks = [
+                    block._replace(rows=block.rows[first_row:stop_row]) for block in blocks
+                ]
                 if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
                     if not window_batches:
                         window_batches += [

@@ -1,8 +1,8 @@
 """Copies a finished run to a local folder of files for another program, for --export.
 
 `export_format_of` makes the format that --export names; export_format.py declares what a format has
-to implement. The files are written to a temporary folder, which is renamed when it is complete. So
-a folder with the final name always contains a whole export.
+to implement. The files are written to a temporary folder, which gets the name in --export_dir when
+it is complete. So a folder with this name always contains a whole export.
 """
 
 import os
@@ -35,8 +35,8 @@ from activation_extraction.store.run_log import RunLog
 # Approximate size of a chunk (the tokens that are written at a time) over all exported hooks. The
 # size is limited because a few chunks are in memory at the same time.
 CHUNK_BYTES = 256 * 2**20
-# Names of hooks that may become names of folders. A run that somebody else stored may contain any
-# text as the name of a hook.
+# Names of hooks that may become names of folders, such as "blocks.4.hook_resid_post". A run that
+# somebody else stored may contain any text as the name of a hook, such as "../x".
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
 # A function that takes the content of metadata.json and returns the functions for the run's text.
 LoadText = Callable[[dict[str, Any]], RunText]

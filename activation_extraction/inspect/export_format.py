@@ -125,10 +125,11 @@ class ExportFormat(ABC):
             dataset: The run.
             hooks: The names of the exported hooks.
             chunks: All tokens of the run, in stored order. The size of each chunk but the last is a
-                multiple of `row_tokens`.
+                multiple of the attribute `row_tokens`, the number of tokens in a row of the files.
 
         Returns:
-            The number of exported tokens, and the omissions.
+            The number of tokens in the files, and phrases about other data of the run that the
+            files do not contain.
 
         Raises:
             RunError: If the run contains values that the files cannot contain.
@@ -136,7 +137,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the lines of Python or shell with which the other program reads the files.
+        """Returns lines of Python or shell that open the files in the program of this format.
 
         Args:
             folder: The folder of the export.

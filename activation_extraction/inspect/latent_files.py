@@ -71,7 +71,12 @@ class DelphiFormat(ExportFormat):
         return exported_hooks
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns an upper bound for the bytes of a token's codes, in memory and in the files."""
+        """Returns a number of bytes that a token's codes never exceed, in memory or in the files.
+
+        Args:
+            dataset: The run.
+            hook: The name of the hook.
+        """
         return 4 * dataset.shards.row_bytes([hook])
 
     def write(

@@ -318,7 +318,7 @@ def aggregate(
         - parts: A list with an object for each host: the fields of its HostState.
         - written: The current Unix time.
     """
-    is_complete = all(host.state == "complete" for host in hosts)
+    is_complete = all(host_state.state == "complete" for host_state in hosts)
     hook_description_by_name = {}
     for run_log in folders.values():
         for commit in run_log.in_order:
@@ -337,7 +337,7 @@ def aggregate(
         "status": "complete" if is_complete else "incomplete",
         **totals.counts,
         "hooks": hook_descriptions,
-        "parts": [asdict(host) for host in hosts],
+        "parts": [asdict(host_state) for host_state in hosts],
         "written": round(time.time(), 3),
     }
 

@@ -423,9 +423,13 @@ def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
 
 
 def _stream_number(hook: str) -> float:
-    """Returns the number of a residual stream, as `streams_by_number` counts them.
+    """Returns the number of a residual stream, which tells whether hooks are in ascending order.
 
-    The number is 0 for the embedding, and infinity for the output of the final norm.
+    The number is 0 for the embedding, k + 1 for the output of block k, and infinity for the output
+    of the final norm.
+
+    Args:
+        hook: The name of the hook.
     """
     return next(iter(streams_by_number([hook])), float("inf"))
 
@@ -461,12 +465,15 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
 def _notes_on_hooks(
     folder: StatesFolder, model: RecomputeStates, hooks: Sequence[ExpectedHook]
 ) -> Iterator[str]:
-    """Yields notes for the user about the hooks of layers, if no flag names these hooks.
+    """Yields notes for the user, if no flag names the hooks that the layers should contain.
+
+    One note says that the hooks were guessed. Another note names the hooks that the other program
+    stores by default, if the guess differs from them.
 
     Args:
         folder: Folder with the hidden states.
         model: Model that recomputes the states.
-        hooks: Hook that each layer should contain.
+        hooks: Hook that each layer is assumed to contain.
     """
     if model.requested_hooks is not None or len(hooks) == 1:
         return

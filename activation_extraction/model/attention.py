@@ -54,8 +54,8 @@ QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes toge
 # `blocked_attention` reads spans of keys. The length of every span except the longest one is a
 # multiple of this number of keys, so that only a few different lengths occur.
 KEY_BLOCK = 128
-# The largest number of different lengths of spans. The program has a branch for each of them, and
-# more branches take longer to compile.
+# The largest number of different lengths of these spans of keys. The compiled program has a branch
+# for each length, and more branches take longer to compile.
 MOST_LENGTHS = 32
 
 
@@ -111,7 +111,8 @@ def dense_attention(
 ) -> Array:
     """Computes attention with all (T, S) scores in memory at once.
 
-    This is the reference implementation of `Attention`, with which tests compare the others.
+    This is the reference implementation of `Attention`. Tests compare the other implementations
+    with it.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 
@@ -159,7 +160,7 @@ def attention_pattern(
         see have the weight 0.
     """
     sees_key = visible_keys(segments, first_query, window)
-    key_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape BTKGS
+    key_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape (B, T, K, G, S)
     key_weights = key_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     is_same_segment = segments.q[..., :, None] == segments.k[..., None, :]
     segment_starts = jnp.argmax(is_same_segment, axis=-1)
@@ -182,7 +183,7 @@ def _probabilities(q: Array, k: Array, mask: Array) -> Array:
     Returns:
         The weight of every key for every query, (B, K, G, T, S) float32.
     """
-    grouped_queries = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])  # shape BTKGH
+    grouped_queries = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])  # shape (B, T, K, G, H)
     scores = einsum("BTKGH,BSKH->BKGTS", grouped_queries, k)
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(scores, axis=-1)

@@ -339,8 +339,9 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
 def qwen_scope(files: AutoencoderFiles, _: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder of Qwen-Scope to the formula of `Autoencoder`.
 
-    By the README of Qwen-Scope, the k largest values of `pre` are active, even if they are
-    negative. k is read from the name of the repository, because the files do not contain it.
+    By the README of Qwen-Scope, the features with the k largest values of `pre` (see `Autoencoder`)
+    are active, even if these values are negative. k is read from the name of the repository,
+    because the files do not contain it.
 
     Args:
         files: The files of the autoencoder.

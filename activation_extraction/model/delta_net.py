@@ -118,14 +118,14 @@ class GatedDeltaNet(nn.Module):
             )
         intermediates["recurrence_out"] = rule_outputs
         epsilon = self.config.rms_norm_eps
-        gated_values = gated_norm(
+        gated_outputs = gated_norm(
             rule_outputs, intermediates["gate_input"], self.norm(), epsilon
         ).astype(self.dtype)
-        intermediates["gated"] = gated_values
-        # All values of a token are joined, (B, T, O).
-        token_values = gated_values.reshape(*gated_values.shape[:2], -1)
+        intermediates["gated"] = gated_outputs
+        # The outputs of all heads side by side, (B, T, O).
+        joined_outputs = gated_outputs.reshape(*gated_outputs.shape[:2], -1)
         intermediates["out"] = self.layout.constrain(
-            self.out_proj(token_values).astype(self.dtype), *STREAM
+            self.out_proj(joined_outputs).astype(self.dtype), *STREAM
         )
         return intermediates["out"], intermediates
 
@@ -232,8 +232,8 @@ def gated_norm(x: Array, gate: Array, weight: Array, epsilon: float) -> Array:
 def token_by_token(*arrays: Any) -> np.ndarray:
     """Computes the gated delta rule token by token in NumPy's float64.
 
-    This is the reference implementation, with which tests and the trials of kernels in trial.py
-    compare the others.
+    This is the reference implementation. Tests and the trials of kernels in trial.py compare the
+    other implementations with it.
 
     Letters: K key heads, G value heads of each key head, U value size.
 
@@ -382,10 +382,13 @@ def _prepare(
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    initial_vectors, vector_readers = jnp.split(solution, [v.shape[-1]], axis=-1)
+    # The vectors that tokens add to S are initial_vectors - state_readers_of_vectors @ S.
+    initial_vectors, state_readers_of_vectors = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         initial_vectors=initial_vectors,
-        state_readers=jnp.concatenate([vector_readers, decay_since_chunk_begin * q], axis=-2),
+        state_readers=jnp.concatenate(
+            [state_readers_of_vectors, decay_since_chunk_begin * q], axis=-2
+        ),
         output_factors=query_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
         state_decay=decay_since_chunk_begin[..., -1:, :],
@@ -458,14 +461,14 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     segment_before_chunk = jnp.pad(
         last_segment_of_chunk, [(1, 0), *[(0, 0)] * 5], constant_values=-1
     )
-    # Whether token I sees token J, (N, B, 1, 1, I, J).
+    # Whether token I of a chunk sees token J of the same chunk, (N chunks, B, 1, 1, I, J).
     sees_token = jnp.tril(token_segments == token_segments.mT)
-    # A matrix (I, C), which is 1 where token C does not come after token I, and 0 elsewhere.
-    is_not_after = jnp.tri(CHUNK)
+    # A matrix (I, C), which is 1 where token C is token I or an earlier token, and 0 elsewhere.
+    is_token_or_earlier = jnp.tri(CHUNK)
     log_decay_between_tokens = einsum(
-        "IC,NBKGCJ->NBKGIJ", is_not_after, log_decay * jnp.tri(CHUNK, k=-1)
+        "IC,NBKGCJ->NBKGIJ", is_token_or_earlier, log_decay * jnp.tri(CHUNK, k=-1)
     )
-    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_not_after, log_decay)
+    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_token_or_earlier, log_decay)
     decay_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
     decay_since_chunk_begin = jnp.where(
         token_segments == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0

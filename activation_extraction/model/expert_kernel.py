@@ -163,9 +163,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     expert_by_padding_row = jnp.where(
         is_padding_row_needed, expert_numbers[:, None], expert_count
     ).reshape(-1)
-    final_padding_widths = 0, -row_count % ROWS
+    padding_of_last_block = 0, -row_count % ROWS
     expert_by_padding_row = jnp.pad(
-        expert_by_padding_row, final_padding_widths, constant_values=expert_count
+        expert_by_padding_row, padding_of_last_block, constant_values=expert_count
     )
     # Odd keys sort the padding of an expert after its rows of tokens, whose keys are even.
     expert_sort_keys = jnp.concatenate([2 * expert_by_row, 2 * expert_by_padding_row + 1])

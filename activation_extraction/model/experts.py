@@ -122,13 +122,13 @@ class Experts(nn.Module):
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of the weights.
-        expert_sum: The function that computes the weighted sums of the experts.
+        compute_expert_sum: The function that computes the weighted sums of the experts.
         layout: The mesh over which arrays are split.
     """
 
     config: Any
     dtype: Any
-    expert_sum: ExpertSum
+    compute_expert_sum: ExpertSum
     layout: Layout
 
     def setup(self) -> None:
@@ -157,13 +157,13 @@ class Experts(nn.Module):
         gate_and_up_axes = "layer", "experts", "hidden", "mlp"
         down_axes = "layer", "experts", "mlp", "hidden"
         axes_by_input = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
-        sum_on_device = partial(_sum_on_device, self.layout, self.expert_sum)
+        sum_on_device = partial(_sum_on_device, self.layout, self.compute_expert_sum)
         return self.layout.per_device(sum_on_device, expert_inputs, axes_by_input, template=0)
 
 
 def _sum_on_device(
     layout: Layout,
-    expert_sum: ExpertSum,
+    compute_expert_sum: ExpertSum,
     x: Array,
     routing_weights: Array,
     chosen_experts: Array,
@@ -178,7 +178,7 @@ def _sum_on_device(
 
     Args:
         layout: The mesh over which arrays are split.
-        expert_sum: The function that computes the sums over the experts of one device.
+        compute_expert_sum: The function that computes the sums over the experts of one device.
         x: The tokens of this device, (B, T, D).
         routing_weights: The routing weights of each token's experts, (B, T, X) float32.
         chosen_experts: The numbers of each token's experts, (B, T, X) int32.
@@ -188,11 +188,11 @@ def _sum_on_device(
         The sums over the experts of all devices, (B, T, D) float32.
     """
     if layout.size("expert") > 1:
-        expert_sum = partial(_sum_in_ring, layout.ring("expert"), expert_sum)
+        compute_expert_sum = partial(_sum_in_ring, layout.ring("expert"), compute_expert_sum)
     token_arrays = [
         array.reshape(-1, array.shape[-1]) for array in (x, routing_weights, chosen_experts)
     ]
-    token_sums = expert_sum(*token_arrays, Stacks(*stacks))
+    token_sums = compute_expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(mesh_axis for mesh_axis in MODEL_AXES if layout.size(mesh_axis) > 1)
     if split_axes:
@@ -202,7 +202,7 @@ def _sum_on_device(
 
 def _sum_in_ring(
     ring: Sequence[int],
-    expert_sum: ExpertSum,
+    compute_expert_sum: ExpertSum,
     x: Array,
     routing_weights: Array,
     chosen_experts: Array,
@@ -228,7 +228,7 @@ def _sum_in_ring(
 
     Args:
         ring: The numbers of the devices in the order of the ring.
-        expert_sum: The function that computes the sums over one device's experts.
+        compute_expert_sum: The function that computes the sums over one device's experts.
         x: The tokens of this device, (T, D).
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, counted over all devices, (T, X) int32.
@@ -271,7 +271,7 @@ def _sum_in_ring(
         jnp.concatenate(half_arrays) for half_arrays in zip(*ordered_halves, strict=True)
     )
     chosen_experts = chosen_experts - lax.axis_index("expert") * stacks.gate.shape[1]
-    y = expert_sum(
+    y = compute_expert_sum(
         x.reshape(-1, hidden_size), routing_weights, chosen_experts, stacks, parts=device_count
     )
 

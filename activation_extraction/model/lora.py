@@ -429,7 +429,7 @@ class LoraAdapter:
             )
         else:
             return []
-        rank_sum = self._shape_by_key[a][0]  # the sum of the ranks of all experts, E * r
+        rank_sum = self._shape_by_key[a][0]  # the rank of one expert times the number of experts
         in_size = self._shape_by_key[a][-1]
         out_size = self._shape_by_key[b][0]
         matrix_name = "gate_up"

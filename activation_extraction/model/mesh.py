@@ -123,7 +123,10 @@ class Layout:
 
     @property
     def adds_up_parts(self) -> bool:
-        """Whether some matrix products are split along `model`, and devices add up partial sums."""
+        """Whether devices compute parts of the sums of matrix products, and add up these parts.
+
+        This is the case if weights are split along the mesh axis `model`.
+        """
         return self.size(*MODEL_AXES) > 1
 
     def sharding(

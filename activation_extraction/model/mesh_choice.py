@@ -108,7 +108,12 @@ def choose_mesh(
 def _default_2d(devices: int, hosts: int) -> dict[str, int]:
     """Returns the shape of a mesh for `--mesh_type 2d` without --mesh_shape: axis -> its size.
 
-    See `choose_mesh` for the shape and for the arguments.
+    The hosts are along `data`, and the devices of each host are along `model`. With a single host,
+    `data` has the size 2 if the number of devices is even and at least 8, otherwise 1.
+
+    Args:
+        devices: The number of devices of all hosts.
+        hosts: The number of hosts.
     """
     data_axis_size = hosts
     if hosts == 1:

@@ -69,7 +69,8 @@ SIZE_FIELDS = (
 )
 # The names of the models whose embedding is also their head.
 TIED = re.compile(r"Qwen(2\.5-(0\.5|1\.5|3)B|3-(0\.6|1\.7|4)B|3\.5-(0\.8|2|4)B)")
-# The end of a model's name that names its training. It does not change the sizes.
+# The end of a model's name that names its training, such as "-Instruct-2507". It does not change
+# the sizes.
 VARIANT = re.compile(r"-(Base|Instruct|Thinking|Chat)(-\d+)?$")
 
 

@@ -109,8 +109,8 @@ class Rope:
         With YaRN, max_position_embeddings in config.json may be the length before scaling, because
         model cards recommend to add YaRN to a config.json without changing this field. With
         "llama3", max_position_embeddings is the length after scaling, so this property is not
-        needed. In such a config.json, the factor times the trained length may be larger than the
-        length after scaling, as in Llama 3.2.
+        needed. It would even be wrong: in Llama 3.2, the factor times the trained length is larger
+        than the length after scaling.
         """
         return int(self.factor * self.trained_length) if self.rope_type == "yarn" else 0
 

@@ -334,7 +334,7 @@ def _values_on_device(layout: Layout, spec: WeightSpec, unsplit_axis: str | None
 
 
 def linked_devices(devices: Sequence[Any]) -> int:
-    """Returns how many of the devices fast links connect to the first device, itself included.
+    """Returns the number of devices that fast links connect with the first one, itself included.
 
     Fast links connect the devices of a TPU slice, or the GPUs of a host. These devices are
     consecutive.

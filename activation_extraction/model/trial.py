@@ -204,7 +204,7 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         computed_vectors = np.asarray(computed_result)[compared_mask].astype(float)
         exact_vectors = np.asarray(exact_result)[compared_mask].astype(float)
         exact_norms = np.linalg.norm(exact_vectors, axis=-1)
-        # The output of a token without experts is a vector of zeros.
+        # The exact output of a token without experts has the norm 0. Its error is divided by 1.
         exact_norms[exact_norms == 0] = 1
         error_norms = np.linalg.norm(computed_vectors - exact_vectors, axis=-1)
         largest_error_of_trials.append(np.max(error_norms / exact_norms))

@@ -480,7 +480,7 @@ class Lockstep:
         clock: The clock that measures the wait for batches.
 
     Attributes:
-        complete: Whether the run comes to the end of its data. It becomes False when this host
+        is_complete: Whether the run comes to the end of its data. It becomes False when this host
             learns that any host has been asked to stop.
         failure: The failure of this host or, once this host has learned of it, of another host.
             None without a failure.
@@ -503,12 +503,12 @@ class Lockstep:
             self._upcoming_batches.append(self._fetch())
             has_data_at_first_steps.append(self._has_data)
         conditions_on_host = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
-        # `has_any_host_data_at_steps` contains, for each of the first steps, whether any host has
-        # data.
+        # `has_any_host_data_at_steps` contains, for each of the first STEPS_AHEAD steps of the run,
+        # whether any host has data.
         *has_any_host_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
             conditions_on_host
         )
-        self.complete = not is_any_host_stopping
+        self.is_complete = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (
             has_any_host_failed and not any(has_any_host_data_at_steps)
         )
@@ -570,7 +570,7 @@ class Lockstep:
         if has_any_host_failed and self.failure is None:
             failure_remedy = "its message says what to do on all hosts"
             self.failure = RunError("another host failed", remedy=failure_remedy)
-        self.complete = self.complete and not is_any_host_stopping
+        self.is_complete = self.is_complete and not is_any_host_stopping
         self._decisions_to_take_steps.append(
             has_any_host_data and not is_any_host_stopping and not has_any_host_failed
         )

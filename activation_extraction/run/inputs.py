@@ -275,10 +275,11 @@ def settings_of(config: Config) -> dict[str, Any]:
         devices, by their names in messages.
     """
     flag_values = config.to_json()
-    # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths.
+    # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths,
+    # which may differ between hosts.
     comparable_sources_and_weights = []
-    for source_in_flag, source_weight in config.text.mix:
-        hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
+    for source_text, source_weight in config.text.mix:
+        hub_name_or_empty = "" if is_path(source_text) else source_text
         comparable_sources_and_weights.append((hub_name_or_empty, source_weight))
     version_by_setting = {
         f"version of {package_name}": package_version

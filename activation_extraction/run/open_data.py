@@ -186,7 +186,7 @@ def _open_mixture(
             began with.
     """
     source_names = source_names or [
-        plain_url(source_in_flag) for source_in_flag, _ in sources_and_weights
+        plain_url(source_text) for source_text, _ in sources_and_weights
     ]
     names_with_weights = []
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
@@ -198,28 +198,28 @@ def _open_mixture(
         source_name, source_revision = name_and_revision.rsplit("@", 1)
         revision_by_source[source_name] = source_revision
     files_of_path_sources = []
-    for source_number, (source_in_flag, _) in enumerate(sources_and_weights):
-        if is_path(source_in_flag):
-            for data_file in list_files(source_in_flag):
+    for source_number, (source_text, _) in enumerate(sources_and_weights):
+        if is_path(source_text):
+            for data_file in list_files(source_text):
                 files_of_path_sources.append(
                     replace(data_file, name=f"{source_number}/{data_file.name}")
                 )
     refuse_repeated(files_of_path_sources)
     files_of_mixture = DataFiles.as_recorded(files_of_path_sources, recorded_metadata)
     opened_sources = []
-    for source_number, (source_in_flag, source_weight) in enumerate(sources_and_weights):
+    for source_number, (source_text, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
-        if is_path(source_in_flag):
+        if is_path(source_text):
             source_number_prefix = f"{source_number}/"
             files_of_source = [
                 replace(data_file, name=data_file.name.removeprefix(source_number_prefix))
                 for data_file in files_of_mixture.files
                 if data_file.name.startswith(source_number_prefix)
             ]
-            source_rows = open_files(source_in_flag, row_schema, files_of_source)
+            source_rows = open_files(source_text, row_schema, files_of_source)
         else:
             # A hub data set is given as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.
-            hub_name, hub_config, hub_split, *surplus_fields = [*source_in_flag.split(":"), "", ""]
+            hub_name, hub_config, hub_split, *surplus_fields = [*source_text.split(":"), "", ""]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_metadata)

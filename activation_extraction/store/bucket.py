@@ -270,7 +270,7 @@ class Bucket:
         bucket_kind = self._bucket_kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
-        is_failure_final = not self._has_succeeded
+        would_fail_again = not self._has_succeeded
         match failure.meaning:
             case Meaning.MISSING:
                 return FileNotFoundError(failure_reason)
@@ -287,7 +287,7 @@ class Bucket:
                 problem_message = "no credentials were found, nor given by the machine"
                 return FolderError(
                     f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}",
-                    is_failure_final,
+                    would_fail_again,
                 )
             case Meaning.FORBIDDEN:
                 return FolderError(
@@ -300,10 +300,10 @@ class Bucket:
                 )
             case Meaning.UNREACHABLE:
                 return FolderError(
-                    f"{failure_reason}; {bucket_kind.address_help}", is_failure_final
+                    f"{failure_reason}; {bucket_kind.address_help}", would_fail_again
                 )
             case Meaning.UNUSABLE:
-                return FolderError(failure_reason, is_failure_final)
+                return FolderError(failure_reason, would_fail_again)
             case Meaning.REFUSED:
                 return FolderError(failure_reason)
             case Meaning.MAY_PASS:

@@ -510,8 +510,9 @@ class Attempts:
     Args:
         folder: Folder to which the request is sent.
         request: Name of the request, for messages.
-        patience: Time for all attempts. None to use the folder's patience, counted from the first
-            failure, so that a long transfer that fails at its end is tried again.
+        patience: Time for all attempts, which is already running. None if the time starts at the
+            first failure, and is the folder's patience. A long transfer that fails at its end is
+            then tried again.
     """
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:
@@ -533,8 +534,8 @@ class Attempts:
         failure_time = time.monotonic()
         if self._patience is None:
             self._patience = Patience(failing_folder.patience)
-        if failure_time + self._pause_seconds > self._patience.end:
-            seconds_since_start = failure_time - self._patience.began
+        if failure_time + self._pause_seconds > self._patience.end_time:
+            seconds_since_start = failure_time - self._patience.start_time
             raise FolderError(
                 f"{failing_folder.url}: {self._request_name} kept failing for "
                 f"{seconds_since_start:.0f} s"

@@ -145,10 +145,11 @@ class ShardNumbers:
         self._next_shard_number = plan.next_shard_number
 
     def take(self) -> int:
-        """Returns the number of the next shard: in a repair a gap, otherwise a new number.
+        """Returns the number of the next shard.
 
-        The last gap of a repair is not returned, because `take_gaps` returns it for the last shard.
-        When only the last gap is left, this method returns new numbers.
+        In a repair, the numbers of missing and bad shards (the gaps) come first, except the last
+        one: `take_gaps` returns it for the last shard. All further numbers are new, as are all
+        numbers outside of a repair.
         """
         if len(self._gap_numbers) > 1:
             return self._gap_numbers.pop(0)

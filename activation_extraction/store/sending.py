@@ -53,18 +53,18 @@ class Patience:
         sending: Seconds in which a slow line can send the body.
 
     Attributes:
-        began: Time of `time.monotonic` at which the write began, in seconds.
-        end: Time of `time.monotonic` at which the write is given up, in seconds.
+        start_time: Time of `time.monotonic` at which the write began, in seconds.
+        end_time: Time of `time.monotonic` at which the write is given up, in seconds.
         max_silent_seconds: Largest number of seconds for which one attempt may wait for an answer
             after the last byte of its body. It is half of `seconds`, so that there is time for a
             second attempt.
     """
 
     def __init__(self, seconds: float, sending: float = 0.0) -> None:
-        self.began = time.monotonic()
-        self.end = self.began + seconds
+        self.start_time = time.monotonic()
+        self.end_time = self.start_time + seconds
         self.max_silent_seconds = seconds / 2
-        self._latest_end = self.end + sending
+        self._latest_end_time = self.end_time + sending
 
     def add(self, seconds: float) -> None:
         """Postpones the end of the write, because its body was being sent.
@@ -74,7 +74,7 @@ class Patience:
         Args:
             seconds: Number of seconds in which the body was being sent.
         """
-        self.end = min(self.end + seconds, self._latest_end)
+        self.end_time = min(self.end_time + seconds, self._latest_end_time)
 
 
 def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
@@ -117,7 +117,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             patience.add(check_time - last_check_time)
         last_check_time = check_time
         waited_seconds = check_time - start_time
-        if silent_seconds >= patience.max_silent_seconds or check_time >= patience.end:
+        if silent_seconds >= patience.max_silent_seconds or check_time >= patience.end_time:
             time_in_words = f"within {waited_seconds:.0f} s"
             if silent_seconds:
                 time_in_words = f"for {silent_seconds:.0f} s after the last byte"
@@ -147,11 +147,15 @@ def is_sending() -> bool | None:
 
 @lru_cache(1)
 def _is_sending_at(_tick: int) -> bool | None:
-    """Returns the result of `is_sending`, which is computed once in each period of time.
+    """Returns whether this process has unacknowledged bytes, looked up once in each period of time.
 
     Args:
-        _tick: Number of the current period, of SHARED_SECONDS seconds. It is not used except as
-            the key of the cache.
+        _tick: Number of the current period of SHARED_SECONDS seconds, which is only used as the key
+            of the cache.
+
+    Returns:
+        Whether a TCP connection of this process has bytes that are not acknowledged yet. None if
+        the lists of connections or of this process's sockets cannot be read.
     """
     with suppress(OSError):
         return bool(_sockets_with_unsent_bytes() & _own_sockets())

@@ -57,15 +57,15 @@ class ShardQueue(Generic[T]):
 
     Attributes:
         bytes_waiting: Number of bytes in memory that wait to be stored.
-        waited: Seconds for which `take` waited, by the phase in which the oldest shard was at that
-            time.
+        waited_seconds_by_phase: Seconds for which `take` waited, by the phase in which the oldest
+            shard was at that time.
     """
 
     def __init__(
         self, commit: Callable[[T], None], max_bytes: float, on_wait: Callable[[], None]
     ) -> None:
         self.bytes_waiting = 0
-        self.waited = dict.fromkeys(PHASES, 0.0)
+        self.waited_seconds_by_phase = dict.fromkeys(PHASES, 0.0)
         self._commit_shard = commit
         self._max_bytes = max_bytes
         self._on_wait = on_wait
@@ -102,7 +102,7 @@ class ShardQueue(Generic[T]):
                 start_time = time.perf_counter()
                 phase_of_oldest = self._shards[0].phase
                 self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
-                self.waited[phase_of_oldest] += time.perf_counter() - start_time
+                self.waited_seconds_by_phase[phase_of_oldest] += time.perf_counter() - start_time
         self.check()
 
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:
@@ -173,7 +173,9 @@ class ShardQueue(Generic[T]):
         for phase in PHASES:
             gauges[f"shards_{phase}"] = phases_of_shards.count(phase)
         for phase in PHASES:
-            gauges[f"waited_{phase}_seconds_since_start"] = round(self.waited[phase], 3)
+            gauges[f"waited_{phase}_seconds_since_start"] = round(
+                self.waited_seconds_by_phase[phase], 3
+            )
         return gauges
 
     def close(self, patient: bool) -> None:

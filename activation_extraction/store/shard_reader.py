@@ -293,10 +293,12 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])
 
     def begin(start: int, stop: int, _blocks: Blocks | None) -> Callable[[], np.ndarray]:
-        first_buffer, last_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        joined_start = int(buffer_ends[first_buffer - 1]) if first_buffer else 0
+        first_buffer_index, last_buffer_index = np.searchsorted(
+            buffer_ends, [start, stop], "right"
+        ).tolist()
+        joined_start = int(buffer_ends[first_buffer_index - 1]) if first_buffer_index else 0
         joined_buffers = np.frombuffer(
-            b"".join(file_buffers[first_buffer : last_buffer + 1]), np.uint8
+            b"".join(file_buffers[first_buffer_index : last_buffer_index + 1]), np.uint8
         )
         return lambda: joined_buffers[start - joined_start : stop - joined_start]
 
@@ -358,7 +360,7 @@ def _whole(folder: Folder, commit: Commit, where: str) -> bytes | mmap.mmap:
             raise RunError(f"{where}: is missing; {REPLACED_REASON}") from error
         except ValueError as error:
             raise RunError(f"{where}: is empty") from error
-        except OSError as error:  # FolderError, because the file need not be damaged
+        except OSError as error:  # reading failed, but the file need not be damaged
             raise FolderError(f"{where}: cannot be read: {reason_of(error)}") from error
         # The file is mapped before the JSON is checked. If the file is replaced after this check,
         # the mapped content does not change.

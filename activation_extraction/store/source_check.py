@@ -26,9 +26,8 @@ class SourceCheck:
     def __init__(self, sources: Sources | None, commits: Sequence[Commit]) -> None:
         self._sources = sources
         self._commits = commits
-        self._checked_count = (
-            0  # number of commits at the time of the last check that found no change
-        )
+        # Number of commits at the time of the last check that found no change.
+        self._checked_commit_count = 0
 
     def check(self, samples: Sequence[ShardSample]) -> None:
         """Checks that the files of a shard's samples have not changed since the run began.
@@ -47,11 +46,13 @@ class SourceCheck:
                     row_position for row_position in rows_of_samples if row_position is not None
                 )
             except RunError as error:
-                shard_numbers = [commit.number for commit in self._commits[self._checked_count :]]
+                shard_numbers = [
+                    commit.number for commit in self._commits[self._checked_commit_count :]
+                ]
                 shard_numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
                 problem_message = (
                     f"{error}; shards committed since it was last seen unchanged: "
                     f"{shard_numbers_in_words}"
                 )
                 raise reworded(error, problem_message, StorageError) from error
-        self._checked_count = len(self._commits)
+        self._checked_commit_count = len(self._commits)

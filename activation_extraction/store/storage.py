@@ -176,7 +176,7 @@ class ActivationStorage:
             self._metrics_file.upload_if_due,
         )
         self.made = self._log_writer.new_commits
-        self.waited = self._shard_writer.queue.waited
+        self.waited = self._shard_writer.queue.waited_seconds_by_phase
         self.format = self._shard_writer.format
         self._planner: Planner = partial(plan_run, self._identity, options.limits)
         if repair:

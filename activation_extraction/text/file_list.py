@@ -48,8 +48,8 @@ STATE_FILE = "state.json"
 SPLITS_FILE = "dataset_dict.json"
 FILES_SAVED_WITH_DATA = ("dataset_info.json", STATE_FILE, SPLITS_FILE)
 DELTA_LOG = "_delta_log"  # the name of the folder in a Delta table that contains its log
-# A word in a file name that names a split. `datasets` looks for the same words. Each group of the
-# pattern matches the words for one split.
+# A word in a file name that names a split, such as "test" in "data/test-00000.parquet". `datasets`
+# looks for the same words. Each group of the pattern matches the words for one split.
 SPLIT_WORD = re.compile(
     r"(?:^|[-._/ ])(?:(train|training)|(test|testing|eval|evaluation)|(validation|valid|val|dev))"
     r"(?=[-._/ 0-9])"

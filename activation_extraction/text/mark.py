@@ -31,12 +31,12 @@ class Mark:
         tokens: Number of tokens before the mark whose activations are stored.
     """
 
-    samples: int
-    skip: int = 0
+    samples: int  # the number of samples before the mark
+    skip: int = 0  # the number of samples before the mark that come from the current chunk
     skipped_rows: int = 0
     empty_rows: int = 0
     stream: Mapping[str, Any] = field(default_factory=dict)
-    tokens: int = 0
+    tokens: int = 0  # the number of stored tokens before the mark
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Mark":

@@ -308,8 +308,8 @@ def _tokens_of_rows(
 
     Args:
         rows: The rows.
-        tokens_of_contents: The results of `tokenise` for the contents of the rows that have a
-            document.
+        tokens_of_contents: For each row that has a document, the tokens of the document, or a text
+            with the reason why it cannot be tokenised.
 
     Yields:
         For each row, its tokens, or None if it has no tokens. If the row cannot be used, a text
@@ -343,7 +343,8 @@ def _sample_of_tokens(
         sample_idx: The number of the sample in the whole run.
         document: The document.
         tokens: The tokens of the document, including special tokens.
-        eligible_mask: The mask that `SampleSettings.eligible` returns for the document.
+        eligible_mask: Mask of the document's tokens that may be kept, bool (tokens.total_tokens,);
+            None if every sample keeps all of its tokens.
         settings: The settings by which documents become samples.
         piece_number: The number of the piece in the document, counted from 0; 0 for a whole
             document.
@@ -387,7 +388,8 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
 
     Args:
         sample: The sample.
-        mark: The mark of the returned sample, with `tokens` set.
+        mark: The mark before the returned sample. It already counts the kept tokens of all samples
+            before this one.
         max_kept: The largest number of tokens that the returned sample keeps.
         continues: Whether the next sample continues with the remaining tokens of the document. If
             so, these tokens do not count as cut.
