@@ -156,7 +156,7 @@ def extract(config: Config) -> int:
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({token_choice})",
             remedy="start anew with another choice and --overwrite",
-            recurs=True,
+            is_recurring=True,
         )
     if config.repair and is_complete:
         return verify(run.storage.destination, None, 0)

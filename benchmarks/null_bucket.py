@@ -49,7 +49,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     Attributes:
         objects: Name of an object -> the object.
         generations: Iterator over the generation numbers of the next writes.
-        lock: Lock for comparing a generation and writing an object in one step.
+        write_lock: Lock for comparing a generation and writing an object in one step.
     """
 
     protocol_version = "HTTP/1.1"
@@ -57,7 +57,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     objects: dict[str, StoredObject] = {}
     generations = count(1)
-    lock = Lock()
+    write_lock = Lock()
 
     def log_message(self, *_: object) -> None:
         pass
@@ -93,7 +93,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body_size, body_content = self._read_body()
-        with self.lock:
+        with self.write_lock:
             previous_object = self.objects.get(self.object_name)
             previous_generation = str(previous_object.generation if previous_object else 0)
             if (

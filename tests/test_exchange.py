@@ -67,15 +67,15 @@ def test_sums_on_a_ring_of_devices(shape, rows, length):
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("expert_sum", [ragged_experts, pallas])
-def test_sums_of_some_tokens_are_computed_by_themselves(expert_sum):
+@pytest.mark.parametrize("compute_expert_sum", [ragged_experts, pallas])
+def test_sums_of_some_tokens_are_computed_by_themselves(compute_expert_sum):
     rng = np.random.default_rng(8)
     x, weights = rng.normal(size=(1, 64, 128)), rng.random((1, 64, PER_TOKEN), np.float32)
     chosen = rng.integers(0, EXPERTS + 1, (1, 64, PER_TOKEN)).astype(np.int32)
     drawn = x, *(0.1 * rng.normal(size=(3, 1, EXPERTS, 128, 128)))
     x, *matrices = (jnp.asarray(each, jnp.bfloat16) for each in drawn)
     stacks = Stacks(jnp.int32(0), *matrices)
-    found = expert_sum(x[0], weights[0], chosen[0], stacks, parts=2)
+    found = compute_expert_sum(x[0], weights[0], chosen[0], stacks, parts=2)
     wanted = expected([each[0] for each in matrices], np.float64(x), weights, chosen)[0]
     assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
 

@@ -217,7 +217,7 @@ def _epilog() -> str:
     environment_variable_lines = []
     for flag_name, flag in FLAGS.items():
         if flag.variables is not None:
-            variable_names_in_words = " or ".join(flag.variables.names)
+            variable_names_in_words = " or ".join(flag.variables.variable_names)
             environment_variable_line = f"  {variable_names_in_words:<46} --{flag_name}"
             if flag.variables.required_flag:
                 environment_variable_line += f" (with --{flag.variables.required_flag})"
@@ -239,7 +239,9 @@ def _fill_from_environment(values: Values) -> None:
         if flag.variables is None or flag_name in values:
             continue
         variables_with_values = [
-            variable_name for variable_name in flag.variables.names if os.environ.get(variable_name)
+            variable_name
+            for variable_name in flag.variables.variable_names
+            if os.environ.get(variable_name)
         ]
         if variables_with_values and flag.variables.are_read_with(_names_of_flags(values)):
             _take_variable(values, flag_name, variables_with_values[0])
@@ -265,13 +267,13 @@ def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
     Args:
         values: The values of flags by name.
     """
-    given_flag_names = set()
+    names_of_set_flags = set()
     for flag_name, flag_value in values.items():
         opposite_name_and_help = FLAGS[flag_name].opposite
-        given_flag_names.add(
+        names_of_set_flags.add(
             flag_name if opposite_name_and_help is None or flag_value else opposite_name_and_help[0]
         )
-    return given_flag_names
+    return names_of_set_flags
 
 
 def _take_variable(values: Values, name: str, variable: str) -> None:
@@ -373,11 +375,13 @@ def _check_hosts(values: Values) -> None:
             host is too large.
     """
     host_flag_names = ("coordinator_address", "host_id", "num_hosts")
-    given_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
+    present_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
     missing_flag_names = [flag_name for flag_name in host_flag_names if flag_name not in values]
-    if given_flag_names and missing_flag_names:
-        raise InputError(f"--{missing_flag_names[0]}: is missing; --{given_flag_names[0]} needs it")
-    if given_flag_names and values["host_id"] >= values["num_hosts"]:
+    if present_flag_names and missing_flag_names:
+        raise InputError(
+            f"--{missing_flag_names[0]}: is missing; --{present_flag_names[0]} needs it"
+        )
+    if present_flag_names and values["host_id"] >= values["num_hosts"]:
         raise InputError(
             f"--host_id {values['host_id']}: out of range for --num_hosts {values['num_hosts']}; "
             "hosts are counted from 0"

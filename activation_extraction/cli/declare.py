@@ -30,14 +30,14 @@ class Variables:
     """Environment variables from which a flag gets its value if it is not on the command line.
 
     Attributes:
-        names: Names of the variables. The first variable that is set is used.
+        variable_names: Names of the variables. The first variable that is set is used.
         required_flag: Name of a flag. The variables are ignored if this flag is not on the command
             line. "" if the variables do not depend on a flag.
         excluding_flags: Names of flags. The variables are ignored if one of these flags is on the
             command line.
     """
 
-    names: tuple[str, ...]
+    variable_names: tuple[str, ...]
     required_flag: str = ""
     excluding_flags: tuple[str, ...] = ()
 
@@ -131,7 +131,7 @@ def flag(
         default_in_words = f"{default}{unit}"
     defaults_in_words = []
     if variables is not None:
-        defaults_in_words.append(" or ".join(variables.names))
+        defaults_in_words.append(" or ".join(variables.variable_names))
     if default_in_words:
         defaults_in_words.append(default_in_words)
     if defaults_in_words:

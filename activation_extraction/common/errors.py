@@ -84,13 +84,15 @@ class RunError(Exception):
     Attributes:
         remedy: Description of the changes that the user must make before the run can continue.
             None if it is enough to run the command again.
-        recurs: Whether the same command would fail again in the same way.
+        is_recurring: Whether the same command would fail again in the same way.
     """
 
-    def __init__(self, message: str, *, remedy: str | None = None, recurs: bool = False) -> None:
+    def __init__(
+        self, message: str, *, remedy: str | None = None, is_recurring: bool = False
+    ) -> None:
         super().__init__(message)
         self.remedy = remedy
-        self.recurs = recurs
+        self.is_recurring = is_recurring
 
 
 class StorageError(RunError):
@@ -108,13 +110,13 @@ def reworded(error: BaseException, message: str, error_type: type[RunErrorType])
 
     Args:
         error: The original error. If it is no RunError, the new error has no remedy and its
-            attribute `recurs` is False.
+            attribute `is_recurring` is False.
         message: The message of the new error.
         error_type: The type of the new error.
     """
     original_remedy = getattr(error, "remedy", None)
-    is_recurring = getattr(error, "recurs", False)
-    return error_type(message, remedy=original_remedy, recurs=is_recurring)
+    is_recurring = getattr(error, "is_recurring", False)
+    return error_type(message, remedy=original_remedy, is_recurring=is_recurring)
 
 
 def for_the_user(error: BaseException) -> Exception:
@@ -154,7 +156,7 @@ def exit_status(action: Callable[[], int]) -> int:
     except RunError as error:
         remedy_text = f"; {error.remedy}" if error.remedy else ""
         say_error(f"error: {error}{remedy_text}")
-        return 2 if error.recurs else 1
+        return 2 if error.is_recurring else 1
     except MemoryError as error:
         say_error(f"error: out of memory on the host: {error}")
         return 1

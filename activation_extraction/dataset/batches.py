@@ -126,7 +126,7 @@ class Batches(Iterator[T]):
                 "stand: save the state_dict() of torchdata's StatefulDataLoader, or read with "
                 "num_workers=0"
             )
-        return {**self._setting(), **asdict(self._position)}
+        return {**self._settings(), **asdict(self._position)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Moves the iteration to the position at which a state was saved.
@@ -139,7 +139,7 @@ class Batches(Iterator[T]):
             ValueError: If the state comes from other data, or from batches with other arguments.
         """
         remaining_state = dict(state)
-        for setting_name, expected_value in self._setting().items():
+        for setting_name, expected_value in self._settings().items():
             stored_value = remaining_state.pop(setting_name, None)
             if stored_value != expected_value:
                 raise ValueError(
@@ -161,7 +161,7 @@ class Batches(Iterator[T]):
         if self._workers_have_read is not None and _loader_worker() is None:
             self._workers_have_read[0] = 0
 
-    def _setting(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
 
         Returns:
@@ -173,18 +173,18 @@ class Batches(Iterator[T]):
         loader_worker, num_loader_workers = _loader_worker() or ONLY_WORKER
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
-        first_run_setting, *other_run_settings = (
+        settings_of_first_run, *settings_of_other_runs = (
             source.options.setting for source in self._sources
         )
-        setting = {
+        settings = {
             "data": data_digest,
-            **first_run_setting,
-            "others": other_run_settings,
+            **settings_of_first_run,
+            "others": settings_of_other_runs,
             "part": loader_worker,
             "parts": num_loader_workers,
         }
-        json_setting: dict[str, Any] = json.loads(json.dumps(setting))
-        return json_setting
+        json_settings: dict[str, Any] = json.loads(json.dumps(settings))
+        return json_settings
 
     def close(self) -> None:
         """Stops reading ahead, and frees the memory of the tokens that were read ahead.

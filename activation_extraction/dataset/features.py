@@ -137,7 +137,7 @@ def feature_table(
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
     feature_count = dataset.hooks[hook]
-    seen_tokens = 0  # number of tokens in earlier batches
+    num_earlier_tokens = 0  # number of tokens in earlier batches
     active_token_counts = np.zeros(feature_count, np.int64)
     value_sums = np.zeros(feature_count)
     strongest_tokens = StrongestTokens(feature_count, contexts)
@@ -146,12 +146,13 @@ def feature_table(
         for batch in dataset.batches(BATCH_TOKENS, [hook]):
             codes = batch[hook]
             token_numbers = np.repeat(
-                np.arange(seen_tokens, seen_tokens + len(batch)), np.diff(codes.indptr)
+                np.arange(num_earlier_tokens, num_earlier_tokens + len(batch)),
+                np.diff(codes.indptr),
             )
             active_token_counts += np.bincount(codes.indices, minlength=feature_count)
             value_sums += np.bincount(codes.indices, codes.data, minlength=feature_count)
             strongest_tokens.add(codes.indices, codes.data, token_numbers)
-            seen_tokens += len(batch)
+            num_earlier_tokens += len(batch)
             progress_bar.update(len(batch))
     is_active = active_token_counts > 0
     mean_values = np.divide(
@@ -160,7 +161,7 @@ def feature_table(
     columns_by_name: dict[str, Any] = {
         "feature": np.arange(feature_count, dtype=np.int32),
         "tokens": active_token_counts,
-        "frequency": active_token_counts / max(seen_tokens, 1),
+        "frequency": active_token_counts / max(num_earlier_tokens, 1),
         "mean": pyarrow.array(mean_values, mask=~is_active),
         "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active),
         "contexts": _contexts(dataset, strongest_tokens, around),

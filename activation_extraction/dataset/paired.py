@@ -342,12 +342,14 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
     wanted_sample_indices = sample_indices[:, is_wanted_sample]
     aligns_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
 
-    @lru_cache(int(aligns_whole_shards))  # chunks of one shard share the shard's alignment
+    # If whole shards are aligned, all chunks of a shard need the same result, so the last result is
+    # kept. Otherwise no result is kept.
+    @lru_cache(int(aligns_whole_shards))
     def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
         first_run_tokens = first_source.tokens([chunk])
-        start_sample, last_sample = first_run_tokens.sample_indices[[0, -1]]
+        first_sample_index, last_sample_index = first_run_tokens.sample_indices[[0, -1]]
         start_column, stop_column = np.searchsorted(
-            wanted_sample_indices[0], [start_sample, last_sample + 1]
+            wanted_sample_indices[0], [first_sample_index, last_sample_index + 1]
         )
         partner_blocks = [
             _partners(

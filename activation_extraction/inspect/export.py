@@ -143,11 +143,11 @@ def export(
             if written_path.is_file()
         )
     say(
-        f"exported: {counted(export_result.tokens, 'token')}, "
+        f"exported: {counted(export_result.num_tokens, 'token')}, "
         f"{counted(len(exported_hooks), 'hook')}, "
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
-    if num_omitted_tokens := finished_dataset.tokens - export_result.tokens:
+    if num_omitted_tokens := finished_dataset.tokens - export_result.num_tokens:
         places_in_words = (
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )

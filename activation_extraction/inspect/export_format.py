@@ -19,13 +19,13 @@ class Exported(NamedTuple):
     """The result of an export: the number of exported tokens, and a list of omissions.
 
     Attributes:
-        tokens: The number of tokens in the files. Other tokens of the run are missing in the files
-            because they did not fill a row.
+        num_tokens: The number of tokens in the files. Other tokens of the run are missing in the
+            files because they did not fill a row.
         omissions: Phrases about other data of the run that the files do not contain, such as
             "3 samples without tokens".
     """
 
-    tokens: int
+    num_tokens: int
     omissions: tuple[str, ...] = ()
 
 

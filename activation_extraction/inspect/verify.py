@@ -183,17 +183,17 @@ def _pick_samples(
     """
     stored_sample_count = sum(commit.count for _, commit in folders_and_commits)
     # Numbers of the picked samples, counted over all shards from 0.
-    picked_numbers = sorted(
+    picked_sample_numbers = sorted(
         random.sample(range(stored_sample_count), min(sample_count, stored_sample_count))
     )
     indices_by_shard = []
     previous_sample_count = 0  # number of samples in the shards before the current one
     for _, commit in folders_and_commits:
-        numbers_of_shard = range(previous_sample_count, previous_sample_count + commit.count)
+        sample_numbers_of_shard = range(previous_sample_count, previous_sample_count + commit.count)
         picked_indices = [
-            picked_number - previous_sample_count
-            for picked_number in picked_numbers
-            if picked_number in numbers_of_shard
+            picked_sample_number - previous_sample_count
+            for picked_sample_number in picked_sample_numbers
+            if picked_sample_number in sample_numbers_of_shard
         ]
         indices_by_shard.append(picked_indices)
         previous_sample_count += commit.count

@@ -394,9 +394,9 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
             right_matches.append(row_check.matches_of_layers[layer][hook.name, 0])
-    right_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
+    right_rows_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
     if not right_matches:
-        return f"{layer_in_words}: {hook.name}, {right_in_words}"
+        return f"{layer_in_words}: {hook.name}, {right_rows_in_words}"
     largest_error_in_words = _percent(max(right_match.row_error for right_match in right_matches))
     at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
     other_expert_tokens = sum(right_match.other_expert_tokens for right_match in right_matches)
@@ -406,7 +406,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
             f" (without {counted(other_expert_tokens, 'token')} that may have other experts)"
         )
     error_in_words = f"error {at_most_words}{largest_error_in_words}{exception_in_words}"
-    return f"{layer_in_words}: {hook.name}, {right_in_words}, {error_in_words}"
+    return f"{layer_in_words}: {hook.name}, {right_rows_in_words}, {error_in_words}"
 
 
 def _order_problem(hooks: Sequence[ExpectedHook]) -> str:
@@ -763,7 +763,7 @@ def _describe_parts(
         )
     elif is_unexplained_state.any():
         experts_in_words = (
-            ", perhaps because of other experts" if check.limits.other_experts_fraction else ""
+            ", perhaps because of other experts" if check.limits.rerouted_fraction else ""
         )
         problem_phrases.append(
             f"no match for {_tokens_in_words(is_unexplained_state)}{experts_in_words}"

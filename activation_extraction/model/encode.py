@@ -300,7 +300,8 @@ def _records(
     and the norm, and the ids and values of the features that are kept. common/codes.py describes
     its format.
 
-    The docstring of `Autoencoder` has the formula, with the names `pre`, `score` and `result`.
+    The docstring of `Autoencoder` has the formula. Its `pre` and `score` are called
+    `pre_activations` and `feature_scores` here.
 
     Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
@@ -320,18 +321,20 @@ def _records(
     x, undo_normalisation = _normalised(rounded_input, autoencoder.normalisation)
     if autoencoder.subtracts_b_dec:
         x = x - weights["b_dec"]
-    pre = einsum("BTD,FD->BTF", x.astype(product_dtype), weights["W_enc"]) + weights["b_enc"]
-    pre = layout.constrain(pre, *FEATURE_AXES)
-    score = pre
-    is_active = jnp.ones(pre.shape, bool)
+    pre_activations = (
+        einsum("BTD,FD->BTF", x.astype(product_dtype), weights["W_enc"]) + weights["b_enc"]
+    )
+    pre_activations = layout.constrain(pre_activations, *FEATURE_AXES)
+    feature_scores = pre_activations
+    is_active = jnp.ones(pre_activations.shape, bool)
     if autoencoder.score_factor is not None:
-        score = pre * weights["score_factor"]
+        feature_scores = pre_activations * weights["score_factor"]
     if autoencoder.threshold is not None:
-        is_active &= score > weights["threshold"]
+        is_active &= feature_scores > weights["threshold"]
     if autoencoder.uses_relu:
-        is_active &= pre > 0
-    score = jnp.where(is_active, score, -jnp.inf)
-    top_scores, feature_ids = largest(score, encoder.max_codes, layout)
+        is_active &= pre_activations > 0
+    feature_scores = jnp.where(is_active, feature_scores, -jnp.inf)
+    top_scores, feature_ids = largest(feature_scores, encoder.max_codes, layout)
     active_count = is_active.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     if autoencoder.k is not None:
         active_count = jnp.minimum(active_count, autoencoder.k)
@@ -343,11 +346,11 @@ def _records(
     largest_kept_tied_id = jnp.where(top_scores == lowest_kept_score, feature_ids, -1).max(
         -1, keepdims=True
     )
-    is_tied_and_kept = (score == lowest_kept_score) & (
-        jnp.arange(pre.shape[-1]) <= largest_kept_tied_id
+    is_tied_and_kept = (feature_scores == lowest_kept_score) & (
+        jnp.arange(pre_activations.shape[-1]) <= largest_kept_tied_id
     )
-    is_kept = (score > lowest_kept_score) | is_tied_and_kept
-    kept_features = jnp.where(is_kept & is_active, pre, 0).astype(product_dtype)
+    is_kept = (feature_scores > lowest_kept_score) | is_tied_and_kept
+    kept_features = jnp.where(is_kept & is_active, pre_activations, 0).astype(product_dtype)
     result = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source_hook == encoder.target_hook:
         result = undo_normalisation(result)

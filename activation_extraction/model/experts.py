@@ -192,12 +192,12 @@ def _sum_on_device(
     token_arrays = [
         array.reshape(-1, array.shape[-1]) for array in (x, routing_weights, chosen_experts)
     ]
-    token_sums = compute_expert_sum(*token_arrays, Stacks(*stacks))
+    expert_sums = compute_expert_sum(*token_arrays, Stacks(*stacks))
     # Along these mesh axes, each device has a part of every expert.
     split_axes = tuple(mesh_axis for mesh_axis in MODEL_AXES if layout.size(mesh_axis) > 1)
     if split_axes:
-        token_sums = lax.psum(token_sums.astype(x.dtype), split_axes).astype(jnp.float32)
-    return token_sums.reshape(x.shape)
+        expert_sums = lax.psum(expert_sums.astype(x.dtype), split_axes).astype(jnp.float32)
+    return expert_sums.reshape(x.shape)
 
 
 def _sum_in_ring(
@@ -262,13 +262,13 @@ def _sum_in_ring(
         for _ in range(1, device_count):
             halves_by_part.append(hop(halves_by_part[-1], ring_shift))
         halves_by_direction.append(halves_by_part)
-    # The halves of the parts in the order: first half of part 0, second half of part 0, first half
-    # of part 1, and so on.
-    ordered_halves: list[list[Array]] = []
+    # The arrays of each half (its tokens, their routing weights and their chosen experts), in the
+    # order: first half of part 0, second half of part 0, first half of part 1, and so on.
+    half_arrays_in_order: list[list[Array]] = []
     for halves_of_part in zip(*halves_by_direction, strict=True):
-        ordered_halves.extend(halves_of_part)
+        half_arrays_in_order.extend(halves_of_part)
     x, routing_weights, chosen_experts = (
-        jnp.concatenate(half_arrays) for half_arrays in zip(*ordered_halves, strict=True)
+        jnp.concatenate(half_arrays) for half_arrays in zip(*half_arrays_in_order, strict=True)
     )
     chosen_experts = chosen_experts - lax.axis_index("expert") * stacks.gate.shape[1]
     y = compute_expert_sum(
@@ -337,18 +337,18 @@ def in_sorted_rows(
     sorted_row_numbers = sorted_row_numbers.reshape(chosen_experts.shape)
 
     def add_up(row_numbers: Array, routing_weights: Array, has_expert: Array) -> Array:
-        token_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
+        expert_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
         # Choice i is the expert with the index i among the chosen experts of every token.
         for choice_index, rows_of_choice in enumerate(row_numbers.T):
             expert_results = from_bits(expert_result_bits[rows_of_choice], x.dtype).astype(
                 jnp.float32
             )
-            token_sums += jnp.where(
+            expert_sums += jnp.where(
                 has_expert[:, choice_index, None],
                 expert_results * routing_weights[:, choice_index, None],
                 0,
             )
-        return token_sums
+        return expert_sums
 
     parts_of_arrays = [
         jnp.split(token_array, parts)
@@ -465,14 +465,14 @@ def one_expert_after_the_other(
         The sums, (T, D) float32.
     """
     layer_number, gate, up, down = stacks
-    token_sums = jnp.zeros(x.shape, jnp.float32)
+    expert_sums = jnp.zeros(x.shape, jnp.float32)
     for expert_number in range(gate.shape[1]):
         gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer_number, expert_number]))
         gated_values *= einsum("TD,DM->TM", x, up[layer_number, expert_number])
         expert_weight = jnp.where(chosen_experts == expert_number, routing_weights, 0).sum(
             axis=-1, keepdims=True
         )
-        token_sums += expert_weight * einsum(
+        expert_sums += expert_weight * einsum(
             "TM,MD->TD", gated_values, down[layer_number, expert_number]
         )
-    return token_sums
+    return expert_sums

@@ -213,7 +213,7 @@ class CostModel:
             moved_bytes += self._weight_traffic(layout, parameter_path, weight_spec)
         return moved_bytes
 
-    def _weight_traffic(self, layout: Layout, path: ParamPath, spec: WeightSpec) -> float:
+    def _weight_traffic(self, layout: Layout, path: ParamPath, weight_spec: WeightSpec) -> float:
         """Returns the bytes that a device moves for the products with one parameter in a step.
 
         The bytes that the device reads from its memory and writes to its memory are added up.
@@ -221,16 +221,16 @@ class CostModel:
         Args:
             layout: The layout of the mesh.
             path: The path of the parameter in the model.
-            spec: The parameter. It contains the weights of all layers.
+            weight_spec: The parameter. It contains the weights of all layers.
         """
         experts_config = self.model.config.experts
         hidden_size = self.model.config.hidden_size
-        num_gathered_values = _values_on_device(layout, spec, unsplit_axis="fsdp")
-        num_values_before_gather = _values_on_device(layout, spec)
+        num_gathered_values = _values_on_device(layout, weight_spec, unsplit_axis="fsdp")
+        num_values_before_gather = _values_on_device(layout, weight_spec)
         num_moved_values = float(num_gathered_values)
         if num_values_before_gather < num_gathered_values:
             num_moved_values += num_values_before_gather + num_gathered_values
-        num_layers, *weight_axis_sizes = spec.shape
+        num_layers, *weight_axis_sizes = weight_spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
             num_multiplied_tokens = num_layers * self._tokens_on_device(layout)
             if experts_config is not None and "experts" in path:
@@ -321,16 +321,18 @@ class CostModel:
         return self.num_rows * self.row_length / layout.size(*RULES["batch"])
 
 
-def _values_on_device(layout: Layout, spec: WeightSpec, unsplit_axis: str | None = None) -> int:
+def _values_on_device(
+    layout: Layout, weight_spec: WeightSpec, unsplit_axis: str | None = None
+) -> int:
     """Returns the number of values of a parameter that a device stores.
 
     Args:
         layout: The layout of the mesh.
-        spec: The parameter.
+        weight_spec: The parameter.
         unsplit_axis: A mesh axis along which the weight is not split. None to split it along all
             mesh axes that RULES in mesh.py lists for its logical axes.
     """
-    return math.prod(layout.shard_shape(spec.axes, spec.shape, unsplit_axis))
+    return math.prod(layout.shard_shape(weight_spec.axes, weight_spec.shape, unsplit_axis))
 
 
 def linked_devices(devices: Sequence[Any]) -> int:

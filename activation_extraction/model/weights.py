@@ -371,7 +371,9 @@ def load_params(
     stage_count = layout.size("pipeline")
     loaded_dtype = np.uint16 if as_bits else dtype
     stacked_spec_by_path = {
-        parameter_path: spec for parameter_path, spec in table.items() if spec.axes[0] == "layers"
+        parameter_path: weight_spec
+        for parameter_path, weight_spec in table.items()
+        if weight_spec.axes[0] == "layers"
     }
 
     def make_zeros() -> dict[ParamPath, jax.Array]:
@@ -387,9 +389,11 @@ def load_params(
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
     load_jobs: list[tuple[ParamPath, int | None]] = []
-    for parameter_path, spec in table.items():
+    for parameter_path, weight_spec in table.items():
         if parameter_path in stacked_spec_by_path:
-            load_jobs += [(parameter_path, layer) for layer in range(spec.shape[0] // stage_count)]
+            load_jobs += [
+                (parameter_path, layer) for layer in range(weight_spec.shape[0] // stage_count)
+            ]
         else:
             load_jobs.append((parameter_path, None))
 

@@ -61,12 +61,12 @@ class TokenCounts:
     """The numbers of tokens that one machine computes and stores in a whole run.
 
     Attributes:
-        computed_tokens: The number of tokens that the model computes.
-        stored_tokens: The number of tokens whose activations are stored.
+        num_computed_tokens: The number of tokens that the model computes.
+        num_stored_tokens: The number of tokens whose activations are stored.
     """
 
-    computed_tokens: float
-    stored_tokens: float
+    num_computed_tokens: float
+    num_stored_tokens: float
 
 
 @dataclass(frozen=True)
@@ -374,13 +374,13 @@ def estimate_totals(
     price_range = None
     stored_terabytes = None
     if run.token_counts is not None:
-        stored_terabytes = run.token_counts.stored_tokens * token_bytes / 1e12
+        stored_terabytes = run.token_counts.num_stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
             if config.planning.tokens_per_second is None:
-                num_tokens_of_run = run.token_counts.computed_tokens
+                num_tokens_of_run = run.token_counts.num_computed_tokens
                 tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
-                num_tokens_of_run = run.token_counts.stored_tokens
+                num_tokens_of_run = run.token_counts.num_stored_tokens
                 tokens_per_second = [config.planning.tokens_per_second * run.topology.num_hosts]
             hours_range = [
                 num_tokens_of_run / max(tokens_per_second) / 3600,

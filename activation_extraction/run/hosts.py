@@ -254,8 +254,8 @@ def raise_together(
     """Raises an error on all hosts if one host has a problem, or if fields differ between hosts.
 
     All hosts must call this together, and they wait for each other. Before an error is raised, all
-    hosts disconnect. The attribute `recurs` of a RunError tells whether the problem would come
-    again with the same command. If it would on any host, the RunErrors of all hosts have it set.
+    hosts disconnect. The attribute `is_recurring` of a RunError tells whether the same command
+    would fail again in the same way. If it is True on any host, it becomes True on all hosts.
 
     Args:
         host: This host.
@@ -277,7 +277,7 @@ def raise_together(
     elif isinstance(problem, InputError):
         problem_kind = BAD_INPUT
     else:
-        problem_kind = RECURS if getattr(problem, "recurs", False) else MAY_PASS
+        problem_kind = RECURS if getattr(problem, "is_recurring", False) else MAY_PASS
     shown_content_by_field = {
         field_name: _text_or_digest(field_content) for field_name, field_content in fields.items()
     }
@@ -303,7 +303,7 @@ def raise_together(
         # many files has many fields.
         problem = InputError(_difference_message(gather(host, shown_content_by_field)))
     if isinstance(problem, RunError) and {BAD_INPUT, RECURS} & {*problem_kinds}:
-        problem.recurs = True
+        problem.is_recurring = True
     if problem is not None:
         leave(host)
         raise problem

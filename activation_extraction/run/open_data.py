@@ -188,10 +188,10 @@ def _open_mixture(
     source_names = source_names or [
         plain_url(source_text) for source_text, _ in sources_and_weights
     ]
-    names_with_weights = []
+    name_and_weight_texts = []
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
-        names_with_weights.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
-    mixture_name = " ".join(names_with_weights)
+        name_and_weight_texts.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
+    mixture_name = " ".join(name_and_weight_texts)
     recorded_metadata, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
     revision_by_source = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions.split():

@@ -61,11 +61,11 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     stored_totals = storage.totals
     run_repair = storage.plan.repair
     if run_repair is not None:
-        shard_numbers = (
+        shard_numbers_in_words = (
             ranges_in_words(sorted(shard_commit.number for shard_commit in storage.made)) or "none"
         )
         repair_outcome = "repaired" if complete else "interrupted"
-        say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers}")
+        say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers_in_words}")
         if complete and run_repair.gaps:
             if run_repair.status(stored_totals.samples) != "complete":
                 say("the run is not complete: the same command without --repair continues it")

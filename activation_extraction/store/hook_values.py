@@ -52,7 +52,7 @@ Key = int | str
 Values = np.ndarray | Codes  # values of some tokens at a hook, in the user's form
 Shape = tuple[int, ...]
 SCALE = ".scale"  # end of the name of the tensor with the scales of a hook
-FLOATS: np.dtype = np.dtype(np.float32)
+FLOAT32: np.dtype = np.dtype(np.float32)
 SLICE_BYTES = 32 * 2**20  # bytes of values at a hook that a thread processes at a time
 # Largest number of attention sinks of a shard, and also of its other tokens, whose encoding errors
 # are measured. Measuring decodes the tokens again, which takes time.
@@ -90,13 +90,13 @@ class Tolerance:
         computing_error: Largest relative error of computing the values again.
         rounding_error: Largest relative error of rounding activations to the dtype in which they
             are stored.
-        max_different_share: Largest share of a sample's integers, or of its active features, that
-            may differ, from 0 to 1.
+        max_different_fraction: Largest fraction of a sample's integers, or of its active features,
+            that may differ, from 0 to 1.
     """
 
     computing_error: float
     rounding_error: float
-    max_different_share: float
+    max_different_fraction: float
 
     @property
     def activation_error(self) -> float:
@@ -106,12 +106,12 @@ class Tolerance:
     def different_numbers(self, compared_count: int) -> int:
         """Returns how many stored integers or features of a sample may differ from recomputed ones.
 
-        It is the fraction `max_different_share` of the compared numbers, but at least TIE.
+        It is the fraction `max_different_fraction` of the compared numbers, but at least TIE.
 
         Args:
             compared_count: Number of integers or features that are compared.
         """
-        return max(int(self.max_different_share * compared_count), TIE)
+        return max(int(self.max_different_fraction * compared_count), TIE)
 
 
 @dataclass(frozen=True)
@@ -512,7 +512,7 @@ class Float8Values(HookValues):
     """
 
     stored_dtype: str = VALUE_DTYPE.name
-    dtype = FLOATS
+    dtype = FLOAT32
     are_activations = True
     is_array = True
     is_encoded = True
@@ -586,7 +586,7 @@ class Float8Values(HookValues):
 
     @property
     def row_dtype(self) -> np.dtype:
-        return np.dtype((FLOATS, (self.width,)))
+        return np.dtype((FLOAT32, (self.width,)))
 
     @property
     def min_token_bytes(self) -> int:
@@ -605,7 +605,9 @@ class Float8Values(HookValues):
             return lambda: np.empty(0, self.row_dtype)
         finish_value_rows = file.begin_rows(self.name, start, stop)
         finish_scale_rows = file.begin_rows(self.name + SCALE, start, stop)
-        return lambda: Float8Array(finish_value_rows(), finish_scale_rows()).decode(dtype or FLOATS)
+        return lambda: Float8Array(finish_value_rows(), finish_scale_rows()).decode(
+            dtype or FLOAT32
+        )
 
     def differences(
         self,
@@ -632,7 +634,7 @@ class CodeValues(HookValues):
     """
 
     max_features: int
-    dtype = FLOATS
+    dtype = FLOAT32
     are_activations = False
     is_array = False
     is_encoded = False
@@ -694,8 +696,8 @@ class CodeValues(HookValues):
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
         return {
             f"{self.name}.offsets": (np.dtype(np.int64), (tokens + 1,)),
-            f"{self.name}.error": (FLOATS, (tokens,)),
-            f"{self.name}.norm": (FLOATS, (tokens,)),
+            f"{self.name}.error": (FLOAT32, (tokens,)),
+            f"{self.name}.norm": (FLOAT32, (tokens,)),
         }
 
     def begin_rows(

@@ -497,13 +497,15 @@ class RunLog:
         # complete run records the number of entries.
         recorded_entry_count = metadata["shards"] if metadata.get("status") == "complete" else 0
         number_after_last = max([recorded_entry_count, *self.commits]) + 1
-        damaged_numbers = {
+        damaged_shard_numbers = {
             number_of(file_name) for file_name in self.damaged_files if file_name != METADATA
         }
-        existing_numbers = {
-            number for number in {*self.commits, *damaged_numbers} if number < number_after_last
+        existing_shard_numbers = {
+            number
+            for number in {*self.commits, *damaged_shard_numbers}
+            if number < number_after_last
         }
-        for missing_range in _gaps([0, *sorted(existing_numbers), number_after_last]):
+        for missing_range in _gaps([0, *sorted(existing_shard_numbers), number_after_last]):
             first_missing_name = commit_name(missing_range.start)
             last_missing_name = commit_name(missing_range.stop - 1)
             if first_missing_name == last_missing_name:

@@ -165,5 +165,5 @@ class Shard:
                     f"sample {sample.facts.sample_idx}, hook {key}: NaN or infinite {dtype_name} "
                     "values",
                     remedy=OVERFLOW if dtype_name == "float16" else NOT_FINITE,
-                    recurs=True,
+                    is_recurring=True,
                 )

@@ -128,30 +128,35 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
             )
 
 
-def for_each_shard(check: Callable[..., T], shards: Sequence[tuple[Commit, tuple]]) -> Iterator[T]:
+def for_each_shard(
+    check: Callable[..., T], commits_and_arguments: Sequence[tuple[Commit, tuple]]
+) -> Iterator[T]:
     """Calls a function for several shards at the same time, and yields its results in order.
 
     Args:
         check: Function to call for each shard.
-        shards: A tuple for each shard, which contains:
+        commits_and_arguments: A tuple for each shard, which contains:
             The commit of the shard. Its size is used for the progress bar.
             A tuple of the arguments of `check`.
 
     Yields:
-        The results of `check`, in the order of `shards`.
+        The results of `check`, in the order of `commits_and_arguments`.
     """
     from tqdm import tqdm  # imported here, because only these checks need it
 
-    total_bytes = sum(commit.bytes for commit, _ in shards)
+    total_bytes = sum(commit.bytes for commit, _ in commits_and_arguments)
     with (
         ThreadPoolExecutor(SHARDS_AT_ONCE) as check_threads,
         tqdm(
             total=total_bytes, unit="B", unit_scale=True, desc="verifying", disable=None
         ) as progress_bar,
     ):
-        check_futures = [check_threads.submit(check, *arguments) for _, arguments in shards]
+        check_futures = [
+            check_threads.submit(check, *check_arguments)
+            for _, check_arguments in commits_and_arguments
+        ]
         try:
-            for check_future, (commit, _) in zip(check_futures, shards, strict=True):
+            for check_future, (commit, _) in zip(check_futures, commits_and_arguments, strict=True):
                 yield check_future.result()
                 progress_bar.update(commit.bytes)
         finally:

@@ -129,7 +129,7 @@ def unusable_row(problem: str) -> RunError:
     Args:
         problem: The position of the row, and the reason why it cannot be used.
     """
-    return RunError(f"a row cannot be used: {problem}", remedy=SKIP_ADVICE, recurs=True)
+    return RunError(f"a row cannot be used: {problem}", remedy=SKIP_ADVICE, is_recurring=True)
 
 
 def log_skipped_row(problem: str, num_skipped: int) -> None:

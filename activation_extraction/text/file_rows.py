@@ -196,7 +196,7 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
             file.is_local or isinstance(error, RunError)
         )
         error_message = f"{file.url}: {one_line(error)}{last_row_in_words}"
-        raise RunError(error_message, remedy=error_remedy, recurs=does_error_recur) from error
+        raise RunError(error_message, remedy=error_remedy, is_recurring=does_error_recur) from error
 
 
 # The following functions open files for the functions that read rows. They reject files in formats

@@ -185,7 +185,7 @@ def samples(
                 f"{json.dumps(stored_row_position)}, but the data set now gives it row "
                 f"{json.dumps(sample_row_position)}",
                 remedy="the data set has changed: restore it, or give another --output_dir",
-                recurs=True,
+                is_recurring=True,
             )
         current_mark = mark_before_sample.after(stored_sample.tokens)
         on_stored()
