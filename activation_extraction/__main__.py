@@ -30,19 +30,19 @@ def script() -> "NoReturn":
 
     make_streams_safe()
     set_library_defaults()
-    status = 1
+    exit_status = 1
     try:
-        status = main()
+        exit_status = main()
     except SystemExit as stop:
         # The parser of the flags raises SystemExit after --help or --version.
-        status = int(stop.code or 0)
+        exit_status = int(stop.code or 0)
     except BaseException:
         say_error(*traceback.format_exc().splitlines())
     sys.stdout.flush()
     sys.stderr.flush()
     # Native threads of streaming readers, and of jax.distributed after a failure, can hang or abort
     # an ordinary exit. Nothing is lost by skipping it, because all shards are committed by now.
-    os._exit(status)
+    os._exit(exit_status)
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:

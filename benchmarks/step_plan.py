@@ -212,8 +212,8 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     ]
     layer_shares = [layer_count / sum(layer_counts) for layer_count in layer_counts]
     routed_share = 1 / program.layout.size("expert")
-    passes_of_kernel = partial(passes_of_expert_kernel, routed_share=routed_share)
-    return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, passes_of_kernel)
+    count_passes_of_kernel = partial(passes_of_expert_kernel, routed_share=routed_share)
+    return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, count_passes_of_kernel)
 
 
 def passes_of_expert_kernel(

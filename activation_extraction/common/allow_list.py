@@ -85,12 +85,12 @@ class _CompleteInstructions:
         """
         read_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():
-            block = self._recorded_stream.recorded_blocks.popleft()
-            if len(block) > size:
-                self._recorded_stream.recorded_blocks.appendleft(block[size:])
-                block = block[:size]
-            read_blocks.append(block)
-            size -= len(block)
+            recorded_block = self._recorded_stream.recorded_blocks.popleft()
+            if len(recorded_block) > size:
+                self._recorded_stream.recorded_blocks.appendleft(recorded_block[size:])
+                recorded_block = recorded_block[:size]
+            read_blocks.append(recorded_block)
+            size -= len(recorded_block)
         return b"".join(read_blocks)
 
     def readline(self) -> bytes:

@@ -90,13 +90,13 @@ def available_memory() -> int:
     system does not report the available memory), and the unused bytes of each control group with a
     limit that contains this process.
     """
-    free_bytes = _computer_memory()
+    available_bytes = _computer_memory()
     for group in _limited_groups():
-        free_bytes = min(free_bytes, max(group.limit_bytes - group.used_bytes, 0))
+        available_bytes = min(available_bytes, max(group.limit_bytes - group.used_bytes, 0))
     available_match = re.search(r"MemAvailable: *([0-9]+) kB", _kernel_file(MEMORY_INFO))
     if available_match is not None:
-        free_bytes = min(free_bytes, int(available_match[1]) * 1024)
-    return free_bytes
+        available_bytes = min(available_bytes, int(available_match[1]) * 1024)
+    return available_bytes
 
 
 def _computer_memory() -> int:
@@ -110,19 +110,19 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
     and to all ancestors of this group.
     """
     for group_folder, tree_folder, file_names in _mounted_groups():
-        folder_of_group = group_folder
+        searched_folder = group_folder
         while True:
-            limit_text = _kernel_file(folder_of_group / file_names.limit_file).strip()
+            limit_text = _kernel_file(searched_folder / file_names.limit_file).strip()
             if limit_text.isdecimal():
-                usage_text = _kernel_file(folder_of_group / file_names.usage_file).strip()
-                stat_lines = _kernel_file(folder_of_group / "memory.stat").splitlines()
+                usage_text = _kernel_file(searched_folder / file_names.usage_file).strip()
+                stat_lines = _kernel_file(searched_folder / "memory.stat").splitlines()
                 number_by_stat_field = dict(line.split()[:2] for line in stat_lines)
                 reclaimable_bytes = int(number_by_stat_field.get(file_names.reclaimable_field, 0))
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)
-            if folder_of_group == tree_folder:
+            if searched_folder == tree_folder:
                 break
-            folder_of_group = folder_of_group.parent
+            searched_folder = searched_folder.parent
 
 
 def _mounted_groups() -> Iterator[_MountedGroup]:

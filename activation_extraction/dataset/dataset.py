@@ -416,12 +416,15 @@ class ActivationDataset(Samples):
         Raises:
             ValueError: If a hook with a limit is not read, or has no activations.
         """
-        activation_hooks = [name for name in hook_names if self.shards.hooks[name].are_activations]
+        activation_hooks = [
+            hook_name for hook_name in hook_names if self.shards.hooks[hook_name].are_activations
+        ]
         limit_by_hook = (
             max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(activation_hooks, max_norm)
         )
         limit_by_hook = {
-            self.hooks.aliases.get(name, name): limit for name, limit in limit_by_hook.items()
+            self.hooks.aliases.get(hook_name, hook_name): limit
+            for hook_name, limit in limit_by_hook.items()
         }
         for hook in limit_by_hook:
             if hook not in activation_hooks:
@@ -429,7 +432,11 @@ class ActivationDataset(Samples):
                     f"max_norm: hook {hook!r} is not read or has no activations, and no norm; "
                     f"{', '.join(activation_hooks) or 'none'} can have a limit"
                 )
-        return {name: float(limit) for name, limit in limit_by_hook.items() if limit is not None}
+        return {
+            hook_name: float(limit)
+            for hook_name, limit in limit_by_hook.items()
+            if limit is not None
+        }
 
     def join(self, other: Any) -> JoinedRuns:
         """Returns a dataset with the hooks of this run and of another run over the same data.
@@ -497,10 +504,11 @@ class ActivationDataset(Samples):
         chosen_columns = (columns,) if isinstance(columns, str) else tuple(columns)
         if chosen_columns and len(self):
             stored_columns = self.shards.table(0).column_names
-            for name in chosen_columns:
-                if name not in stored_columns:
+            for column_name in chosen_columns:
+                if column_name not in stored_columns:
                     raise ValueError(
-                        f"columns: samples have no {name!r}; they have {', '.join(stored_columns)}"
+                        f"columns: samples have no {column_name!r}; they have "
+                        f"{', '.join(stored_columns)}"
                     )
         return chosen_columns
 
@@ -535,9 +543,9 @@ class ActivationDataset(Samples):
         if not self.shards.can_read_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
         source = self.source(BatchOptions(1, hooks))
-        for name in source.options.hooks:
-            if not self.shards.hooks[name].is_array:
-                raise ValueError(f"{name} holds codes, which have no array; read `batches`")
+        for hook_name in source.options.hooks:
+            if not self.shards.hooks[hook_name].is_array:
+                raise ValueError(f"{hook_name} holds codes, which have no array; read `batches`")
         return TokenRecords(source, tokens)
 
     def features(self, hook: str, contexts: int = 10, around: int = 16) -> pyarrow.Table:

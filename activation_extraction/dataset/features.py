@@ -126,13 +126,17 @@ def feature_table(
     from tqdm import tqdm  # imported late, because other readers of a run do not need tqdm
 
     hook = dataset.hooks.aliases.get(hook, hook)
-    code_hooks = [name for name, values in dataset.shards.hooks.items() if not values.is_array]
+    names_of_code_hooks = [
+        hook_name
+        for hook_name, hook_values in dataset.shards.hooks.items()
+        if not hook_values.is_array
+    ]
     if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
-    if hook not in code_hooks:
+    if hook not in names_of_code_hooks:
         raise ValueError(
             f"hook {hook!r} has no codes or is not read; codes are read at "
-            f"{', '.join(code_hooks) or 'no hook'}"
+            f"{', '.join(names_of_code_hooks) or 'no hook'}"
         )
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
@@ -196,14 +200,14 @@ def _contexts(
     listed_indices_of_tables = [np.arange(0)]
     context_tables = [CONTEXT.empty_table()]
     for shard in np.unique(shard_of_token).tolist():
-        reader = dataset.shards.get(shard)
+        shard_reader = dataset.shards.get(shard)
         listed_indices_of_shard = np.flatnonzero(shard_of_token == shard)
-        token_fields = reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
+        token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
         tokens_in_shard = listed_tokens[listed_indices_of_shard] - first_token_of_shard[shard]
-        sample_of_token = np.searchsorted(reader.offsets, tokens_in_shard, "right") - 1
-        context_starts = np.maximum(reader.offsets[sample_of_token], tokens_in_shard - around)
+        sample_of_token = np.searchsorted(shard_reader.offsets, tokens_in_shard, "right") - 1
+        context_starts = np.maximum(shard_reader.offsets[sample_of_token], tokens_in_shard - around)
         context_stops = np.minimum(
-            reader.offsets[sample_of_token + 1], tokens_in_shard + around + 1
+            shard_reader.offsets[sample_of_token + 1], tokens_in_shard + around + 1
         )
         context_ids = [
             token_fields["token_ids"][start:stop]
@@ -211,7 +215,7 @@ def _contexts(
         ]
         context_columns = {
             "value": listed_values[listed_indices_of_shard],
-            "sample_idx": reader.sample_idx[sample_of_token],
+            "sample_idx": shard_reader.sample_idx[sample_of_token],
             "position": token_fields["position"][tokens_in_shard],
             "token_ids": context_ids,
             "token": tokens_in_shard - context_starts,

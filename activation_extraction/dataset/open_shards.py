@@ -162,7 +162,7 @@ class OpenShards:
         Args:
             hooks: Canonical names of the hooks.
         """
-        return sum(self.hooks[name].row_dtype.itemsize for name in hooks)
+        return sum(self.hooks[hook_name].row_dtype.itemsize for hook_name in hooks)
 
     def block_tokens(self, shard: int, chunk_tokens: int) -> int:
         """Returns the number of tokens of which the length of a chunk should be a multiple.
@@ -305,10 +305,12 @@ class OpenShards:
         The sums of the shards are merged in the order of the shards, so that rounding does not
         depend on the timing of threads. The dict is empty for a run without shards.
         """
-        array_hooks = [name for name, hook in self.hooks.items() if hook.is_array]
+        names_of_array_hooks = [
+            hook_name for hook_name, hook_values in self.hooks.items() if hook_values.is_array
+        ]
         total_by_hook: dict[str, Sums] = {}
         for sums_of_shard in self.read_all(
-            partial(self._read, partial(read_sums, hooks=array_hooks))
+            partial(self._read, partial(read_sums, hooks=names_of_array_hooks))
         ):
             for hook, sums in sums_of_shard.items():
                 total_by_hook[hook] = (

@@ -150,9 +150,9 @@ class AlignedRuns:
             aliases = run.hooks.aliases
             if isinstance(norm_limits_of_run, Mapping):
                 norm_limits_of_run = {
-                    name: limit
-                    for name, limit in norm_limits_of_run.items()
-                    if aliases.get(name, name) in hook_names
+                    hook_name: limit
+                    for hook_name, limit in norm_limits_of_run.items()
+                    if aliases.get(hook_name, hook_name) in hook_names
                 }
                 unread_hooks_with_limits -= norm_limits_of_run.keys()
             mask_of_run = options.where if callable(options.where) or not sources else None
@@ -284,7 +284,9 @@ class JoinedRuns(AlignedRuns, Samples):
             ValueError: If an argument is invalid for these runs.
         """
         chosen_hooks = self.hooks.chosen("the joined runs", hooks)
-        hooks_of_runs = [[name for name in chosen_hooks if name in run.hooks] for run in self.runs]
+        hooks_of_runs = [
+            [hook_name for hook_name in chosen_hooks if hook_name in run.hooks] for run in self.runs
+        ]
         batch_options = BatchOptions(size, **options)
         if (sample_filter := batch_options.where) is not None:
             sample_mask = as_mask(

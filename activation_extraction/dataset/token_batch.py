@@ -187,7 +187,11 @@ class TokenBatch:
     def labels(self) -> dict[str, Any]:
         """The arrays `role` and `turn` by name. An array that the run lacks is left out."""
         labels = {"role": self.role, "turn": self.turn}
-        return {name: values for name, values in labels.items() if values is not None}
+        return {
+            label_name: label_values
+            for label_name, label_values in labels.items()
+            if label_values is not None
+        }
 
     def torch(self) -> "TokenBatch":
         """Returns the batch as PyTorch tensors, which share the memory of the arrays."""
@@ -214,7 +218,10 @@ class TokenBatch:
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),
-            **{name: convert(values) for name, values in self.labels.items()},
+            **{
+                label_name: convert(label_values)
+                for label_name, label_values in self.labels.items()
+            },
             columns=self.columns,
         )
 

@@ -102,12 +102,12 @@ class BatchOptions:
             self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         )
         has_invalid_seed = isinstance(self.shuffle, bool) or (self.shuffle or 0) < 0
-        has_small_buffer = self.buffer is not None and self.buffer < 2 * self.size
+        is_buffer_too_small = self.buffer is not None and self.buffer < 2 * self.size
         expected_workers_text = f"expected 0 to {self.workers - 1}, of {self.workers} workers"
         for is_invalid, message in (
             (self.size < 1, f"size {self.size}: expected 1 or more tokens"),
             (
-                has_small_buffer,
+                is_buffer_too_small,
                 f"buffer {self.buffer}: it must hold two batches of {self.size} tokens",
             ),
             (self.skip_first < 0, f"skip_first {self.skip_first}: expected 0 or more tokens"),
@@ -145,7 +145,11 @@ class BatchOptions:
 
         The choice and the order of the tokens depend on these options, but not on `columns`.
         """
-        return {name: option for name, option in asdict(self).items() if name != "columns"}
+        return {
+            option_name: option_value
+            for option_name, option_value in asdict(self).items()
+            if option_name != "columns"
+        }
 
 
 class ShardTokens(NamedTuple):
@@ -213,7 +217,7 @@ class TokenSource:
         sample_indices = sorting_indices[
             np.searchsorted(all_sample_idx, sample_idx, sorter=sorting_indices)
         ]
-        return {name: columns_by_name[name][sample_indices] for name in names}
+        return {column_name: columns_by_name[column_name][sample_indices] for column_name in names}
 
     @cached_property
     def _sample_idx_and_order(self) -> tuple[np.ndarray, np.ndarray]:
@@ -247,10 +251,10 @@ class TokenSource:
         """
         first_samples = self.shards.first_samples
         return [
-            self.whole(shard)
-            for shard, _ in enumerate(self.shards.commits)
+            self.whole(shard_index)
+            for shard_index, _ in enumerate(self.shards.commits)
             if self.sample_mask is None
-            or self.sample_mask[first_samples[shard] : first_samples[shard + 1]].any()
+            or self.sample_mask[first_samples[shard_index] : first_samples[shard_index + 1]].any()
         ]
 
     def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
@@ -316,8 +320,8 @@ class TokenSource:
                 token_fields = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
             field_arrays: dict[str, Any] = {
-                name: values[indices_in_shard - first_token]
-                for name, values in token_fields.items()
+                field_name: values[indices_in_shard - first_token]
+                for field_name, values in token_fields.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
             sample_of_token += self.shards.first_samples[shard]
@@ -347,7 +351,9 @@ class TokenSource:
             requested tokens, in the order of the argument `rows`.
         """
         hook_names = self.options.hooks
-        max_hook_bytes = max((self.shards.row_bytes([name]) for name in hook_names), default=0)
+        max_hook_bytes = max(
+            (self.shards.row_bytes([hook_name]) for hook_name in hook_names), default=0
+        )
         ascending_rows = np.sort(rows)
         begins_new_range = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
         # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
@@ -388,18 +394,18 @@ class TokenSource:
         with as_os_errors():
             reader = self.shards.get(shard)
             wait_functions_by_hook = {
-                name: [
-                    hooks[name].begin_rows(reader, *token_range, dtype)
+                hook_name: [
+                    hooks[hook_name].begin_rows(reader, *token_range, dtype)
                     for token_range in token_ranges
                 ]
-                for name in self.options.hooks
+                for hook_name in self.options.hooks
             }
 
         def wait() -> ByHook[np.ndarray]:
             with as_os_errors():
                 values_by_hook = {
-                    name: _concatenate([wait_for_range() for wait_for_range in wait_functions])
-                    for name, wait_functions in wait_functions_by_hook.items()
+                    hook_name: _concatenate([wait_for_range() for wait_for_range in wait_functions])
+                    for hook_name, wait_functions in wait_functions_by_hook.items()
                 }
             return ByHook(values_by_hook, hooks.aliases)
 
@@ -475,9 +481,9 @@ class TokenSource:
         hooks = self.shards.hooks
         options = self.options
         converted_dtypes = {
-            name: options.dtype
-            for name in options.hooks
-            if options.dtype and hooks[name].are_activations
+            hook_name: options.dtype
+            for hook_name in options.hooks
+            if options.dtype and hooks[hook_name].are_activations
         }
         batch = empty_batch(blocks[0].tokens, stop - start, converted_dtypes)
         preceding_rows = 0  # number of rows in earlier blocks

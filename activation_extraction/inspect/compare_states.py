@@ -101,14 +101,14 @@ class HookMatch(NamedTuple):
         hook: Name of the hook.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token with whose computed state it is compared. 0 if the file is right.
-        other_expert_tokens: Number of tokens that are left out because of different experts.
+        num_other_expert_tokens: Number of tokens that are left out because of different experts.
     """
 
     row_error: float
     largest_token_error: float
     hook: str
     token_offset: int
-    other_expert_tokens: int
+    num_other_expert_tokens: int
 
     def within(self, limits: Limits) -> bool:
         """Returns whether rounding explains the errors.

@@ -104,15 +104,15 @@ def _token_ids(
             token_ids_or_messages = [sample.token_ids for sample in stored_samples]
         else:
             token_ids_or_messages = run_text.reread(stored_samples)
-        for stored_tokens, token_ids_or_message in zip(
+        for stored_sample, token_ids_or_message in zip(
             stored_samples, token_ids_or_messages, strict=True
         ):
             if not isinstance(token_ids_or_message, str):
-                yield stored_tokens.sample_idx, token_ids_or_message
-            elif len(stored_tokens.positions):
+                yield stored_sample.sample_idx, token_ids_or_message
+            elif len(stored_sample.positions):
                 shard_file = file_path(folder_name, commit.file)
                 raise RunError(
-                    f"{shard_file}: sample {stored_tokens.sample_idx}: its text cannot be read "
+                    f"{shard_file}: sample {stored_sample.sample_idx}: its text cannot be read "
                     f"again: {token_ids_or_message}"
                 )
 

@@ -399,13 +399,15 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
         return f"{layer_in_words}: {hook.name}, {right_rows_in_words}"
     largest_error_in_words = _percent(max(right_match.row_error for right_match in right_matches))
     at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
-    other_expert_tokens = sum(right_match.other_expert_tokens for right_match in right_matches)
-    exception_in_words = ""
-    if other_expert_tokens:
-        exception_in_words = (
-            f" (without {counted(other_expert_tokens, 'token')} that may have other experts)"
+    num_other_expert_tokens = sum(
+        right_match.num_other_expert_tokens for right_match in right_matches
+    )
+    omission_in_words = ""
+    if num_other_expert_tokens:
+        omission_in_words = (
+            f" (without {counted(num_other_expert_tokens, 'token')} that may have other experts)"
         )
-    error_in_words = f"error {at_most_words}{largest_error_in_words}{exception_in_words}"
+    error_in_words = f"error {at_most_words}{largest_error_in_words}{omission_in_words}"
     return f"{layer_in_words}: {hook.name}, {right_rows_in_words}, {error_in_words}"
 
 

@@ -200,12 +200,12 @@ class ModelConfig:
         """
         layer_types = []
         for layer in range(self.num_hidden_layers):
-            words_of_layer_type = []
+            words_in_layer_type = []
             if self.delta is not None:
-                words_of_layer_type.append(LINEAR if layer in self.delta.layers else ATTENTION)
+                words_in_layer_type.append(LINEAR if layer in self.delta.layers else ATTENTION)
             if self.experts is not None:
-                words_of_layer_type.append(SPARSE if layer in self.sparse_layers else DENSE)
-            layer_types.append(" ".join(words_of_layer_type) or DENSE)
+                words_in_layer_type.append(SPARSE if layer in self.sparse_layers else DENSE)
+            layer_types.append(" ".join(words_in_layer_type) or DENSE)
         return tuple(layer_types)
 
     def sizes_with(self, length: int) -> dict[str, int]:

@@ -65,12 +65,12 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         compiled_step = compile_step(prepared_model)
 
     def recompute(chosen_samples: list[ChosenSample]) -> list[dict[str, Values] | str]:
-        stored_tokens = [sample.tokens for sample in chosen_samples]
+        tokens_of_samples = [sample.tokens for sample in chosen_samples]
         token_ids_or_messages: Sequence[np.ndarray | str] = [
-            sample_tokens.token_ids for sample_tokens in stored_tokens
+            sample_tokens.token_ids for sample_tokens in tokens_of_samples
         ]
         if reread is not None:
-            token_ids_or_messages = reread(stored_tokens)
+            token_ids_or_messages = reread(tokens_of_samples)
         values_or_messages: list[dict[str, Values] | str] = []
         # Indices in `chosen_samples` of the samples whose token ids are known.
         readable_sample_indices: list[int] = []
@@ -93,7 +93,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             }
             for placed_sample in batch.samples:
                 sample_index = readable_sample_indices[placed_sample.sample.number]
-                kept_positions = np.asarray(stored_tokens[sample_index].positions, int)
+                kept_positions = np.asarray(tokens_of_samples[sample_index].positions, int)
                 indices_in_row = placed_sample.start_in_row + kept_positions
                 values_or_messages[sample_index] = {
                     stored_hook.name: stored_hook.for_user(

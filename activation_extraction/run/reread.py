@@ -195,10 +195,10 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # share of the data. The keys are the worker and the number of samples before the mark. The
     # values are indices in `stored_samples`.
     sample_indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
-    for sample_index, stored_tokens in enumerate(stored_samples):
-        mark_before = stored_tokens.mark_before
+    for sample_index, stored_sample in enumerate(stored_samples):
+        mark_before = stored_sample.mark_before
         num_samples_before = 0 if mark_before is None else mark_before.samples
-        sample_indices_by_pass[stored_tokens.worker, num_samples_before].append(sample_index)
+        sample_indices_by_pass[stored_sample.worker, num_samples_before].append(sample_index)
     for (worker, _), sample_indices in sample_indices_by_pass.items():
         # The same sample may be in `stored_samples` several times.
         sample_indices_by_number: dict[int, list[int]] = defaultdict(list)

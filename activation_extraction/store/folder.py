@@ -423,9 +423,10 @@ class Folder:
                     "one where it is read; expected a store in which they are the same, as in "
                     "Google Cloud Storage, S3 and Azure"
                 )
-            for unmet_condition in (None, first_version):
+            # Both expectations are wrong: the file exists, and it has the second version.
+            for wrong_version in (None, first_version):
                 with suppress(ChangedError):
-                    write_again = partial(self._backend.write, test_file_name, [], unmet_condition)
+                    write_again = partial(self._backend.write, test_file_name, [], wrong_version)
                     self._retry(f"writing {test_file_name}", write_again)
                     raise InputError(
                         f"{self.url}: a second write of {test_file_name} was not refused: the "

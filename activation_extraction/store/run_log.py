@@ -458,7 +458,7 @@ class RunLog:
     @property
     def in_order(self) -> list[Commit]:
         """The commits in the order of their numbers."""
-        return [self.commits[number] for number in sorted(self.commits)]
+        return [self.commits[shard_number] for shard_number in sorted(self.commits)]
 
     @property
     def moved_to(self) -> str | None:
@@ -501,9 +501,9 @@ class RunLog:
             number_of(file_name) for file_name in self.damaged_files if file_name != METADATA
         }
         existing_shard_numbers = {
-            number
-            for number in {*self.commits, *damaged_shard_numbers}
-            if number < number_after_last
+            shard_number
+            for shard_number in {*self.commits, *damaged_shard_numbers}
+            if shard_number < number_after_last
         }
         for missing_range in _gaps([0, *sorted(existing_shard_numbers), number_after_last]):
             first_missing_name = commit_name(missing_range.start)
@@ -545,11 +545,13 @@ def _read_once(folder: Folder) -> RunLog:
         except DamagedError as error:
             damaged_files[METADATA] = str(error)
     file_sizes = folder.files()
-    listed_entry_names = {name for name in file_sizes if COMMIT.fullmatch(name)}
+    listed_entry_names = {file_name for file_name in file_sizes if COMMIT.fullmatch(file_name)}
     commits = _read_commits(folder, listed_entry_names, metadata, entry_versions, damaged_files)
     # A listing of several pages is not a snapshot, so missing entries are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
-    missing_entry_names = {commit_name(number) for number in islice(missing_numbers, MAX_UNLISTED)}
+    missing_entry_names = {
+        commit_name(shard_number) for shard_number in islice(missing_numbers, MAX_UNLISTED)
+    }
     unlisted_entry_names = missing_entry_names - listed_entry_names
     commits |= _read_commits(folder, unlisted_entry_names, metadata, entry_versions, damaged_files)
     run_log = RunLog(
@@ -588,22 +590,22 @@ def _read_commits(
             name of the file.
     """
     commits: dict[int, Commit] = {}
-    sorted_names = sorted(names)
+    sorted_entry_names = sorted(names)
 
     def read(name: str) -> tuple[bytes, str | None] | None:
         return folder.read_with_version(name, max_bytes=MAX_JSON_BYTES)
 
     with ThreadPoolExecutor(JSONS_AT_ONCE) as thread_pool:
-        for name, bytes_and_version in zip(
-            sorted_names, thread_pool.map(read, sorted_names), strict=True
+        for entry_name, bytes_and_version in zip(
+            sorted_entry_names, thread_pool.map(read, sorted_entry_names), strict=True
         ):
             if bytes_and_version is None:
                 continue
-            json_bytes, versions[name] = bytes_and_version
+            json_bytes, versions[entry_name] = bytes_and_version
             try:
-                commit = parse_commit(json_bytes, f"{folder.url}/{name}")
+                commit = parse_commit(json_bytes, f"{folder.url}/{entry_name}")
             except DamagedError as error:
-                damaged_files[name] = str(error)
+                damaged_files[entry_name] = str(error)
                 continue
             if commit is not None and (metadata is None or commit.run == metadata["run"]):
                 commits[commit.number] = commit
@@ -632,10 +634,10 @@ def own_files(names: Iterable[str], temporary: bool = False) -> list[str]:
         temporary: Whether to include the names of incomplete temporary files, which a killed
             process may have left.
     """
-    run_file_names = [name for name in sorted(names) if OWN_FILES.fullmatch(name)]
+    run_file_names = [file_name for file_name in sorted(names) if OWN_FILES.fullmatch(file_name)]
     if temporary:
         return run_file_names
-    return [name for name in run_file_names if not name.startswith(".")]
+    return [file_name for file_name in run_file_names if not file_name.startswith(".")]
 
 
 def check_own(folder: Folder) -> None:

@@ -166,17 +166,17 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         "token_ids": [np.asarray(sample.token_ids, np.int32) for sample in shard.samples],
         "position": [np.asarray(sample.positions, np.int32) for sample in shard.samples],
     }
-    for name in shard.samples[0].labels:
-        arrays_by_tensor[name] = [sample.labels[name] for sample in shard.samples]
+    for label_name in shard.samples[0].labels:
+        arrays_by_tensor[label_name] = [sample.labels[label_name] for sample in shard.samples]
     for key, hook in shard.hooks.items():
         arrays_by_tensor |= hook.tensors(shard.values[key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
     dtypes_and_shapes = {
-        name: (
+        tensor_name: (
             arrays_of_tensor[0].dtype,
             (sum(map(len, arrays_of_tensor)), *arrays_of_tensor[0].shape[1:]),
         )
-        for name, arrays_of_tensor in arrays_by_tensor.items()
+        for tensor_name, arrays_of_tensor in arrays_by_tensor.items()
     }
     contiguous_arrays = (
         np.ascontiguousarray(array)
@@ -226,10 +226,10 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
 
     front_bytes = file_header.tensors["token_ids"].offset
     checksums_by_name = dict[str, str]()
-    for name, tensor in file_header.tensors.items():
+    for tensor_name, tensor in file_header.tensors.items():
         if tensor.shape[0] == token_count:
             tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
-            checksums_by_name[name] = crc_digits(
+            checksums_by_name[tensor_name] = crc_digits(
                 tensor_buffers, tokens_per_block * tensor.row_bytes
             )
     return RangeChecksums(
@@ -308,7 +308,9 @@ class SafetensorsFile:
         # Labels are the roles and turns of tokens, which not every run stores. A hook may have the
         # same name as a label, but the tensor of a hook has two axes, and of a label one.
         self.labels = [
-            name for name in LABELS if name in self.tensors and len(self.tensors[name].shape) == 1
+            label_name
+            for label_name in LABELS
+            if label_name in self.tensors and len(self.tensors[label_name].shape) == 1
         ]
         self.sample_idx = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
@@ -335,7 +337,8 @@ class SafetensorsFile:
         for label in self.labels:
             wait_function_by_name[label] = self.begin_rows(label, start, stop)
         return lambda: {
-            name: wait_function() for name, wait_function in wait_function_by_name.items()
+            tensor_name: wait_function()
+            for tensor_name, wait_function in wait_function_by_name.items()
         }
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:

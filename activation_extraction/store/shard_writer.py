@@ -75,7 +75,7 @@ class ShardWriter:
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit
         self._shard_bytes = options.shard_bytes
-        self._store_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
+        self._storing_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
         self._packing_slots = threading.Semaphore(options.threads)
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
 
@@ -175,7 +175,7 @@ class ShardWriter:
                 not begun is cancelled in any case.
         """
         self.queue.close(patient)
-        self._store_threads.shutdown(wait=patient, cancel_futures=True)
+        self._storing_threads.shutdown(wait=patient, cancel_futures=True)
 
     def _store(
         self, shard: Shard, mark: Mark | None, number: int, queued_shard: QueuedShard[StoredShard]
@@ -196,25 +196,25 @@ class ShardWriter:
         if not shard.samples:
             return shard_commit, []
         with self._packing_slots:
-            shard, encoding_errors = shard.encode(self._store_threads)
-            hook_descriptions, sums_by_hook = shard.measure(encoding_errors, self._store_threads)
-            packed_file = self.format.pack(shard, self._store_threads, writer_id)
+            shard, encoding_errors = shard.encode(self._storing_threads)
+            hook_descriptions, sums_by_hook = shard.measure(encoding_errors, self._storing_threads)
+            packed_file = self.format.pack(shard, self._storing_threads, writer_id)
         cut_tokens_of_samples = [
             shard_sample.facts.cut for shard_sample in shard.samples if shard_sample.facts.cut > 0
         ]
-        stored_tokens_of_samples = [len(shard_sample.positions) for shard_sample in shard.samples]
+        token_counts_of_samples = [len(shard_sample.positions) for shard_sample in shard.samples]
         shard_commit = replace(
             shard_commit,
             file=shard_name(number, self.format.suffix),
             unpacked=packed_file.uncompressed_bytes,
             first=shard.samples[0].facts.sample_idx,
             last=shard.samples[-1].facts.sample_idx,
-            count=len(stored_tokens_of_samples),
-            tokens=sum(stored_tokens_of_samples),
+            count=len(token_counts_of_samples),
+            tokens=sum(token_counts_of_samples),
             hooks=hook_descriptions,
             cut_samples=len(cut_tokens_of_samples),
             cut_tokens=sum(cut_tokens_of_samples),
-            empty_samples=stored_tokens_of_samples.count(0),
+            empty_samples=token_counts_of_samples.count(0),
         )
         content_by_small_file = {
             shard_commit.statistics_file: pack_sums(sums_by_hook, writer_id),

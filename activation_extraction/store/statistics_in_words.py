@@ -26,11 +26,13 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         statistics: Statistics by the full names of the hooks.
     """
     errors_by_hook = {
-        name: hook_statistics.error
-        for name, hook_statistics in statistics.items()
+        hook_name: hook_statistics.error
+        for hook_name, hook_statistics in statistics.items()
         if hook_statistics.error
     }
-    hook_names = sorted(errors_by_hook, key=lambda name: -errors_by_hook[name]["others"].mean)
+    hook_names = sorted(
+        errors_by_hook, key=lambda hook_name: -errors_by_hook[hook_name]["others"].mean
+    )
     for hook_name in hook_names[:MAX_LISTED_HOOKS]:
         sink_error = errors_by_hook[hook_name]["sinks"]
         other_error = errors_by_hook[hook_name]["others"]
