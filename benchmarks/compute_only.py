@@ -67,8 +67,8 @@ def main() -> None:
         row_length,
     )
     packed_batches = list(pack(samples_of(token_ids_of_documents), num_rows, row_length))
-    full_documents = [[token_id] * row_length for token_id in range(max(num_rows, 8))]
-    full_batches = list(pack(samples_of(full_documents), num_rows, row_length))
+    documents_of_full_rows = [[token_id] * row_length for token_id in range(max(num_rows, 8))]
+    full_batches = list(pack(samples_of(documents_of_full_rows), num_rows, row_length))
     start_time = time.perf_counter()
     compiled_step = compile_step(program)
     # The first call of the step does additional work, so it is not measured with the other calls.

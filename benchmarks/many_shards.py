@@ -102,7 +102,7 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
     source_commit = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
     file_facts = source_commit["files"]
     for shard_number in range(1, shards + 1):
-        # Name of a file of the source's only shard -> name of the link to this file.
+        # Name of a file of the only shard in `source` -> name of the link to this file.
         link_name_of_file = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
             for file_name in file_facts

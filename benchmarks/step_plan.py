@@ -66,13 +66,13 @@ class StepPlan:
         hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
             each operand and writing its result once, except the kernels of experts (see
             `passes_of_expert_kernel`).
-        sent: Bytes that the device sends along each set of mesh axes.
+        sent_by_axes: Bytes that the device sends along each set of mesh axes.
     """
 
     flops: float
     kernel_flops: float
     hbm_bytes: float
-    sent: tuple[Sent, ...]
+    sent_by_axes: tuple[Sent, ...]
 
 
 class StepTimes(NamedTuple):
@@ -114,7 +114,7 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
     hidden_seconds = exposed_seconds = 0.0
-    for sent_along_axes in step.sent:
+    for sent_along_axes in step.sent_by_axes:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
         # the model axis.
         mesh_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.axes}
@@ -181,7 +181,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         flops=step_flops / layout.mesh.size,
         kernel_flops=_flops_of_delta_rule(program),
         hbm_bytes=sum(move.hbm_bytes for move in moves),
-        sent=tuple(
+        sent_by_axes=tuple(
             Sent(axes, sent_bytes_of_axes[axes], hidden_bytes_of_axes[axes])
             for axes in sent_bytes_of_axes
         ),

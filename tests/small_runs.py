@@ -93,7 +93,7 @@ def run_over(documents, tokenizer, folder, settings=None, rows=2, stop_after=Non
         try:
             if not complete:
                 marks = {"start": storage.plan.mark, "stored": storage.stored_after_mark}
-                marks |= {"until": storage.plan.samples_to_read, **storage.limits}
+                marks |= {"until": storage.plan.num_samples_to_read, **storage.limits}
                 marks["limits_from"] = storage.plan.end_of_stored(documents.worker)
                 stream = samples(documents, tokenizer, settings or SampleSettings(LENGTH), **marks)
                 for batch in islice(pack(stream, rows, LENGTH), stop_after):

@@ -91,7 +91,7 @@ def test_token_ids_that_the_model_lacks_are_a_bad_row(tmp_path, ids, mask, told)
     if told is None:
         (document,) = documents_in(stream)
         assert document.content.token_ids.tolist() == ids
-        assert document.content.may_keep_mask.tolist() == [False, True]
+        assert document.content.storable_token_mask.tolist() == [False, True]
         return
     with pytest.raises(RunError, match=f"a.jsonl line 1: .*{re.escape(told)}"):
         documents_in(stream)

@@ -59,7 +59,7 @@ def test_every_field_is_recorded_and_compared(name):
     per_host, turned_on = name in ("machine", "host", "num_hosts"), name == "skip_bad_rows"
     assert changed.compare(ONE) == (None if turned_on else expected)
     assert ONE.compare(changed) == Difference(
-        name, expected.value_in_second, expected.value_in_first
+        name, expected.value_in_second_identity, expected.value_in_first_identity
     )
     ignored = turned_on or per_host
     assert changed.compare(ONE, shared_only=True) == (None if ignored else expected)

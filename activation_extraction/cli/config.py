@@ -344,11 +344,13 @@ def _refuse_conflicts(values: Values) -> None:
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        given_looking_flags = [looking_flag for looking_flag in LOOKING if looking_flag in values]
+        given_inspection_flags = [
+            looking_flag for looking_flag in LOOKING if looking_flag in values
+        ]
         for flag_name in ("model_revision", "lora", "encode"):
-            if flag_name in values and given_looking_flags:
+            if flag_name in values and given_inspection_flags:
                 raise InputError(
-                    f"--{flag_name}: needs --model_path if --{given_looking_flags[0]} is given"
+                    f"--{flag_name}: needs --model_path if --{given_inspection_flags[0]} is given"
                 )
     given_mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
     if "plan" in values and "overwrite" in values:

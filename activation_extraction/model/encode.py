@@ -263,7 +263,7 @@ def encode(
     Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
     Args:
-        encoder: The autoencoder at its hooks.
+        encoder: The autoencoder, with the hooks that it reads and reconstructs.
         weights: The arrays of the autoencoder on the devices.
         x: The values at the hook that is read, (B, T, D).
         target_values: The values at the hook that is reconstructed, (B, T, O).
@@ -306,7 +306,7 @@ def _records(
     Letters: D width of the hook that is read, O width of the hook that is reconstructed.
 
     Args:
-        encoder: The autoencoder at its hooks.
+        encoder: The autoencoder, with the hooks that it reads and reconstructs.
         weights: The arrays of the autoencoder on the devices.
         x: The block's values at the hook that is read, (B, T, D).
         target_values: The block's values at the hook that is reconstructed, (B, T, O).

@@ -38,9 +38,10 @@ def flash_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Computes attention on NVIDIA GPUs with a kernel, except in float32.
+    """Computes attention on NVIDIA GPUs with a kernel.
 
-    float32 is left to `blocked_attention`, because the GPU's matrix units would round it.
+    If q is float32, `blocked_attention` computes the attention instead, because the GPU's matrix
+    units would round float32 values.
 
     Letters: T queries, S keys, N query heads, K key/value heads, H head size.
 

@@ -35,10 +35,10 @@ def grouped_experts(
     parts: int = 1,
     interpret: bool = False,
 ) -> Array:
-    """Computes the weighted sum of each token's experts with two kernels, except in float32.
+    """Computes the weighted sum of the results of each token's experts, with two kernels.
 
-    The results of the kernels have the dtype of x. float32 is left to `tiled_experts`, because the
-    GPU's matrix units would round it.
+    The results of the kernels have the dtype of x. If x is float32, `tiled_experts` computes the
+    experts instead, because the GPU's matrix units would round float32 values.
 
     Args:
         x: The tokens, (T, D).
@@ -180,7 +180,8 @@ def _multiply(
     Args:
         expert_ref: The number of the tile's expert in the stacks, (1,) int32.
         start_ref: The index of the first row of the tile, (1,) int32.
-        end_ref: The index after the last row of the expert, (1,) int32.
+        end_ref: The index after the last row of the expert, (1,) int32. Rows of the tile from this
+            index on belong to other experts, and their results are not written.
         x_ref: All rows, (n, D).
         stacks_and_out: The block of columns of each stack, (L * E, D, columns), then the same
             columns of the result, (n, columns).

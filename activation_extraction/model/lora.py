@@ -391,8 +391,9 @@ class LoraAdapter:
 
         A and B are the factors of the change, with the shapes (E * r, in) and (out, r * E) for E
         experts and the rank r. Their shapes show whether the module changes gate_up_proj or
-        down_proj, and whether inputs and outputs are exchanged. The base model may have separate
-        tensors for each expert, or fused tensors, which may be transposed.
+        down_proj. They also show whether the module exchanges inputs and outputs: some versions of
+        PEFT store the transposes of B and A as A and B. The base model may have separate tensors
+        for each expert, or fused tensors, which may be transposed.
 
         Args:
             path: The path of the module in the adapter.

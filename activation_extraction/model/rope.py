@@ -249,10 +249,10 @@ def _rotated_share(
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> float:
-    """Returns YaRN's attention factor.
+    """Returns YaRN's attention factor, by which rotated queries and keys are multiplied.
 
     If the configuration contains an attention factor, this factor is returned. Otherwise the
-    attention factor follows from the factor of the scaling, as in YaRN's paper.
+    attention factor is computed from `factor`, as in YaRN's paper.
 
     Args:
         rope: The settings of the rotary embedding.
@@ -260,7 +260,7 @@ def _attention_factor(rope: Mapping[str, Any], factor: float, source: str) -> fl
         source: The path of config.json, for messages.
 
     Raises:
-        InputError: If a number of the configuration is unusable.
+        InputError: If a number that is needed for the attention factor is not a positive number.
     """
     if rope.get("attention_factor") is not None:
         return positive_field(rope, "attention_factor", source)

@@ -236,7 +236,7 @@ class Text:
             self.sample_settings,
             start=storage.plan.mark,
             stored=storage.stored_after_mark,
-            until=storage.plan.samples_to_read,
+            until=storage.plan.num_samples_to_read,
             limits_from=storage.plan.end_of_stored(worker),
             on_stored=on_stored,
             **storage.limits,

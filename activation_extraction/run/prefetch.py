@@ -89,9 +89,9 @@ class Prefetch(Generic[T, R]):
         """Returns the next item without taking it out of the iteration.
 
         Returns:
-            The item. None has two meanings, which the caller cannot tell apart: the iteration has
-            ended, or no item was ready for `patience` seconds because the generator is skipping
-            samples. In the second case, the next item is still to come.
+            The item. None if there are no more items. Also None if no item was ready for `patience`
+            seconds because the generator is skipping stored samples; a later call may then return
+            an item.
         """
         if self._peeked_item is None:
             self._peeked_item = next(iter(self), None)

@@ -174,7 +174,7 @@ class HookValues(ABC):
         """The names of the hook's tensors in a safetensors shard."""
 
     @property
-    def fits_pickles(self) -> bool:
+    def can_be_in_pickles(self) -> bool:
         """Whether pickles can contain the values. Safetensors can contain every kind of values."""
         return True
 
@@ -516,7 +516,7 @@ class Float8Values(HookValues):
     are_activations = True
     is_array = True
     is_encoded = True
-    fits_pickles = False
+    can_be_in_pickles = False
 
     @property
     def max_values(self) -> int:
@@ -603,9 +603,9 @@ class Float8Values(HookValues):
     ) -> Callable[[], np.ndarray]:
         if start == stop:
             return lambda: np.empty(0, self.row_dtype)
-        finish_value_rows = file.begin_rows(self.name, start, stop)
-        finish_scale_rows = file.begin_rows(self.name + SCALE, start, stop)
-        return lambda: Float8Array(finish_value_rows(), finish_scale_rows()).decode(
+        wait_for_value_rows = file.begin_rows(self.name, start, stop)
+        wait_for_scale_rows = file.begin_rows(self.name + SCALE, start, stop)
+        return lambda: Float8Array(wait_for_value_rows(), wait_for_scale_rows()).decode(
             dtype or FLOAT32
         )
 
@@ -707,19 +707,21 @@ class CodeValues(HookValues):
             return lambda: np.empty(0, self.row_dtype)
         feature_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
         start_feature, stop_feature = feature_offsets[[0, -1]].tolist()
-        finish_feature_ids = file.begin_rows(f"{self.name}.ids", start_feature, stop_feature)
-        finish_feature_values = file.begin_rows(f"{self.name}.values", start_feature, stop_feature)
-        finish_error_rows = file.begin_rows(f"{self.name}.error", start, stop)
-        finish_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
+        wait_for_feature_ids = file.begin_rows(f"{self.name}.ids", start_feature, stop_feature)
+        wait_for_feature_values = file.begin_rows(
+            f"{self.name}.values", start_feature, stop_feature
+        )
+        wait_for_error_rows = file.begin_rows(f"{self.name}.error", start, stop)
+        wait_for_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
             offsets_from_start_feature = feature_offsets - start_feature
             row_codes = Codes(
                 offsets_from_start_feature,
-                finish_feature_ids(),
-                finish_feature_values(),
-                finish_error_rows(),
-                finish_norm_rows(),
+                wait_for_feature_ids(),
+                wait_for_feature_values(),
+                wait_for_error_rows(),
+                wait_for_norm_rows(),
                 self.width,
             )
             return row_codes.records(self.max_features)

@@ -61,14 +61,14 @@ class Difference(NamedTuple):
     Attributes:
         field_name: Name of the field in metadata.json, or a description of the property, such as
             "the size of data file a.jsonl".
-        value_in_first: Value for the first identity, as JSON. If a process continues a
+        value_in_first_identity: Value for the first identity, as JSON. If a process continues a
             run, the first identity is the stored one.
-        value_in_second: Value for the second identity, as JSON.
+        value_in_second_identity: Value for the second identity, as JSON.
     """
 
     field_name: str
-    value_in_first: Any
-    value_in_second: Any
+    value_in_first_identity: Any
+    value_in_second_identity: Any
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ class Identity:
         return [
             comparison
             for comparison in compared_fields
-            if comparison.value_in_first != comparison.value_in_second
+            if comparison.value_in_first_identity != comparison.value_in_second_identity
         ]
 
 

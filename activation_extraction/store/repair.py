@@ -39,9 +39,9 @@ For example, shards 3 and 5 of the seven of a complete run are damaged:
    entries 3 and 5 by reservations (`withdraw`), and reserves 8. From now on writers and readers
    refuse the run because of its gaps.
 3. `StoragePlan.mark` is the furthest mark before which no sample is missing, such as the mark of
-   shard 2, and `Repair.samples_to_read` is the number of samples of the complete run. The data is
-   read from this mark up to this number. `ActivationStorage.stored_after_mark` contains the samples
-   in good shards, which are left out.
+   shard 2, and `Repair.num_samples_to_read` is the number of samples of the complete run. The data
+   is read from this mark up to this number. `ActivationStorage.stored_after_mark` contains the
+   samples in good shards, which are left out.
 4. `ShardWriter` stores the other samples. `ShardNumbers` gives the first full shard the number 3,
    more full shards the numbers 8, 9 and so on, and the last shard the number 5. If one shard is
    enough for all samples, it gets the number 5, and shard 3 is committed without samples.
@@ -98,8 +98,8 @@ class Repair:
         gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
             are no gaps, the repair only replaces the JSON files of bad shards at the end of the log
             by reservations, and then continues the run.
-        samples_to_read: Number of samples of the host up to which the data is read. None to read
-            all the data, and for a program with a loop of its own.
+        num_samples_to_read: Number of the host's samples after which reading stops, counted from
+            its first sample. None to read all the data, and for a program with a loop of its own.
         num_samples_to_add: Number of samples that a program with a loop of its own must add again:
             all up to the last one that is or was stored. 0 for a run on a data set.
         previous_metadata: Content of metadata.json before the repair, of which `revised` keeps most
@@ -108,7 +108,7 @@ class Repair:
 
     withdrawn_entry_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()
-    samples_to_read: int | None = None
+    num_samples_to_read: int | None = None
     num_samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ class Repair:
             stored_samples: Number of samples that are stored now.
         """
         previous_sample_count = self.previous_metadata.get("samples", 0)
-        if self.samples_to_read is None:
+        if self.num_samples_to_read is None:
             is_run_complete = stored_samples >= previous_sample_count
         else:
             is_run_complete = self._was_complete and stored_samples == previous_sample_count
@@ -467,8 +467,8 @@ class RepairPlanner:
                 num_samples_to_add=max(metadata.get("samples", 0), self._num_samples_to_add(plan)),
             )
         if metadata.get("status") == "complete":
-            return replace(gap_repair, samples_to_read=metadata["samples"])
-        return replace(gap_repair, samples_to_read=plan.end_of_stored(self.identity.worker))
+            return replace(gap_repair, num_samples_to_read=metadata["samples"])
+        return replace(gap_repair, num_samples_to_read=plan.end_of_stored(self.identity.worker))
 
     def _num_samples_to_add(self, plan: StoragePlan) -> int:
         """Returns the number of samples that a program with a loop of its own must add again.
@@ -496,7 +496,7 @@ class RepairPlanner:
 
 
 def _commits_of(run_log: RunLog, run: str) -> dict[int, Commit]:
-    """Returns a dict from the number of each shard to its commit, without those of other runs.
+    """Returns the commits of one run in a log, as a dict from the number of a shard to its commit.
 
     Args:
         run_log: Log of a folder.

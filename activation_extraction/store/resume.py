@@ -107,14 +107,14 @@ class StoragePlan:
         return () if self.repair is None else self.repair.gaps
 
     @property
-    def samples_to_read(self) -> int | None:
+    def num_samples_to_read(self) -> int | None:
         """The number of this host's samples, counted from its first one, at which reading stops.
 
         Only a repair that stores missing or bad shards again has such a limit, because it stores
         no samples after the last one that was ever stored. None to read all the data, and for a
         program with a loop of its own.
         """
-        return None if self.repair is None else self.repair.samples_to_read
+        return None if self.repair is None else self.repair.num_samples_to_read
 
     def mark_after(self, mark: Mark | None) -> Mark | None:
         """Returns the mark for the commit of a new shard.
@@ -326,7 +326,7 @@ def refuse_difference(where: str, difference: Difference | None) -> None:
 
     Args:
         where: URL of the folder, for the message.
-        difference: Field in which the two runs differ, with the stored value as `value_in_first`.
+        difference: Field in which the two runs differ. The run in the folder is the first one.
             None if the runs are the same.
 
     Raises:

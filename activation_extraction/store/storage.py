@@ -141,7 +141,7 @@ class ActivationStorage:
         }
         tensor_names = set(OF_TOKENS)
         for hook_values in self._hooks.values():
-            if not hook_values.fits_pickles and options.shard_format != "safetensors":
+            if not hook_values.can_be_in_pickles and options.shard_format != "safetensors":
                 raise InputError(
                     f"activation_dtype {self._identity.activation_dtype}: needs shard_format "
                     f"safetensors, found {options.shard_format!r:.40}"

@@ -129,7 +129,7 @@ class IdsColumn:
                 f"--ids_column {self.column_name}: token id {invalid_token_id}; the model has "
                 f"token ids 0 to {self.vocabulary_size - 1}"
             )
-        return Content(token_ids=token_ids.astype(np.int32), may_keep_mask=token_mask)
+        return Content(token_ids=token_ids.astype(np.int32), storable_token_mask=token_mask)
 
     def _mask_of_row(self, row: Mapping[str, Any], length: int) -> np.ndarray:
         """Returns the mask in the mask column of a row.

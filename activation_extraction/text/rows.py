@@ -88,14 +88,14 @@ class Content:
         spans: Spans with the roles of a conversation, which together cover the text; empty if the
             content is no conversation or has no roles.
         token_ids: Token ids, int32 (tokens,); None if the content is text.
-        may_keep_mask: Mask of the tokens whose activations may be stored, bool (tokens,); None if
-            this is the case for all tokens.
+        storable_token_mask: Mask of the tokens whose activations may be stored, bool (tokens,).
+            None if the activations of all tokens may be stored.
     """
 
     text: str = ""
     spans: Sequence[Span] = ()
     token_ids: np.ndarray | None = None
-    may_keep_mask: np.ndarray | None = None
+    storable_token_mask: np.ndarray | None = None
 
 
 class Columns(NamedTuple):

@@ -91,10 +91,10 @@ class SampleSettings:
         Returns:
             A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
         """
-        may_keep_mask = document.content.may_keep_mask
-        if may_keep_mask is None and not self.overlap and self.choice.keeps_everything:
+        storable_token_mask = document.content.storable_token_mask
+        if storable_token_mask is None and not self.overlap and self.choice.keeps_everything:
             return None
-        return self.choice.eligible(tokens.total_tokens, may_keep_mask, tokens.labels)
+        return self.choice.eligible(tokens.total_tokens, storable_token_mask, tokens.labels)
 
 
 def samples(
