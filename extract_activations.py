@@ -152,7 +152,7 @@ def extract(config: Config) -> int:
         )
         leave(host)
     if is_complete and has_samples and not has_tokens:
-        token_choice = run.text.sample_settings.choice
+        token_choice = run.text.sample_settings.token_choice
         raise RunError(
             f"no token was stored: no sample has a token that is kept ({token_choice})",
             remedy="start anew with another choice and --overwrite",

@@ -156,25 +156,25 @@ class Connection(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         while request_line := self.rfile.readline():
-            method, target, _ = request_line.decode("latin-1").split(" ", 2)
+            method, request_target, _ = request_line.decode("latin-1").split(" ", 2)
             content_of_header = {}
             while header_line := self.rfile.readline().strip():
                 header_name, _, header_content = header_line.decode("latin-1").partition(":")
                 content_of_header[header_name.lower()] = header_content.strip()
-            self.answer(method, target, content_of_header)
+            self.answer(method, request_target, content_of_header)
 
-    def answer(self, method: str, target: str, headers: dict[str, str]) -> None:
+    def answer(self, method: str, request_target: str, headers: dict[str, str]) -> None:
         """Answers a request.
 
         Args:
             method: The method, "GET" or "HEAD".
-            target: The path and the query of the requested URL.
+            request_target: The path and the query of the requested URL.
             headers: Name of a header in small letters -> content of the header.
         """
-        if target == "/counts":
+        if request_target == "/counts":
             return self.send(200, json.dumps(self.server.counts._asdict()).encode())
         time.sleep(self.server.latency_seconds)
-        requested_url = urlsplit(target)
+        requested_url = urlsplit(request_target)
         bucket_name, _, object_name = unquote(requested_url.path).lstrip("/").partition("/")
         if bucket_name == BUCKET and not object_name:
             query_parameters = {

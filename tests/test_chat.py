@@ -209,7 +209,9 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
 
     def kept(positions, *roles):
         choice = TokenChoice(parse_positions(positions), (), roles)
-        return [sample.kept_subset.tolist() for sample in samples_of(QWEN2_5, rows, choice=choice)]
+        return [
+            sample.kept_subset.tolist() for sample in samples_of(QWEN2_5, rows, token_choice=choice)
+        ]
 
     first, turns_end = kept("first:3", "assistant", "tool"), kept("last_of_turn", "assistant")
     for n, sample in enumerate(samples_of(QWEN2_5, rows)):
@@ -226,7 +228,7 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
 def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
     """A sample may be cut or split at any token, in mid-turn, too; the turn ends elsewhere then."""
     rows = [conversation(random.Random(n)) for n in range(6)]
-    options = dict(choice=TokenChoice(parse_positions("last_of_turn"), (), roles))
+    options = dict(token_choice=TokenChoice(parse_positions("last_of_turn"), (), roles))
     whole = samples_of(QWEN3, rows, **options)
     for length in (16, 17, 18, 19):
         for sample, cut in zip(

@@ -65,7 +65,7 @@ def opened(folder, asked="folder", earlier=()):
 
 def metadata_of(text):
     dataset = text.dataset
-    identity = Identity(data=dataset.name, data_revision=dataset.revisions)
+    identity = Identity(data=dataset.description, data_revision=dataset.revisions)
     metadata = {"identity": identity.to_json(), "data_files": dataset.files.to_json()}
     return json.loads(json.dumps(metadata))
 

@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def keeping(*rule, **more):
-    return SampleSettings(LENGTH, choice=TokenChoice(Positions(*rule, **more)))
+    return SampleSettings(LENGTH, token_choice=TokenChoice(Positions(*rule, **more)))
 
 
 CASES = {

@@ -279,7 +279,7 @@ def test_a_mixture_keeps_its_proportions_and_a_seed_its_order(data):
     assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
     assert len(set(map(tuple, orders))) == 3
     mixed = (text_of(f"--mix {{}}/texts={weight}", data) for weight in ("1", "1.0", "1.0000001"))
-    assert len({text.dataset.name for text in mixed}) == 2  # other weights are another run
+    assert len({text.dataset.description for text in mixed}) == 2  # other weights are another run
 
 
 @pytest.fixture

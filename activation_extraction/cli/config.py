@@ -327,7 +327,7 @@ def _refuse_conflicts(values: Values) -> None:
         InputError: If flags cannot be used together, or if a needed flag is missing.
     """
     for flag_name in values:
-        for excluded_flag_name in FLAGS[flag_name].excludes:
+        for excluded_flag_name in FLAGS[flag_name].excluded_flags:
             if excluded_flag_name in values:
                 raise InputError(
                     f"--{flag_name} and --{excluded_flag_name} cannot be used together"

@@ -65,7 +65,7 @@ class Flag:
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag without which this flag is refused, or several names with
             " or " between them if any of these flags is enough; "" if no other flag is needed.
-        excludes: Names of flags that cannot be used together with this flag.
+        excluded_flags: Names of flags that cannot be used together with this flag.
         variables: Environment variables that replace the flag if it is missing; None if there are
             no such variables.
         opposite: Name and help text of the flag that sets the field to False; None if there is no
@@ -80,7 +80,7 @@ class Flag:
     argparse_options: dict[str, Any]
     group: Group | None = None
     needs: str = ""
-    excludes: tuple[str, ...] = ()
+    excluded_flags: tuple[str, ...] = ()
     variables: Variables | None = None
     opposite: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
@@ -97,7 +97,7 @@ def flag(
     default_is: str = "",
     group: Group | None = None,
     needs: str = "",
-    excludes: tuple[str, ...] = (),
+    excluded_flags: tuple[str, ...] = (),
     variables: Variables | None = None,
     collect: Callable[[list[Any]], Any] = tuple,
     determines_shards: bool = False,
@@ -115,7 +115,7 @@ def flag(
         default_is: Description of the default for the help text; "" to show the value of `default`.
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
-        excludes: Names of flags that cannot be used together with this flag.
+        excluded_flags: Names of flags that cannot be used together with this flag.
         variables: Environment variables that replace the flag if it is missing; None for none.
         collect: Function that turns a list of values into the value of the field (see `Flag`).
         determines_shards: Whether the value of the flag determines the content of shards (see
@@ -142,7 +142,7 @@ def flag(
         {"help": help, **options},
         group,
         needs,
-        excludes,
+        excluded_flags,
         variables,
         collect=collect,
         determines_shards=determines_shards,
@@ -156,7 +156,7 @@ def switch(
     *,
     group: Group | None = None,
     needs: str = "",
-    excludes: tuple[str, ...] = (),
+    excluded_flags: tuple[str, ...] = (),
     determines_shards: bool = False,
     may_differ_by_host: bool = False,
 ) -> Any:
@@ -166,7 +166,7 @@ def switch(
         help: Help text.
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
-        excludes: Names of flags that cannot be used together with this flag.
+        excluded_flags: Names of flags that cannot be used together with this flag.
         determines_shards: Whether the value of the flag determines the content of shards (see
             `Flag`).
         may_differ_by_host: Whether the value may differ between the hosts of a run.
@@ -179,7 +179,7 @@ def switch(
         argparse_options,
         group,
         needs,
-        excludes,
+        excluded_flags,
         determines_shards=determines_shards,
         may_differ_by_host=may_differ_by_host,
     )

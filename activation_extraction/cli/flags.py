@@ -214,7 +214,7 @@ class HookOptions:
         "their name. The hook loss is the loss of predicting a token from the tokens before it. "
         "The hooks entropy, logits.top_ids and logits.top_logprobs describe the probabilities of "
         "the next token",
-        excludes=("layers_to_extract", "activation_type"),
+        excluded_flags=("layers_to_extract", "activation_type"),
         nargs="+",
         metavar="GLOB",
     )
@@ -324,7 +324,7 @@ class TextOptions:
         "(an array of objects, or an object on each line) or .csv (with a header), each also "
         "compressed (.gz, .zst, .bz2, .xz); .parquet; .arrow; or files that save_to_disk of the "
         "library `datasets` has written. Files whose names begin with . or _ are left out",
-        excludes=("dataset_name", "dataset_config", "dataset_split"),
+        excluded_flags=("dataset_name", "dataset_config", "dataset_split"),
         metavar="PATH",
     )
     mix: tuple[tuple[str, float], ...] = several(
@@ -333,7 +333,7 @@ class TextOptions:
         "of a data set on the Hugging Face hub. If a source has no more documents, the others "
         "continue",
         weighted,
-        excludes=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
+        excluded_flags=("dataset_name", "dataset_config", "dataset_split", "dataset_path"),
         metavar="SOURCE=WEIGHT",
     )
     text_column: str = flag(
@@ -349,7 +349,7 @@ class TextOptions:
         "leaves out text of a message, other than thinking, the row cannot be used. Tokens get a "
         "role and a turn only if the template writes turns between <|im_start|> and <|im_end|>, as "
         "Qwen's templates do",
-        excludes=("text_column",),
+        excluded_flags=("text_column",),
         determines_shards=True,
     )
     chat_template: str | None = flag(
@@ -370,7 +370,7 @@ class TextOptions:
     ids_column: str | None = flag(
         "the column with a list of token ids in each row, instead of --text_column. The ids are "
         "used unchanged, without a tokenizer",
-        excludes=("text_column", "messages_column"),
+        excluded_flags=("text_column", "messages_column"),
         determines_shards=True,
     )
     mask_column: str | None = flag(
@@ -952,7 +952,7 @@ class Config:
     demo: bool = switch(
         "create a tiny model and some documents in --output_dir/demo_inputs, and extract their "
         "activations",
-        excludes=(
+        excluded_flags=(
             "model_path",
             "model_revision",
             "lora",

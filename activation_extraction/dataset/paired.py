@@ -336,8 +336,8 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
 
     Returns:
         A function that takes a chunk of the first run (consecutive tokens of a shard), and returns
-        a tuple with a block for each run. Item i of the blocks' `rows` refers to the same token in
-        all blocks, and this token passes the filters of all runs.
+        a tuple with a block for each run. Item i of the blocks' `wanted_rows` refers to the same
+        token in all blocks, and this token passes the filters of all runs.
     """
     first_source, *other_sources = sources
     is_wanted_sample = np.asarray(first_source.sample_mask)[sample_indices[0]]
@@ -370,7 +370,10 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         start_row = chunk.start - aligned_chunk.start
         stop_row = start_row + len(chunk)
         is_in_all_runs = np.all(
-            [partner_block.rows[start_row:stop_row] >= 0 for partner_block in partner_blocks],
+            [
+                partner_block.wanted_rows[start_row:stop_row] >= 0
+                for partner_block in partner_blocks
+            ],
             axis=0,
         )
         rows_in_all_runs = start_row + np.flatnonzero(is_in_all_runs)
@@ -406,9 +409,9 @@ def _partners(
             their indices in the first run, and row 1 contains their indices in the other run.
 
     Returns:
-        A block of the other run. It has an item in `rows` for each token of `first_run_tokens`: the
-        index in the block's `tokens` of the same token, or -1 if the other run lacks the token or
-        if the token fails the filters of one of the runs.
+        A block of the other run. It has an item in `wanted_rows` for each token of
+        `first_run_tokens`: the index in the block's `tokens` of the same token, or -1 if the other
+        run lacks the token or if the token fails the filters of one of the runs.
 
     Raises:
         ValueError: If a token has a different id in the other run.
@@ -441,7 +444,7 @@ def _partners(
         )
         block = other_source.with_activations(other_run_tokens, other_run_indices[is_wanted])
         if (is_within_limits := other_source.are_within_limits(block)).any():
-            partner_rows[first_run_indices[is_wanted][is_within_limits]] = block.rows[
+            partner_rows[first_run_indices[is_wanted][is_within_limits]] = block.wanted_rows[
                 is_within_limits
             ] + sum(map(len, partner_batches))
             partner_batches.append(block.tokens)

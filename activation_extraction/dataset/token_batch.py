@@ -290,14 +290,15 @@ class Block(NamedTuple):
 
     Attributes:
         tokens: The tokens with their activations.
-        rows: Indices into `tokens` of the tokens that pass the filters, int64 (rows,), ascending.
-            If runs are paired or joined, there is a block for each run, and item i of `rows` refers
-            to the same token in every block; these tokens have the order of the first run, so that
-            the `rows` of another run may not ascend.
+        wanted_rows: Indices into `tokens` of the tokens that pass the filters, int64
+            (wanted tokens,), ascending. If runs are paired or joined, there is a block for each
+            run, and item i of `wanted_rows` refers to the same token in every block; these tokens
+            have the order of the first run, so that the `wanted_rows` of another run may not
+            ascend.
     """
 
     tokens: TokenBatch
-    rows: np.ndarray
+    wanted_rows: np.ndarray
 
 
 def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:
@@ -305,11 +306,11 @@ def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> N
 
     Args:
         block: Block with at least one wanted token.
-        target_indices: For each wanted token (`rows` of the block), the index in `target` to which
-            the token is copied, int64 (rows,).
+        target_indices: For each wanted token (`wanted_rows` of the block), the index in `target` to
+            which the token is copied, int64 (wanted tokens,).
         target: Batch that is written to.
     """
-    source_rows = _as_slice(block.rows)
+    source_rows = _as_slice(block.wanted_rows)
     target_rows = _as_slice(target_indices)
     for source_values, target_values in zip(block.tokens.arrays, target.arrays, strict=True):
         has_same_dtype = source_values.dtype == target_values.dtype

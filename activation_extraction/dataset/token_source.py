@@ -334,7 +334,7 @@ class TokenSource:
 
         return wait
 
-    def with_activations(self, shard_tokens: ShardTokens, rows: np.ndarray) -> Block:
+    def with_activations(self, shard_tokens: ShardTokens, wanted_indices: np.ndarray) -> Block:
         """Reads the activations of some tokens of a shard, and returns the tokens with them.
 
         If the file is mapped into memory and the activations are not encoded, the activations are
@@ -344,26 +344,27 @@ class TokenSource:
 
         Args:
             shard_tokens: Tokens of a shard.
-            rows: Indices into `shard_tokens` of the tokens to return, int64 (n,).
+            wanted_indices: Indices into `shard_tokens` of the tokens to return, int64 (n,).
 
         Returns:
-            A block of all tokens that were read. Its `rows` are the indices in the block of the
-            requested tokens, in the order of the argument `rows`.
+            A block of all tokens that were read. Its `wanted_rows` are the indices in the block of
+            the requested tokens, in the order of `wanted_indices`.
         """
         hook_names = self.options.hooks
         max_hook_bytes = max(
             (self.shards.row_bytes([hook_name]) for hook_name in hook_names), default=0
         )
-        ascending_rows = np.sort(rows)
-        begins_new_range = np.diff(ascending_rows) * max_hook_bytes > MIN_SKIPPED_BYTES
+        ascending_indices = np.sort(wanted_indices)
+        begins_new_range = np.diff(ascending_indices) * max_hook_bytes > MIN_SKIPPED_BYTES
         # Tokens that are adjacent in `shard_tokens` may belong to different chunks, and then need
         # not be adjacent in the shard.
-        begins_new_range |= np.diff(shard_tokens.token_indices[ascending_rows]) != np.diff(
-            ascending_rows
+        begins_new_range |= np.diff(shard_tokens.token_indices[ascending_indices]) != np.diff(
+            ascending_indices
         )
-        rows_of_ranges = np.split(ascending_rows, np.flatnonzero(begins_new_range) + 1)
+        wanted_indices_of_ranges = np.split(ascending_indices, np.flatnonzero(begins_new_range) + 1)
         indices_of_ranges = [
-            np.arange(*_range_of(rows_of_range)) for rows_of_range in rows_of_ranges
+            np.arange(*_range_of(wanted_indices_of_range))
+            for wanted_indices_of_range in wanted_indices_of_ranges
         ]
         token_ranges = [
             _range_of(shard_tokens.token_indices[indices_of_range])
@@ -373,7 +374,7 @@ class TokenSource:
         indices_of_read_tokens = np.concatenate(indices_of_ranges)
         tokens = shard_tokens.tokens.map(itemgetter(indices_of_read_tokens))
         tokens = replace(tokens, activations=activations)
-        return Block(tokens, np.searchsorted(indices_of_read_tokens, rows))
+        return Block(tokens, np.searchsorted(indices_of_read_tokens, wanted_indices))
 
     def _begin_activations(
         self, shard: int, token_ranges: Sequence[tuple[int, int]]
@@ -425,15 +426,15 @@ class TokenSource:
         """
         batches = [self._all_of(chunk) for chunk in chunks]
         blocks = [Block(batch, np.arange(len(batch))) for batch in batches]
-        return self.take(blocks, 0, sum(len(block.rows) for block in blocks))
+        return self.take(blocks, 0, sum(len(block.wanted_rows) for block in blocks))
 
     def reader(self) -> ReadChunk:
         """Returns a function that reads and filters the chunks of this run.
 
         Returns:
             A function that takes a chunk and returns a tuple of one block, because readers of
-            paired runs return a block for each run. The `rows` of the block
-            refer to the tokens of the chunk that pass all filters, including `max_norm`.
+            paired runs return a block for each run. The `wanted_rows` of the block refer to the
+            tokens of the chunk that pass all filters, including `max_norm`.
         """
         options = self.options
         has_token_filters = (
@@ -448,31 +449,31 @@ class TokenSource:
             else:
                 batch = self._all_of(chunk)
                 block = Block(batch, np.arange(len(batch)))
-            return (Block(block.tokens, block.rows[self.are_within_limits(block)]),)
+            return (Block(block.tokens, block.wanted_rows[self.are_within_limits(block)]),)
 
         return read
 
     def are_within_limits(self, block: Block) -> np.ndarray:
-        """Returns whether the norms of each wanted token are within `max_norm`, bool (rows,).
+        """Returns whether the norms of each wanted token are within `max_norm`, bool (tokens,).
 
         Args:
-            block: Block whose `rows` are the wanted tokens, with the activations of all hooks that
-                have a limit.
+            block: Block whose `wanted_rows` are the wanted tokens, with the activations of all
+                hooks that have a limit.
         """
         is_within_limits = np.ones(len(block.tokens), bool)
         for hook, limit in self.options.max_norm.items():
             is_within_limits &= (
                 np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
             )
-        return is_within_limits[block.rows]
+        return is_within_limits[block.wanted_rows]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
         """Copies some of the wanted tokens of blocks into a new batch, and returns the batch.
 
         Args:
             blocks: Blocks, in the order of their tokens.
-            start: Index of the first token to copy, counted over the wanted tokens (`rows`) of all
-                blocks.
+            start: Index of the first token to copy, counted over the wanted tokens (`wanted_rows`)
+                of all blocks.
             stop: Index after the last token to copy.
 
         Raises:
@@ -486,11 +487,13 @@ class TokenSource:
             if options.dtype and hooks[hook_name].are_activations
         }
         batch = empty_batch(blocks[0].tokens, stop - start, converted_dtypes)
-        preceding_rows = 0  # number of rows in earlier blocks
-        for tokens, rows in blocks:
-            taken_rows = rows[max(start - preceding_rows, 0) : max(stop - preceding_rows, 0)]
+        num_preceding_rows = 0  # number of wanted rows in earlier blocks
+        for tokens, wanted_rows in blocks:
+            taken_rows = wanted_rows[
+                max(start - num_preceding_rows, 0) : max(stop - num_preceding_rows, 0)
+            ]
             if len(taken_rows):
-                first_target_row = max(preceding_rows - start, 0)
+                first_target_row = max(num_preceding_rows - start, 0)
                 # Values that overflow raise an error below. NumPy would warn, too, but only about
                 # float32 values.
                 with np.errstate(over="ignore"):
@@ -499,7 +502,7 @@ class TokenSource:
                         np.arange(first_target_row, first_target_row + len(taken_rows)),
                         batch,
                     )
-            preceding_rows += len(rows)
+            num_preceding_rows += len(wanted_rows)
         for hook_name in converted_dtypes:
             converted_values = batch[hook_name]
             was_converted_to_float16 = (
@@ -511,8 +514,8 @@ class TokenSource:
                     'read them with dtype="bfloat16" or "float32"'
                 )
         values_by_hook = {
-            hook_name: hooks[hook_name].for_user(hook_rows)
-            for hook_name, hook_rows in batch.items()
+            hook_name: hooks[hook_name].for_user(stored_values)
+            for hook_name, stored_values in batch.items()
         }
         batch = replace(batch, activations=ByHook(values_by_hook, hooks.aliases))
         if column_names := options.columns:

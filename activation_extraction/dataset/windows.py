@@ -72,9 +72,9 @@ class Window(NamedTuple):
     """The tokens of consecutive chunks, from which batches are cut.
 
     Attributes:
-        blocks_of_runs: For each run, a tuple of blocks. The rows of these blocks, one block after
-            the other, are the tokens of the window in the order of the batches. All runs have the
-            same tokens.
+        blocks_of_runs: For each run, a tuple of blocks. The wanted rows of these blocks, one block
+            after the other, are the tokens of the window in the order of the batches. All runs have
+            the same tokens.
         token_count: Number of tokens in the window.
         end: Position of an iteration whose next window begins after this one.
     """
@@ -155,10 +155,11 @@ class Windows:
             and not self._is_stopped
         ):
             blocks = self._blocks(chunk_index, thread_pool)
-            stop_row = min(first_row + self.max_tokens - filled_tokens, len(blocks[0].rows))
+            stop_row = min(first_row + self.max_tokens - filled_tokens, len(blocks[0].wanted_rows))
             if first_row < stop_row:
                 part_blocks = [
-                    block._replace(rows=block.rows[first_row:stop_row]) for block in blocks
+                    block._replace(wanted_rows=block.wanted_rows[first_row:stop_row])
+                    for block in blocks
                 ]
                 if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
                     if not window_batches:
@@ -174,7 +175,7 @@ class Windows:
                 blocks_of_parts.append(part_blocks)
                 filled_tokens += stop_row - first_row
                 first_row = stop_row
-            if first_row >= len(blocks[0].rows):
+            if first_row >= len(blocks[0].wanted_rows):
                 chunk_index += 1
                 first_row = 0
         if not filled_tokens:
@@ -223,9 +224,9 @@ def _may_stay_in_memory(block: Block) -> bool:
     A block may stay in memory if it is large (MIN_HELD_BYTES) and most of its tokens are wanted
     (MIN_WANTED_FRACTION).
     """
-    wanted_bytes = len(block.rows) * max(values[:1].nbytes for values in block.tokens.arrays)
-    min_wanted_rows = MIN_WANTED_FRACTION * len(block.tokens)
-    return wanted_bytes >= MIN_HELD_BYTES and len(block.rows) >= min_wanted_rows
+    wanted_bytes = len(block.wanted_rows) * max(values[:1].nbytes for values in block.tokens.arrays)
+    min_num_wanted_rows = MIN_WANTED_FRACTION * len(block.tokens)
+    return wanted_bytes >= MIN_HELD_BYTES and len(block.wanted_rows) >= min_num_wanted_rows
 
 
 def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Chunk]:

@@ -365,9 +365,9 @@ class LoraAdapter:
         rank = self._shape_by_key[a][0]
         named_changes: list[tuple[str, Change]] = []
         if len(weight_shape) == 2:
-            out_size, in_size = weight_shape[::-1] if is_embedding_module else weight_shape
-            self._check_shape(a, (rank, in_size))
-            self._check_shape(b, (out_size, rank))
+            output_size, input_size = weight_shape[::-1] if is_embedding_module else weight_shape
+            self._check_shape(a, (rank, input_size))
+            self._check_shape(b, (output_size, rank))
             matrix_change = Change(
                 a, b, self._scale(path, a, rank), has_exchanged_factors=is_embedding_module
             )
@@ -431,26 +431,26 @@ class LoraAdapter:
         else:
             return []
         rank_sum = self._shape_by_key[a][0]  # the rank of one expert times the number of experts
-        in_size = self._shape_by_key[a][-1]
-        out_size = self._shape_by_key[b][0]
+        input_size = self._shape_by_key[a][-1]
+        output_size = self._shape_by_key[b][0]
         matrix_name = "gate_up"
         matrix_shape = (2 * expert_width, hidden_size)
-        if {out_size, in_size} == {hidden_size, expert_width}:
+        if {output_size, input_size} == {hidden_size, expert_width}:
             matrix_name = "down"
             matrix_shape = (hidden_size, expert_width)
-        has_exchanged_factors = (out_size, in_size) == matrix_shape[::-1]
+        has_exchanged_factors = (output_size, input_size) == matrix_shape[::-1]
         # If A and B are square, only the version of PEFT tells whether inputs and outputs are
         # exchanged.
-        if out_size == in_size:
+        if output_size == input_size:
             peft_version = str(self._settings.get("peft_version"))
             peft_version_numbers = tuple(map(int, re.findall(r"\d+", peft_version)[:3]))
             has_exchanged_factors = peft_version_numbers < EXCHANGED_UNTIL
             if peft_version_numbers < EXCHANGED_SINCE:
                 error_reason = "does not tell whether its inputs and outputs are exchanged"
                 raise self._error(a, f"is square, and peft_version {peft_version} {error_reason}")
-        out_size, in_size = matrix_shape[::-1] if has_exchanged_factors else matrix_shape
-        self._check_shape(a, (rank_sum, in_size))
-        self._check_shape(b, (out_size, rank_sum))
+        output_size, input_size = matrix_shape[::-1] if has_exchanged_factors else matrix_shape
+        self._check_shape(a, (rank_sum, input_size))
+        self._check_shape(b, (output_size, rank_sum))
         change_scale = self._scale(f"{path}.{matrix_name}_proj", a, rank_sum / expert_count)
         change_of_all_experts = Change(
             a,

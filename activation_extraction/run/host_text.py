@@ -166,9 +166,9 @@ class Text:
             try:
                 check_dataset(data_source.rows, self.row_schema, self.options.skip_bad_rows)
             except InputError as error:
-                if data_source.name is None:
+                if data_source.name_in_mixture is None:
                     raise
-                raise InputError(f"--mix {data_source.name}: {error}") from error
+                raise InputError(f"--mix {data_source.name_in_mixture}: {error}") from error
 
     def documents(self, worker: Worker) -> Documents:
         """Returns the stream of documents in a worker's share of the data.
@@ -184,15 +184,15 @@ class Text:
                 self.row_schema,
                 worker,
                 skip_bad_rows=text_options.skip_bad_rows,
-                leave=self.dataset.files.check,
+                on_last_row_of_file=self.dataset.files.check,
                 shuffle=text_options.shuffle_documents,
-                source=data_source.name,
+                source=data_source.name_in_mixture,
             )
             for data_source in data_sources
         ]
-        if data_sources[0].name is None:
+        if data_sources[0].name_in_mixture is None:
             return document_streams[0]
-        source_names = [str(data_source.name) for data_source in data_sources]
+        source_names = [str(data_source.name_in_mixture) for data_source in data_sources]
         return Mixture(
             document_streams, source_names, [data_source.weight for data_source in data_sources]
         )

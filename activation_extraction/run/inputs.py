@@ -121,7 +121,7 @@ TOKENIZER: Input[Text] = Input(
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),
-    Input("data set", "data", lambda text: text.dataset.name, DATA_FLAGS, DATA_PATHS),
+    Input("data set", "data", lambda text: text.dataset.description, DATA_FLAGS, DATA_PATHS),
     Input("data set", "data_revision", lambda text: text.dataset.revisions, DATA_FLAGS, DATA_PATHS),
 )
 INPUTS: tuple[Input[Any], ...] = (*MODEL_INPUTS, *TEXT_INPUTS)

@@ -19,7 +19,8 @@ from activation_extraction.text.file_list import is_path, list_files, refuse_rep
 from activation_extraction.text.rows import RowSchema
 from activation_extraction.text.sources import Rows, open_files, open_hub_dataset
 
-FILES = "files"  # value of `Dataset.name`, and so of the identity's field `data`, if files are read
+# Value of `Dataset.description`, and so of the identity's field `data`, if files are read.
+FILES = "files"
 
 
 class Source(NamedTuple):
@@ -27,13 +28,13 @@ class Source(NamedTuple):
 
     Attributes:
         rows: The rows of the data set.
-        name: The name of the source in a mixture. None if there is no mixture.
+        name_in_mixture: The name of the source in a mixture. None if there is no mixture.
         weight: The weight of the source in a mixture. The number of documents from a source is
             proportional to its weight.
     """
 
     rows: Rows
-    name: str | None = None
+    name_in_mixture: str | None = None
     weight: float = 1.0
 
 
@@ -41,20 +42,20 @@ class Source(NamedTuple):
 class Dataset:
     """The open data of a run.
 
-    `name` and `revisions` are fields of the run's identity, so they must be the same when the run
-    continues.
+    `description` and `revisions` are fields of the run's identity, so they must be the same when
+    the run continues.
 
     Attributes:
         sources: The open data sets, one or, in a mixture, several.
-        name: Description of the data. It is "files" for files; the name, configuration and split
-            for a hub data set; and the sources with their weights for a mixture.
+        description: Description of the data. It is "files" for files; the name, configuration and
+            split for a hub data set; and the sources with their weights for a mixture.
         revisions: The revision of a hub data set, or the names and revisions of all hub data sets
             in a mixture. "" for files, because `files` compares their content.
         files: The files of all sources.
     """
 
     sources: tuple[Source, ...]
-    name: str
+    description: str
     revisions: str
     files: DataFiles = field(default_factory=DataFiles)
 
@@ -98,17 +99,17 @@ def open_dataset(
     hub_config = options.dataset_config
     hub_split = options.dataset_split
     assert hub_name is not None  # cli/config.py sets it if no other source is given
-    source_name = " ".join(filter(None, (hub_name, hub_config, hub_split)))
-    recorded_metadata, recorded_revision = _recorded_metadata(source_name, earlier_metadata)
-    _check_reader(f"--dataset_name {source_name}", recorded_metadata)
+    hub_description = " ".join(filter(None, (hub_name, hub_config, hub_split)))
+    recorded_metadata, recorded_revision = _recorded_metadata(hub_description, earlier_metadata)
+    _check_reader(f"--dataset_name {hub_description}", recorded_metadata)
     dataset_rows, dataset_revision = open_hub_dataset(
         hub_name, hub_config, hub_split, recorded_revision or None
     )
-    return Dataset((Source(dataset_rows),), source_name, dataset_revision)
+    return Dataset((Source(dataset_rows),), hub_description, dataset_revision)
 
 
 def _recorded_metadata(
-    data_name: str, earlier_metadata: Sequence[Mapping[str, Any]]
+    data_description: str, earlier_metadata: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
     """Finds the stored metadata that belongs to a data set, and the revision that it records.
 
@@ -116,7 +117,7 @@ def _recorded_metadata(
     later, when the identity of its run is compared with the stored identity.
 
     Args:
-        data_name: The name of the data set, as in `Dataset.name`.
+        data_description: The description of the data, as in `Dataset.description`.
         earlier_metadata: The contents of metadata.json that the run has stored already.
 
     Returns:
@@ -127,7 +128,7 @@ def _recorded_metadata(
     metadata_of_dataset = [
         metadata
         for metadata in earlier_metadata
-        if identity_of(metadata, METADATA).data == data_name
+        if identity_of(metadata, METADATA).data == data_description
     ]
     recorded_revision = (
         identity_of(metadata_of_dataset[0], METADATA).data_revision if metadata_of_dataset else ""
@@ -191,8 +192,10 @@ def _open_mixture(
     name_and_weight_texts = []
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
         name_and_weight_texts.append(f"{source_name}={repr(source_weight).removesuffix('.0')}")
-    mixture_name = " ".join(name_and_weight_texts)
-    recorded_metadata, recorded_revisions = _recorded_metadata(mixture_name, earlier_metadata)
+    mixture_description = " ".join(name_and_weight_texts)
+    recorded_metadata, recorded_revisions = _recorded_metadata(
+        mixture_description, earlier_metadata
+    )
     revision_by_source = {}  # revision of each hub data set by the name of the source
     for name_and_revision in recorded_revisions.split():
         source_name, source_revision = name_and_revision.rsplit("@", 1)
@@ -234,4 +237,6 @@ def _open_mixture(
         f"{source_name}@{source_revision}"
         for source_name, source_revision in revision_by_source.items()
     )
-    return Dataset(tuple(opened_sources), mixture_name, names_with_revisions, files_of_mixture)
+    return Dataset(
+        tuple(opened_sources), mixture_description, names_with_revisions, files_of_mixture
+    )

@@ -566,5 +566,5 @@ def log_start(run: Run) -> None:
         )
     if special_tokens := sample_settings.special_tokens:
         log.info("special tokens: %s (--special_tokens none adds none)", special_tokens.description)
-    if not sample_settings.choice.keeps_everything:
-        log.info("kept tokens: %s", sample_settings.choice)
+    if not sample_settings.token_choice.keeps_everything:
+        log.info("kept tokens: %s", sample_settings.token_choice)

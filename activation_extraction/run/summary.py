@@ -108,7 +108,7 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         )
     if stored_totals.empty_samples:
         mask_column = run.text.options.mask_column
-        rule_of_kept_tokens = str(run.text.sample_settings.choice)
+        rule_of_kept_tokens = str(run.text.sample_settings.token_choice)
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
         samples_in_words = counted(stored_totals.empty_samples, "sample")
@@ -204,7 +204,9 @@ def _time_line(run: Run, clock: Clock, new_tokens: int) -> str:
         new_tokens: The number of tokens that this process has stored.
     """
     elapsed_seconds = clock.elapsed
-    token_unit = "tokens" if run.text.sample_settings.choice.keeps_everything else "kept tokens"
+    token_unit = (
+        "tokens" if run.text.sample_settings.token_choice.keeps_everything else "kept tokens"
+    )
     times_in_words = ", ".join(
         f"{activity} {clock.seconds_by_activity[activity]:.1f}" for activity in ACTIVITIES
     )
@@ -255,10 +257,10 @@ def list_hooks(
         encoders: The autoencoders of --encode.
     """
     num_layers = model_config.num_hidden_layers
-    model_sizes = model_config.sizes_with(sample_tokens)
+    size_of_letter = model_config.sizes_with(sample_tokens)
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
-        vector_type = hook_kind.vector_type(model_sizes, dtype)
+        vector_type = hook_kind.vector_type(size_of_letter, dtype)
         module_name, *other_module_names = hook_kind.modules or ("",)
         hook_layers = hook_kind.layers(num_layers, table.layer_types)
         hook_name = hook_kind.name.format("K")
@@ -285,7 +287,7 @@ def list_hooks(
         table_lines.append("  ".join(padded_cells))
     table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
     for encoder in encoders:
-        activation_bytes = encoder.source_hook.kind.vector_type(model_sizes, dtype).bytes
+        activation_bytes = encoder.source_hook.kind.vector_type(size_of_letter, dtype).bytes
         table_lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
     if model_config.weights:
         table_lines.append(f"the checkpoint has {model_config.weights}")

@@ -196,7 +196,7 @@ class DocumentStream:
         schema: RowSchema,
         worker: Worker | None = None,
         skip_bad_rows: bool = False,
-        leave: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
+        on_last_row_of_file: Callable[[Sequence[Mapping[str, Any]]], None] = lambda rows: None,
         shuffle: int | None = None,
         source: str | None = None,
     ) -> None:
@@ -207,9 +207,9 @@ class DocumentStream:
             schema: The columns to read of each row, and their readers.
             worker: The worker; None for a worker that reads all rows.
             skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
-            leave: A function that is called when the worker has read its last row of a file, for
-                example to check that the file has not changed. Its argument is a list with one
-                element, the position of this row.
+            on_last_row_of_file: A function that is called when the worker has read its last row of
+                a file, for example to check that the file has not changed. Its argument is a list
+                with one element, the position of this row.
             shuffle: The seed of a random order of the rows; None for the order of the data set.
             source: The name of the data set in a mixture; None without a mixture.
         """
@@ -229,7 +229,7 @@ class DocumentStream:
         if shuffle is not None:
             self._rows_in_order = ShuffledRows(self._dataset, shuffle)
         self._schema = schema
-        self._on_last_row_of_file = leave
+        self._on_last_row_of_file = on_last_row_of_file
         self._source_in_position = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
@@ -301,7 +301,7 @@ class DocumentStream:
                 yield ReadRow(document, skip_reason, state_after_row)
 
     def _leave_file(self, last: Mapping[str, Any], following: Mapping[str, Any]) -> None:
-        """Calls the function `leave` of the constructor if no row of the present file is left.
+        """Calls `on_last_row_of_file` if the worker has read its last row of a file.
 
         The worker has read its last row of a file if its next row is in another file, or if it has
         no next row.

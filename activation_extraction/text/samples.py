@@ -53,7 +53,7 @@ class SampleSettings:
             several samples. Otherwise it is cut to `max_sample_tokens` tokens.
         overlap: Number of tokens at the end of a piece that the next piece of the same document
             repeats at its start. The next piece uses them as context and never keeps them.
-        choice: Choice of the kept tokens, which are the tokens whose activations are stored.
+        token_choice: Choice of the kept tokens, which are the tokens whose activations are stored.
         special_tokens: Special tokens that are added around a document. They count as tokens of the
             document. A document that is cut still contains all of them.
     """
@@ -61,7 +61,7 @@ class SampleSettings:
     max_sample_tokens: int
     splits_documents: bool = False
     overlap: int = 0
-    choice: TokenChoice = TokenChoice()
+    token_choice: TokenChoice = TokenChoice()
     special_tokens: SpecialTokens = SpecialTokens()
 
     def pieces(self, num_tokens: int) -> list[range]:
@@ -89,12 +89,15 @@ class SampleSettings:
             tokens: The tokens of the document, including special tokens.
 
         Returns:
-            A mask, bool (tokens.total_tokens,); None if every sample keeps all of its tokens.
+            A mask, bool (tokens.num_document_tokens,); None if every sample keeps all of its
+            tokens.
         """
         storable_token_mask = document.content.storable_token_mask
-        if storable_token_mask is None and not self.overlap and self.choice.keeps_everything:
+        if storable_token_mask is None and not self.overlap and self.token_choice.keeps_everything:
             return None
-        return self.choice.eligible(tokens.total_tokens, storable_token_mask, tokens.labels)
+        return self.token_choice.eligible(
+            tokens.num_document_tokens, storable_token_mask, tokens.labels
+        )
 
 
 def samples(
@@ -270,7 +273,7 @@ def _whole_samples(
             )
             eligible_mask = settings.eligible(read_row.document, document_tokens)
             for piece_number, token_range in enumerate(
-                settings.pieces(document_tokens.total_tokens)
+                settings.pieces(document_tokens.num_document_tokens)
             ):
                 if sample_number >= start.samples:
                     yield _sample_of_tokens(
@@ -362,7 +365,7 @@ def _sample_of_tokens(
         eligible_mask_of_sample = eligible_mask[token_slice].copy()
         if piece_number:
             eligible_mask_of_sample[: settings.overlap] = False
-        kept_subset = settings.choice.kept(sample_idx, token_ids, eligible_mask_of_sample)
+        kept_subset = settings.token_choice.kept(sample_idx, token_ids, eligible_mask_of_sample)
     preview_start = 0
     if piece_number and tokens.start_offsets is not None:
         preview_start = int(tokens.start_offsets[token_range.start])
@@ -374,7 +377,7 @@ def _sample_of_tokens(
         row=row_position,
         doc_id=document.doc_id,
         text_preview=document.content.text[preview_start : preview_start + PREVIEW_CHARACTERS],
-        cut=tokens.total_tokens - token_range.stop,
+        cut=tokens.num_document_tokens - token_range.stop,
         columns=document.kept_value_by_column,
     )
     return Sample(sample_facts, token_ids, mark, sample_labels, kept_subset)

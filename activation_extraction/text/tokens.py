@@ -46,16 +46,17 @@ class Tokens:
 
     Attributes:
         ids: Token ids, int32 (tokens,).
-        total_tokens: The number of tokens of the whole document, even if `ids` contains fewer.
+        num_document_tokens: The number of tokens of the whole document, even if `ids` contains
+            fewer.
         start_offsets: For each token, the offset in characters at which it begins in the text,
             int32 (tokens,); None if the offsets were not computed.
-        labels: Labels of all tokens of the document by name, int32 (total_tokens,) each. The names
-            are "role", an index into ROLES, and "turn", the number of the turn from 0. Empty if the
-            document is no conversation.
+        labels: Labels of all tokens of the document by name, int32 (num_document_tokens,) each. The
+            names are "role", an index into ROLES, and "turn", the number of the turn from 0. Empty
+            if the document is no conversation.
     """
 
     ids: np.ndarray
-    total_tokens: int
+    num_document_tokens: int
     start_offsets: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
@@ -97,7 +98,7 @@ class SpecialTokens:
         return replace(
             tokens,
             ids=all_token_ids,
-            total_tokens=tokens.total_tokens + len(self),
+            num_document_tokens=tokens.num_document_tokens + len(self),
             start_offsets=start_offsets,
         )
 
@@ -226,15 +227,15 @@ def _tokens_of_sections(
             offsets_in_section = np.asarray(section_encoding.offsets, np.int32).reshape(-1, 2)
             offsets_of_sections.append(section_slice.start + offsets_in_section)
     all_token_ids = np.concatenate(ids_of_sections)
-    total_tokens = len(all_token_ids)
+    num_document_tokens = len(all_token_ids)
     # Without the copy, the slice would keep the ids of all tokens in memory.
     returned_token_ids = all_token_ids[:max_tokens].copy()
     if not with_offsets:
-        return Tokens(returned_token_ids, total_tokens)
+        return Tokens(returned_token_ids, num_document_tokens)
     token_offsets = np.concatenate(offsets_of_sections)
     return Tokens(
         returned_token_ids,
-        total_tokens,
+        num_document_tokens,
         token_offsets[:max_tokens, 0],
         _labels_of_tokens(content, token_offsets),
     )
