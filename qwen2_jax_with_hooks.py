@@ -232,7 +232,7 @@ class HookedModel(nn.Module):
         stage_numbers = jnp.arange(stage_count)
 
         def run_stage(
-            layers: StackedLayers, slots: Any, x: Array, buffers: Buffers, micro_batch: Array
+            layers: StackedLayers, slots: Any, x: Array, buffers: Buffers, micro_batch_number: Array
         ) -> tuple[Array, Buffers]:
             """Runs one stage on one micro-batch.
 
@@ -251,20 +251,27 @@ class HookedModel(nn.Module):
                 buffers: The values at the hooks of the stage, for all micro-batches: vector type
                     (the width and the dtype of some hooks) -> the buffer of these hooks, (slots,
                     micro-batches, B, T, width).
-                micro_batch: The number of the micro-batch, from 0, () int32. In the bubble, it is
-                    negative, or at least the number of micro-batches.
+                micro_batch_number: The number of the micro-batch, from 0, () int32. In the bubble,
+                    it is negative, or at least the number of micro-batches.
 
             Returns:
                 A tuple of:
                     The residual stream after the stage, (B, T, D).
                     The buffers of the stage with the values of this micro-batch.
             """
-            micro_batch = jnp.clip(micro_batch, 0, micro_batch_count - 1)
-            rotary = rotary_table(positions_by_micro_batch[micro_batch], self.config)
-            micro_batch_segments = segments_by_micro_batch[micro_batch]
+            micro_batch_number = jnp.clip(micro_batch_number, 0, micro_batch_count - 1)
+            rotary = rotary_table(positions_by_micro_batch[micro_batch_number], self.config)
+            micro_batch_segments = segments_by_micro_batch[micro_batch_number]
             stage_plan = stages_plan.with_slots(slots)
             return self._loop(
-                capture, stage_plan, layers, x, buffers, rotary, micro_batch_segments, micro_batch
+                capture,
+                stage_plan,
+                layers,
+                x,
+                buffers,
+                rotary,
+                micro_batch_segments,
+                micro_batch_number,
             )
 
         def tick(carry: tuple[Array, Buffers], tick_number: Array) -> tuple[Any, Array | None]:
@@ -316,7 +323,7 @@ class HookedModel(nn.Module):
         buffers: Buffers,
         rotary: tuple[Array, Array],
         segment_ids: Array,
-        micro_batch: Array | None = None,
+        micro_batch_number: Array | None = None,
     ) -> tuple[Array, Buffers]:
         """Runs all layers or the layers of one stage, and writes the values at their hooks.
 
@@ -329,7 +336,7 @@ class HookedModel(nn.Module):
             buffers: The buffers to which the layers write; in a pipeline, the buffers of the stage.
             rotary: The cosines and sines from `rotary_table`.
             segment_ids: The segment ids of the rows, (B, T) int32.
-            micro_batch: The number of the micro-batch, () int32; None without a pipeline.
+            micro_batch_number: The number of the micro-batch, () int32; None without a pipeline.
 
         Returns:
             A tuple of:
@@ -340,7 +347,9 @@ class HookedModel(nn.Module):
         def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
             x, buffers = carry
             x, bits_by_kind = layer(x, rotary, segment_ids)
-            return x, capture.write(buffers, plan.with_slots(slots), bits_by_kind, micro_batch)
+            return x, capture.write(
+                buffers, plan.with_slots(slots), bits_by_kind, micro_batch_number
+            )
 
         keep_bits = partial(capture.bits_of, plan.kinds)
         return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots_by_kind, keep_bits)

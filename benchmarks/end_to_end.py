@@ -612,11 +612,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     with tempfile.TemporaryDirectory() as temporary_folder:
         bench = prepare(Path(temporary_folder), parsed_flags)
-        peaks_before = measure_peaks(parsed_flags)
+        peaks_before_rounds = measure_peaks(parsed_flags)
         figures_of_rounds = run_all(bench)
-        peaks_after = measure_peaks(parsed_flags)
-        best_peaks = {dtype: max(peaks_before[dtype], peaks_after[dtype]) for dtype in peaks_before}
-        measured_peaks = {"before": peaks_before, "after": peaks_after, "best": best_peaks}
+        peaks_after_rounds = measure_peaks(parsed_flags)
+        best_peaks = {
+            dtype: max(peaks_before_rounds[dtype], peaks_after_rounds[dtype])
+            for dtype in peaks_before_rounds
+        }
+        measured_peaks = {
+            "before": peaks_before_rounds,
+            "after": peaks_after_rounds,
+            "best": best_peaks,
+        }
         report_content = report(bench, figures_of_rounds, measured_peaks)
     print_result(report_content)
 

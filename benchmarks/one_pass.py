@@ -105,9 +105,9 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     pass_figures["requests_per_gb"] = num_requests / activation_bytes * 1e9
     pass_figures["cpu_s_per_gb"] = cpu_seconds / activation_bytes * 1e9
     pass_figures["mb_per_s"] = activation_bytes / 1e6 / pass_seconds
-    peak_match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert peak_match is not None
-    pass_figures["peak_mb"] = int(peak_match[1]) * 1024 / 1e6
+    peak_memory_match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert peak_memory_match is not None
+    pass_figures["peak_mb"] = int(peak_memory_match[1]) * 1024 / 1e6
     return pass_figures
 
 

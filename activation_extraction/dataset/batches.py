@@ -330,7 +330,7 @@ class Batches(Iterator[T]):
             1,
         )
         chunks = sources[0].chunks()
-        chunks_ahead = 1
+        num_chunks_ahead = 1
         if are_read_by_ranges:
             num_tokens_of_blocks = [
                 sources[0].shards.block_tokens(chunk.shard, chunk_tokens) for chunk in chunks
@@ -353,13 +353,15 @@ class Batches(Iterator[T]):
             chunks = smaller_chunks
         elif not are_local:
             max_bytes_ahead = MAX_REQUESTS * MAX_READ_BYTES
-            chunks_ahead = max(
+            num_chunks_ahead = max(
                 min(MAX_REQUESTS // hook_count, max_bytes_ahead // (chunk_tokens * row_bytes)), 2
             )
         # A window takes half of the buffer, and contains whole batches.
-        window_tokens = options.buffer // 2 // options.size * options.size
-        max_window_tokens = min(window_tokens, sum(map(len, chunks)))
-        return Windows(chunks, self._make_reader(), chunks_ahead, max_window_tokens, shuffle_seed)
+        num_window_tokens = options.buffer // 2 // options.size * options.size
+        max_window_tokens = min(num_window_tokens, sum(map(len, chunks)))
+        return Windows(
+            chunks, self._make_reader(), num_chunks_ahead, max_window_tokens, shuffle_seed
+        )
 
     def _check_selection(self) -> None:
         """Checks, at the end of the data, that the filters did not leave out all tokens.

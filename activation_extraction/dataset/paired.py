@@ -460,13 +460,13 @@ def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
             from the same row of the data set, and has the same position in its sample.
     """
     for token_index in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
-        difference = " but ".join(
+        difference_in_words = " but ".join(
             f"{tokens.token_ids[token_index]} in sample "
             f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token_index]} of {url}"
             for url, tokens in zip(urls, runs, strict=True)
         )
         position = runs[0].position[token_index]
-        message = f"the token at position {position} of the same row is {difference}"
+        message = f"the token at position {position} of the same row is {difference_in_words}"
         raise ValueError(without_secrets(message))
 
 

@@ -92,14 +92,14 @@ class Windows:
         chunks: Ranges of the tokens of shards to read, in order.
         read: Function that reads a chunk and returns a tuple of blocks (arrays of tokens), one for
             each of the runs that are read side by side.
-        chunks_ahead: Number of chunks that are read at the same time.
+        num_chunks_ahead: Number of chunks that are read at the same time.
         max_tokens: Number of tokens in a window; the last window may have fewer.
         seed: Seed for shuffling the tokens of a window. None to keep their order.
     """
 
     chunks: Sequence[Chunk]
     read: Callable[[Chunk], tuple[Block, ...]]
-    chunks_ahead: int
+    num_chunks_ahead: int
     max_tokens: int
     seed: int | None
 
@@ -118,7 +118,7 @@ class Windows:
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
         self._memory_by_parity: tuple[list[TokenBatch], ...] = [], []
-        thread_pool = ThreadPoolExecutor(1 + self.chunks_ahead, "read-ahead")
+        thread_pool = ThreadPoolExecutor(1 + self.num_chunks_ahead, "read-ahead")
         try:
             future_of_next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
             while (window := future_of_next_window.result()) is not None:
@@ -196,6 +196,8 @@ class Windows:
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:
         """Returns the blocks of a chunk, and lets threads read the chunks after it.
 
+        If several runs are read side by side, the same chunk is read from each of them.
+
         Args:
             chunk_index: Index of the chunk in `chunks`.
             thread_pool: Pool of the threads that read chunks.
@@ -209,7 +211,7 @@ class Windows:
         """
         self._future_by_chunk_index.pop(chunk_index - 1, None)
         for next_index in range(
-            chunk_index, min(chunk_index + self.chunks_ahead, len(self.chunks))
+            chunk_index, min(chunk_index + self.num_chunks_ahead, len(self.chunks))
         ):
             if next_index not in self._future_by_chunk_index:
                 self._future_by_chunk_index[next_index] = thread_pool.submit(

@@ -161,14 +161,17 @@ def match_hooks(
     match_by_hook_and_offset = {}
     for hook_name, hook_states in computed.items():
         for token_offset in token_offsets:
-            first_state = max(0, -token_offset)
-            stop_state = min(len(stored_states), token_count - token_offset)
-            if first_state >= stop_state:
+            first_state_index = max(0, -token_offset)
+            stop_state_index = min(len(stored_states), token_count - token_offset)
+            if first_state_index >= stop_state_index:
                 continue
             expected_states = row.as_if_stored(
-                hook_states[first_state + token_offset : stop_state + token_offset], first_state
+                hook_states[first_state_index + token_offset : stop_state_index + token_offset],
+                first_state_index,
             )
-            errors_by_token = token_errors(stored_states[first_state:stop_state], expected_states)
+            errors_by_token = token_errors(
+                stored_states[first_state_index:stop_state_index], expected_states
+            )
             has_other_experts = _tokens_with_other_experts(errors_by_token, limits)
             errors_by_token = errors_by_token[~has_other_experts]
             row_error = float(np.sqrt(np.mean(errors_by_token**2)))

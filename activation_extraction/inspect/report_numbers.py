@@ -74,10 +74,14 @@ class TokenSample:
         The keys are the first positions of the ranges. The values are indices of `positions`.
         Ranges without tokens are left out.
         """
-        range_starts = np.array([0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))])
-        range_of_token = np.searchsorted(range_starts, self.positions, "right") - 1
+        first_position_of_ranges = np.array(
+            [0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))]
+        )
+        range_of_token = np.searchsorted(first_position_of_ranges, self.positions, "right") - 1
         return {
-            int(range_starts[range_number]): np.flatnonzero(range_of_token == range_number)
+            int(first_position_of_ranges[range_number]): np.flatnonzero(
+                range_of_token == range_number
+            )
             for range_number in np.unique(range_of_token)
         }
 
@@ -245,10 +249,10 @@ class HookReport:
         # If most dimensions of a hook are always zero, the median is zero. In this case, all ratios
         # are set to zero, so that no dimension is an outlier.
         rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)
-        dimensions_by_ratio = np.argsort(-rms_ratios).tolist()
+        dimensions_by_descending_ratio = np.argsort(-rms_ratios).tolist()
         self.outlier_dimensions = [
             (dimension, rms_ratios[dimension])
-            for dimension in dimensions_by_ratio
+            for dimension in dimensions_by_descending_ratio
             if rms_ratios[dimension] > OUTLIER
         ]
 
@@ -310,7 +314,7 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
         seconds_until_end[-1] for seconds_until_end, _ in cumulative_sums_of_hosts
     )
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
-    tokens_until_edge = np.zeros(bin_count + 1)
+    token_counts_until_edges = np.zeros(bin_count + 1)
     for seconds_until_end, tokens_until_end in cumulative_sums_of_hosts:
-        tokens_until_edge += np.interp(bin_edges, seconds_until_end, tokens_until_end)
-    return bin_edges, np.diff(tokens_until_edge) / np.diff(bin_edges)
+        token_counts_until_edges += np.interp(bin_edges, seconds_until_end, tokens_until_end)
+    return bin_edges, np.diff(token_counts_until_edges) / np.diff(bin_edges)

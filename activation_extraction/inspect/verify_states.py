@@ -483,17 +483,21 @@ def _notes_on_hooks(
         "no flag names the layers that were asked for, so each layer but the last is compared with "
         "the hook that most rows match; --layers_to_extract or --hook_names name them"
     )
-    default_blocks = folder.default_blocks(model.num_layers)
+    default_block_numbers = folder.default_blocks(model.num_layers)
     # The default blocks are not ascending if the model has too few blocks.
-    if default_blocks != sorted(set(default_blocks)):
+    if default_block_numbers != sorted(set(default_block_numbers)):
         return
-    default_hooks = [f"blocks.{default_block}.hook_resid_post" for default_block in default_blocks]
+    default_hooks = [
+        f"blocks.{default_block_number}.hook_resid_post"
+        for default_block_number in default_block_numbers
+    ]
     if (
-        len(hooks) == len(default_blocks) + 1
+        len(hooks) == len(default_block_numbers) + 1
         and [expected_hook.name for expected_hook in hooks[:-1]] != default_hooks
     ):
         layer_numbers_in_words = ", ".join(
-            str(default_block + folder.number_of_block_0) for default_block in default_blocks
+            str(default_block_number + folder.number_of_block_0)
+            for default_block_number in default_block_numbers
         )
         hook_names_in_words = ", ".join(default_hooks)
         yield (

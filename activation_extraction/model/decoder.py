@@ -331,13 +331,16 @@ def stage_length(types: Sequence[str], stages: int) -> int:
     All stages run the same program, so the types of their layers must come in the same sequence. If
     the layers do not fill the last stages, layers of zeros are appended to the model.
 
+    The result is the smallest length with which all stages have the same sequence of types. Larger
+    lengths may leave some stages without layers, so only lengths that need as many stages as the
+    smallest possible length are considered.
+
     Args:
         types: The type of each layer that runs.
         stages: The number of stages.
 
     Raises:
-        InputError: If no length gives all stages the same sequence of types. Lengths that leave
-            more stages empty than an even division of the layers do not count.
+        InputError: If there is no such length.
     """
     layer_count = len(types)
     min_stage_length = -(-layer_count // stages)

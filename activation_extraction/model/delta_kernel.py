@@ -150,9 +150,9 @@ def _compute_block(
 
     q = q_ref[...]
     k = k_ref[...]
-    q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # shape (2C, 1)
-    k_scale = inverse_length(k)  # shape (2C, 1)
-    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # shape (1, 2C)
+    q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # (2C, 1), C tokens of a chunk
+    k_scale = inverse_length(k)  # (2C, 1)
+    k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # (1, 2C)
     # The products of every two keys of a chunk, with the two chunks of the block side by side,
     # (C, 2C). `query_products` are the products of every query and every key of a chunk.
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
@@ -277,8 +277,12 @@ def _indices() -> tuple[Array, Array, Array]:
         The matrix of each value, (C, 2C) int32: 0 for the first matrix, CHUNK for the second.
     """
     row_indices = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
-    array_columns = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
-    return row_indices, array_columns & (CHUNK - 1), array_columns & CHUNK
+    column_indices_side_by_side = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
+    return (
+        row_indices,
+        column_indices_side_by_side & (CHUNK - 1),
+        column_indices_side_by_side & CHUNK,
+    )
 
 
 def _side_by_side(x: Array) -> Array:

@@ -189,10 +189,14 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         return function(jax.tree.map(from_bits, bits, array_dtypes))
 
     def split_into_blocks(x: Array) -> Array:
-        """Splits an array (B, T, ...) into blocks, as bits (see `to_bits`).
+        """Splits an array into blocks of tokens. The last block is padded with zeros.
 
-        The shape of the result is (blocks, B, tokens of a block, ...). The last block is padded
-        with zeros.
+        Args:
+            x: The array, (B, T, ...).
+
+        Returns:
+            The blocks, (blocks, B, tokens of a block, ...). Values of two bytes are uint16 numbers
+            with the same bits.
         """
         num_padding_tokens = num_blocks * block_length - row_length
         x = jnp.pad(to_bits(x), [(0, 0), (0, num_padding_tokens), *[(0, 0)] * (x.ndim - 2)])

@@ -484,7 +484,7 @@ class Folder:
                 error_message = f"{self.url}: {request}: {folder_error}"
                 if isinstance(folder_error, ChangedError):
                     raise ChangedError(error_message) from error
-                # A local disk would fail in the same way again.
+                # Requests to a local disk are not repeated, because they would fail again.
                 if folder_error.is_final or self.is_local:
                     raise FolderError(error_message) from error
                 self.retries += 1

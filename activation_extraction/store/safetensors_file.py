@@ -221,8 +221,10 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
 
         Both offsets must be at the beginning or the end of a tensor.
         """
-        first_buffer, stop_buffer = np.searchsorted(buffer_ends, [start, stop], "right").tolist()
-        return file_buffers[first_buffer:stop_buffer]
+        first_buffer_index, stop_buffer_index = np.searchsorted(
+            buffer_ends, [start, stop], "right"
+        ).tolist()
+        return file_buffers[first_buffer_index:stop_buffer_index]
 
     front_bytes = file_header.tensors["token_ids"].offset
     checksums_by_name = dict[str, str]()

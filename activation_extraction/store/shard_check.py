@@ -47,7 +47,7 @@ class CheckedShard(NamedTuple):
     """The result of checking a shard.
 
     Attributes:
-        folder: Name of the host's folder; "" for the output folder itself.
+        folder_name: Name of the host's folder; "" for the output folder itself.
         commit: Commit of the shard.
         problem: Message on the first problem that was found, with the path of the file; "" if there
             is none. A failed request is also a problem.
@@ -56,29 +56,29 @@ class CheckedShard(NamedTuple):
         sample_idx: Numbers of the shard's samples, int64 (samples,). None if there is a problem.
     """
 
-    folder: str
+    folder_name: str
     commit: Commit
     problem: str = ""
     failure: FolderError | None = None
     sample_idx: np.ndarray | None = None
 
 
-def file_path(folder: str, name: str) -> str:
+def file_path(folder_name: str, name: str) -> str:
     """Returns the path of a file relative to the output of the run, for messages.
 
     Args:
-        folder: Name of the host's folder; "" for the output folder itself.
+        folder_name: Name of the host's folder; "" for the output folder itself.
         name: Name of the file.
     """
-    return f"{folder}/{name}" if folder else name
+    return f"{folder_name}/{name}" if folder_name else name
 
 
-def check_shard(store: Folder, folder: str, run_log: RunLog, commit: Commit) -> CheckedShard:
+def check_shard(store: Folder, folder_name: str, run_log: RunLog, commit: Commit) -> CheckedShard:
     """Checks a shard until the first problem is found.
 
     Args:
         store: The host's folder.
-        folder: Name of this folder, for messages; "" for the output folder itself.
+        folder_name: Name of this folder, for messages; "" for the output folder itself.
         run_log: Log of this folder.
         commit: Commit of the shard.
 
@@ -87,19 +87,19 @@ def check_shard(store: Folder, folder: str, run_log: RunLog, commit: Commit) -> 
         them raises an exception.
     """
     if not commit.count:
-        return CheckedShard(folder, commit, sample_idx=NO_NUMBERS)
-    where = file_path(folder, commit.file)
+        return CheckedShard(folder_name, commit, sample_idx=NO_NUMBERS)
+    where = file_path(folder_name, commit.file)
     try:
         _check_sizes(store, run_log, commit)
         check_shard_file(store, commit)
         read_sums(store, commit, ())
         sample_idx = read_table(store, commit)["sample_idx"].to_numpy()
     except FolderError as failure:
-        return CheckedShard(folder, commit, f"{where}: {failure}", failure)
+        return CheckedShard(folder_name, commit, f"{where}: {failure}", failure)
     except (RunError, ValueError) as error:
         problem_message = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
-        return CheckedShard(folder, commit, problem_message)
-    return CheckedShard(folder, commit, sample_idx=sample_idx)
+        return CheckedShard(folder_name, commit, problem_message)
+    return CheckedShard(folder_name, commit, sample_idx=sample_idx)
 
 
 def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
