@@ -333,8 +333,11 @@ class HookedModel(nn.Module):
                 of these values.
             layers: The layers with their parameters.
             x: The residual stream before the layers, (B, T, D).
-            buffers: The buffers to which the layers write; in a pipeline, the buffers of the stage.
-            rotary: The cosines and sines from `rotary_table`.
+            buffers: Vector type -> the array to which the layers write the values at its hooks, as
+                unsigned integers with the same bits: (slots, B, T, width), or in a pipeline the
+                part of one stage, (slots, micro-batches, B, T, width).
+            rotary: The cosines and the sines that rotate queries and keys, each (B, T, 1, H)
+                float32.
             segment_ids: The segment ids of the rows, (B, T) int32.
             micro_batch_number: The number of the micro-batch, () int32; None without a pipeline.
 
@@ -433,7 +436,8 @@ def create_model_with_hooks(
         activation_dtype: The dtype in which activations are stored, or "float8". None for `dtype`.
         kernels: The functions that compute attention, experts and delta nets. None for the default
             functions, which run on every platform.
-        layout: The mesh to run on. None for one device.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes. None for one
+            device.
 
     Returns:
         The model, whose parameters the caller passes to `apply`.

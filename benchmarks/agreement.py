@@ -159,7 +159,8 @@ class Agreement:
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
         """Compares the shards of one contender with the documents and with the reference.
 
-        The contender that is checked first in a dtype becomes the reference in this dtype.
+        A contender is this tool or one of the ways to use transformers in competitors.py. The
+        contender that is checked first in a dtype becomes the reference in this dtype.
 
         Args:
             folder: The folder of the shards, whose name is the name of the contender.

@@ -345,6 +345,8 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
 def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
     """Runs every contender once for each round and dtype.
 
+    A contender is this tool or one of the ways to use transformers in competitors.py.
+
     Args:
         bench: The inputs.
 
@@ -352,7 +354,8 @@ def run_all(bench: Bench) -> dict[str, dict[str, list[Figures]]]:
         Contender -> dtype -> the figures of each round.
 
     Raises:
-        SystemExit: If a contender disagrees with the first one or with the documents.
+        SystemExit: If a contender stored other tokens than the documents have, or if its
+            activations differ from the first contender's by more than rounding explains.
     """
     agreement = Agreement(bench.documents)
     figures_of_rounds: dict[str, dict[str, list[Figures]]] = defaultdict(lambda: defaultdict(list))

@@ -129,8 +129,9 @@ def describe(
     Args:
         shape: The name of the model's shape.
         num_hooks: The number of layers whose residual stream is stored.
-        tool_figures: The result of `measure_tool`.
-        torch_figures: The result of `measure_transformers`.
+        tool_figures: Name of a figure of this tool -> figure (see `measure_tool`).
+        torch_figures: Name of a figure of transformers with PyTorch -> figure (see gpu_torch.py).
+            It is {"failed": message} if transformers could not be measured.
         peak: The FLOP/s of the fastest matrix product.
     """
     tool_speed = tool_figures["tokens_per_second"]

@@ -240,20 +240,23 @@ def figures_of(store_function: Callable[[], object], num_bytes: int) -> Figures:
 def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list[Any]:
     """Measures how fast the values of a case are stored in three ways.
 
-    This tool stores them in files, and on the server that discards them. Bare threads only encode
-    them and write files (see `Case.write_bare_file`).
+    - In the way "files", this tool stores them in local files.
+    - In the way "server", this tool stores them in a bucket on a server that discards the bytes.
+    - In the way "bare threads", threads only encode them and write local files (see
+      `Case.write_bare_file`).
 
     Args:
-        folder: The folder in which the ways write. The runs of this tool are deleted, and the files
-            of bare threads may be replaced by later ones.
-        case: The case.
-        num_rounds: The number of rounds.
+        folder: The folder for the local files. The runs of this tool are deleted after they are
+            measured. A file of bare threads may replace an earlier one.
+        case: The kind of the values, the number of hooks and the file format.
+        num_rounds: The number of times that each way is measured.
         gigabytes: The size of the values that a way stores in a round, in 10^9 bytes. It is rounded
             up to whole batches.
 
     Returns:
-        The rows of the table, one for each way. Each row is a dict with the fields of the case, the
-        way, the medians of its figures, and its speed divided by the speed of bare threads.
+        The rows of the printed table, one for each way. Each row is a dict: title of a column ->
+        cell. The columns are the fields of the case, the way, the medians of its figures, and its
+        speed divided by the speed of bare threads.
     """
     batch_bytes = ROWS * LENGTH * case.value_bytes_per_token
     num_batches = math.ceil(gigabytes * 1e9 / batch_bytes)

@@ -11,7 +11,8 @@ from activation_extraction.common.errors import FlagValueError
 
 ALL = "all"
 LAST_OF_TURN = "last_of_turn"
-# Regular expressions for values of --positions that contain numbers. EXPECTED shows their forms.
+# Regular expressions for values of --positions that contain numbers, such as "4:-1" (SLICE),
+# "random:100:7" (RANDOM_COUNT), "random:0.1" (RANDOM_FRACTION) and "first:3" (NAMED).
 SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::([1-9]\d{0,8})?)?")
 RANDOM_COUNT = re.compile(r"random:(\d{1,9})(?::(\d{1,9})(?::(\d{1,9}))?)?")
 RANDOM_FRACTION = re.compile(r"random:(\d*\.?\d+(?:[eE]-?\d+)?)(?::(\d{1,9}))?")

@@ -130,7 +130,8 @@ class _SafeFile(io.FileIO):
                 num_written_bytes = super().write(data)
             return num_written_bytes
         except BrokenPipeError:
-            # The process that reads the pipe has ended, as `head` does after some lines.
+            # The process that reads the pipe has ended, as `head` does after some lines. The text
+            # is dropped, and counts as written, so that this process goes on.
             return len(data)
         except OSError as error:
             if self.fileno() == 1 and not self._has_reported_failure:

@@ -244,7 +244,8 @@ def align(
 ) -> list[Alignment]:
     """Compares each stored state of a layer with the computed state of each token of a sample.
 
-    This shows whether the stored states belong to the sample, and to which of its tokens.
+    This shows whether the stored states belong to the sample, and to which of its tokens. A pair of
+    a state and a token has an offset, the index of the token minus the index of the state.
 
     Args:
         row: Content of the file with the stored states.

@@ -142,10 +142,11 @@ class StatesFolder(ABC):
         """
 
     def default_blocks(self, depth: int) -> list[int]:
-        """Returns the blocks whose outputs the program stores if its user names no layers.
+        """Returns the blocks whose outputs are stored by default, if the user names no layers.
 
-        The last layer of the files is stored in addition. Both programs choose the same blocks, but
-        number them differently.
+        The program that wrote the files, speculators or SpecForge, stores one more layer, which is
+        the last layer in its files. Both programs choose the same blocks, but number them
+        differently.
 
         Args:
             depth: Number of blocks of the model.

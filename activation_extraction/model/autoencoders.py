@@ -191,8 +191,8 @@ class AutoencoderFiles:
             file_name: The name of a .safetensors or .pt file in the folder.
 
         Returns:
-            Name of a tensor -> its values. The names in `FIELD_OF_TENSOR` are replaced by the names
-            of fields.
+            Name of a tensor -> its values. Publishers' names of tensors (the keys of
+            `FIELD_OF_TENSOR`) are replaced by the names of the fields of `Autoencoder`.
         """
         local_path = self.local_path(file_name)
         if file_name.endswith(".pt"):
@@ -663,8 +663,8 @@ def _check_shapes(files: AutoencoderFiles, fields: Fields) -> None:
 
     Args:
         files: The files of the autoencoder.
-        fields: The fields that `Format.convert_to_fields` returned. A W_enc or W_dec with the
-            features on the last axis is replaced by its transpose.
+        fields: Name of a field of `Autoencoder` -> value. A W_enc or W_dec with the features on the
+            last axis is replaced by its transpose.
 
     Raises:
         InputError: If a tensor is unknown, W_enc or W_dec is square, the shapes of the tensors are

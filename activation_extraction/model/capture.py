@@ -69,7 +69,7 @@ class Capture:
         hooks: The hooks, in the order in which they are computed.
         axis_sizes: Letter of an axis -> its size, for all letters of `HookKind.letters`.
         dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
-        layout: The mesh over which arrays are split.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     hooks: tuple[Hook, ...]

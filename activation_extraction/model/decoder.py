@@ -388,7 +388,7 @@ def rows_at_once(layout: Layout, rows: int, length: int) -> int:
     more. On other devices, all rows go through a layer together.
 
     Args:
-        layout: The mesh over which arrays are split.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
         rows: The number of rows of a step.
         length: T, the number of tokens per row.
     """

@@ -73,7 +73,7 @@ class GatedDeltaNet(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         rule: The function that computes the gated delta rule.
-        layout: The mesh over which arrays are split.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: ModelConfig
@@ -425,8 +425,8 @@ def _inverse(matrices: Array) -> Array:
         is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
         is_in_lower_block = block_numbers[:, None] > block_numbers
         lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
-        # At level 0, the blocks are single tokens. Their inverses, X and Y in the docstring, are 1,
-        # so the product Y M X is M.
+        # At level 0, the blocks are single tokens, whose inverses are 1. So `lower_left_values` is
+        # not changed by multiplying it by the inverses from both sides.
         if block_level > 0:
             lower_left_values = multiply_matrices(
                 multiply_matrices(inverses, lower_left_values), inverses

@@ -135,7 +135,7 @@ class Encoder:
         without the records of codes that the step returns.
 
         Args:
-            layout: The mesh over which arrays are split.
+            layout: The mesh of devices, and the rules for splitting arrays along its axes.
         """
         weight_count = sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
         weight_part_count = layout.size(*RULES["head_vocab"], *RULES["embed"])
@@ -148,7 +148,7 @@ class Encoder:
         """Returns the shapes, dtypes and shardings of the autoencoder's arrays on the devices.
 
         Args:
-            layout: The mesh over which arrays are split.
+            layout: The mesh of devices, and the rules for splitting arrays along its axes.
 
         Returns:
             Field of `Autoencoder` -> the shape, dtype and sharding of its array.
@@ -166,7 +166,7 @@ class Encoder:
         """Copies the autoencoder's arrays to the devices, to each device only its part of an array.
 
         Args:
-            layout: The mesh over which arrays are split.
+            layout: The mesh of devices, and the rules for splitting arrays along its axes.
 
         Returns:
             Field of `Autoencoder` -> its array on the devices.
@@ -267,7 +267,7 @@ def encode(
         weights: The arrays of the autoencoder on the devices.
         x: The values at the hook that is read, (B, T, D).
         target_values: The values at the hook that is reconstructed, (B, T, O).
-        layout: The mesh over which arrays are split.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
 
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.
@@ -310,7 +310,7 @@ def _records(
         weights: The arrays of the autoencoder on the devices.
         x: The block's values at the hook that is read, (B, T, D).
         target_values: The block's values at the hook that is reconstructed, (B, T, O).
-        layout: The mesh over which arrays are split.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
 
     Returns:
         The record of each token, (B, T, 3 + 2 * `encoder.max_codes`) int32.

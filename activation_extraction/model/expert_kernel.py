@@ -259,7 +259,7 @@ def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     Letters: n' rows of all tiles, M width of an expert.
 
     Args:
-        table: The table of rows.
+        table: The table that assigns the rows to tiles.
         stacks: The weights of the experts.
         x: The tokens, (T, D).
 
@@ -385,7 +385,7 @@ def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     Letters: n' rows of all tiles, M width of an expert.
 
     Args:
-        table: The table of rows.
+        table: The table that assigns the rows to tiles.
         stacks: The weights of the experts.
         gated: The rows silu(x gate) * (x up), which `_run_gated` returns, (n', M).
 

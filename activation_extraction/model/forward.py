@@ -202,9 +202,9 @@ class Forward(Program):
             activations: The activations of a step.
 
         Returns:
-            Key in the shards -> the activations at this hook, (B, T, width). If only some tokens
-            are kept, the shape is (kept tokens, width), and the tokens are in the order of the
-            rows.
+            Key of a hook in the shards -> the activations at the hook, (B, T, width). If only some
+            tokens are kept, the shape is (kept tokens, width), and the tokens are in the order of
+            the rows.
         """
         if isinstance(activations, KeptTokens):
             stack_by_type = activations.receive()

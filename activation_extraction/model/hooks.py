@@ -368,11 +368,12 @@ class HookTable:
 # The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
 # following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
 # SPARSE). `_type_words` maps each word to the types of layers in a model.
-EVERY = "every"  # hooks of all layers
-NORMED = "normed"  # hooks of attention with norms of queries and keys
-GATED = "gated"  # hooks of attention with a gate on its output
-SHARED = "shared"  # hooks of layers with a shared expert
-# Hooks of linear attention whose projections are stored as separate tensors, or interleaved in one.
+EVERY = "every"  # all layers
+NORMED = "normed"  # layers whose attention has norms of queries and keys
+GATED = "gated"  # layers whose attention has a gate on its output
+SHARED = "shared"  # layers with a shared expert
+# Layers with linear attention whose projections are stored as separate tensors (APART), or
+# interleaved in one tensor (INTERLEAVED).
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
 #   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
@@ -490,8 +491,8 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         type_words_by_layers_word[GATED] = type_words_of_attention
     if delta_config is not None:
         type_words_by_layers_word[LINEAR] = (LINEAR,)
-        # The rows of APART and INTERLEAVED have different names in Hugging Face, where a projection
-        # is the output of a module only if it is stored separately.
+        # In HOOK_KINDS, rows with APART and rows with INTERLEAVED have different names in Hugging
+        # Face, where a projection is the output of a module only if it is stored separately.
         type_words_by_layers_word[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
         type_words_by_layers_word[SPARSE] = (SPARSE,)

@@ -180,7 +180,9 @@ class HubFiles:
             name: The name of the file in the repository.
         """
         cached_path = try_to_load_from_cache(self._repository_name, name, revision=self._revision)
-        if not isinstance(cached_path, str | None):  # the cache recorded that the file is missing
+        # A result that is neither a path nor None is huggingface_hub's object for a file that the
+        # repository lacks according to the cache.
+        if not isinstance(cached_path, str | None):
             return True
         snapshot_folder = self._snapshot()
         if snapshot_folder is None:

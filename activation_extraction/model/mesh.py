@@ -109,9 +109,10 @@ class Layout:
                 for device_index, device in enumerate(devices_of_axis)
             ]
         )
-        # The devices are ordered by their coordinate along the rectangle's shorter side. Lines
-        # with an odd coordinate are traversed backwards. In a rectangle of width two, the ring
-        # thus leads along one long side and back along the other.
+        # The devices of an axis form a line or a rectangle in the network of chips. They are
+        # ordered by their coordinate along the rectangle's shorter side. Lines of devices with an
+        # odd coordinate are traversed backwards. In a rectangle of width two, the ring thus leads
+        # along one long side and back along the other.
         dimensions_by_extent = np.argsort(np.ptp(device_coordinates, axis=0))
         short_side_coordinates, long_side_coordinates = device_coordinates.T[
             dimensions_by_extent[-2:]

@@ -209,9 +209,10 @@ class ModelConfig:
         return tuple(layer_types)
 
     def sizes_with(self, length: int) -> dict[str, int]:
-        """Returns `sizes` with an additional letter S, for the number of tokens in a row.
+        """Returns the size of each axis of weights or hooks, by the letter of the axis.
 
-        S is the number of keys of attention. The attention pattern of a token has S values for each
+        The result contains `sizes`, and the letter S for the number of tokens in a row. S is also
+        the number of keys of attention: the attention pattern of a token has S values for each
         head.
 
         Args:

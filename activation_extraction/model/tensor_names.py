@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from activation_extraction.common.errors import InputError
 
-# The names of modules that may contain the language model. Prefixes consist of them.
+# The names of modules that may contain the language model. The names of its tensors in a checkpoint
+# begin with such names, for example with "model.language_model.".
 CONTAINERS = {"thinker", "model", "language_model", "transformer"}
 # Modules that are not part of the language model, and that no hook needs: encoders and decoders of
 # images and sound, modules that draft further tokens, and heads of reward models, value models and

@@ -407,8 +407,9 @@ def lines_of(
 
     Args:
         run: The planned run.
-        meshes: The result of `estimate_mesh` for each mesh to describe.
-        totals: The result of `estimate_totals`.
+        meshes: The estimate for each mesh to describe, a JSON object (see `estimate_mesh`).
+        totals: The hours, dollars and terabytes of one machine in the whole run (see
+            `estimate_totals`).
         token_bytes: The bytes of a stored token, before compression.
         tokens_per_second: The value of --tokens_per_second, the stored tokens per second of each
             host. None if the speed is guessed.

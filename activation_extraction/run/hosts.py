@@ -594,6 +594,6 @@ def one_step_behind(items: Iterable[T]) -> Iterator[T]:
     Args:
         items: The items, which are made when they are iterated over.
     """
-    # The None at the end is never the first of a pair, but mypy takes `item` for T | None.
     for item, _ in pairwise(chain(items, [None])):
+        # mypy does not know that the None at the end never becomes `item` (type: ignore).
         yield item  # type: ignore[misc]

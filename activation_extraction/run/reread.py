@@ -140,10 +140,10 @@ def _text_of_run(
     adapter: Repository | None,
     dataset_path: str | None,
 ) -> tuple[Text, Config]:
-    """Returns an object that makes the samples of a stored run again from the run's data set.
+    """Returns a `Text` that makes the samples of a stored run again, and the run's configuration.
 
-    The model, the adapter and the data set may have been moved since the run. No file is opened
-    yet.
+    The samples are made from the run's data set. The model, the adapter and the data set may have
+    been moved since the run. No file is opened yet.
 
     Args:
         metadata: The content of metadata.json of one of the run's hosts.
@@ -154,7 +154,7 @@ def _text_of_run(
 
     Returns:
         A tuple of:
-            The object, with the settings of the run.
+            The `Text`, with the settings of the run.
             The configuration of the run, in which the present paths replace the recorded paths.
     """
     identity = identity_of(metadata, METADATA)

@@ -240,10 +240,10 @@ def _as_one_line(code: str, message: str) -> str:
 
 
 def _failure_of_connection(details: str) -> Failure:
-    """Returns the reason why a request got no answer or an incomplete answer.
+    """Returns the `Failure` of a request that got no answer or an incomplete answer.
 
     Args:
-        details: Failure that obstore printed as a Rust structure.
+        details: Text of the Rust structure with which obstore describes its error.
     """
     certificate_match = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
     if certificate_match:

@@ -34,8 +34,8 @@ from activation_extraction.store.safetensors_file import (
 )
 from activation_extraction.store.shard import Shard
 
-# Regular expression for the number of a shard in a file name: at least four digits, without more
-# leading zeros than needed.
+# Regular expression for the number of a shard in a file name, such as "0012" or "12345": at least
+# four digits, without more leading zeros than needed.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
 GZIP_BLOCK_BYTES = 4 * 2**20  # size of a block before compression, in bytes
 MIB = 2**20

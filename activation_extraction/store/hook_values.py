@@ -100,7 +100,10 @@ class Tolerance:
 
     @property
     def activation_error(self) -> float:
-        """The largest relative error of activations: `computing_error` plus `rounding_error`."""
+        """The largest allowed relative error of recomputed activations.
+
+        It is `computing_error` plus `rounding_error`.
+        """
         return self.computing_error + self.rounding_error
 
     def different_numbers(self, compared_count: int) -> int:

@@ -51,7 +51,9 @@ OF_SAMPLES = (
 OF_KEPT_TOKENS = ("positions", "drop_token_ids", "roles", "mask_column", "overlap")
 BLOCKS = "blocks "  # beginning of the fingerprint of a local file
 LOSS = "loss"  # full name of the hook with the loss at each token
-NOT_RECORDED = 0  # `max_seq_length` in the identity of a program with a loop of its own
+# Value of `max_seq_length` in the identity of a program with a loop of its own, which has no such
+# flag.
+NOT_RECORDED = 0
 DataFiles = Mapping[str, tuple[int, str]]  # size in bytes and fingerprint of each file, by name
 
 

@@ -111,7 +111,12 @@ def folder_name(worker: Worker, in_bucket: bool) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Returns a folder's name for messages; "the output itself" if the name is ""."""
+    """Returns the name of a worker's folder for messages.
+
+    Args:
+        name: Name of the folder in the output folder. "" if the worker's files are in the output
+            folder itself, which is called "the output itself" in messages.
+    """
     return name or "the output itself"
 
 

@@ -24,8 +24,8 @@ from activation_extraction.common.log import log
 from activation_extraction.store.local_files import FolderError
 
 CHECK_SECONDS = 1.0  # largest number of seconds between two checks whether bytes are being sent
-# Seconds for which all writes use the same result of such a check, because a check reads large
-# tables of the system.
+# Seconds for which all writes use the same result of a check whether bytes are being sent. The
+# result is shared because a check reads large tables of the system.
 SHARED_SECONDS = 0.2
 # Seconds after which the first message about a waiting write is logged. The next messages follow
 # after twice as many seconds, after four times as many, and so on.
@@ -67,9 +67,9 @@ class Patience:
         self._latest_end_time = self.end_time + sending
 
     def add(self, seconds: float) -> None:
-        """Postpones the end of the write, because its body was being sent.
+        """Postpones `end`, because the body of the write was being sent.
 
-        The end is not postponed any more after the time in which a slow line can send the body.
+        In total, `end` is postponed by at most the seconds in which a slow line can send the body.
 
         Args:
             seconds: Number of seconds in which the body was being sent.

@@ -33,8 +33,8 @@ class QueuedShard(Generic[T]):
     Attributes:
         bytes_held: Number of bytes of memory that become free when the shard is committed.
         phase: Current phase of the shard, one of PHASES.
-        files_future: Future of storing the shard's files. The function that commits the shard gets
-            its result.
+        files_future: Future that is done when the shard's files are stored. Its result is passed to
+            the function that commits the shard.
     """
 
     bytes_held: int

@@ -147,7 +147,7 @@ class ShardWriter:
         self.queue.wait()
 
     def _submit_pending(self, number: int) -> None:
-        """Submits a shard with the samples that were added since the last shard.
+        """Puts a shard into the queue, with the samples that were added since the last shard.
 
         Args:
             number: Number of the shard.

@@ -78,7 +78,9 @@ def list_files(path: str) -> list[DataFile]:
     with as_input_errors(path), ThreadPoolExecutor(FILES_AT_ONCE) as thread_pool:
         if "://" in path:
             file_system, root_path = url_to_fs(path)
-        else:  # url_to_fs would interpret :: in a local path as a chain of URLs
+        else:
+            # url_to_fs is not used for a local path, because it would interpret "::" in the path as
+            # a chain of URLs.
             file_system = fsspec.filesystem("file")
             root_path = os.path.abspath(os.path.expanduser(path))
         if file_system.isfile(root_path):
@@ -367,11 +369,11 @@ def _refuse_delta_table(path: str, fs: Any, folder: str, paths: Sequence[str]) -
 
 
 def _paths_not_in_state(fs: Any, arrow_paths: Sequence[str]) -> list[str]:
-    """Returns the Arrow files that are not listed in a state.json in their folder.
+    """Returns the Arrow files that the state.json in their folder does not list.
 
-    `datasets` writes state.json when it saves data, and lists the files of the data in it. A folder
-    may also contain files that were saved earlier, which are not listed. A folder without such a
-    list contains no unlisted files.
+    `datasets` writes state.json when it saves a data set, and lists the files of this data set in
+    it. The folder may also contain files of a data set that was saved there earlier. These are the
+    files that are returned. No file is returned of a folder without such a list.
 
     Args:
         fs: The file system, an object of fsspec.

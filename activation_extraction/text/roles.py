@@ -154,12 +154,15 @@ def _turns(headers: Sequence[str], messages: Sequence[dict[str, Any]]) -> list[T
 
 
 def _headers_agree(headers: Sequence[str], turns: Sequence[Turn]) -> bool:
-    """Returns whether a template may write blocks with certain headers for certain turns.
+    """Returns whether the headers of blocks agree with the roles of turns.
+
+    A header agrees with a role if a chat template may write it for a turn of this role. `HEADERS`
+    lists the headers of some roles. The only header of any other role is the role itself.
 
     Args:
-        headers: The header of each block.
-        turns: The turns of the blocks, in the same order. If their number is not the number of the
-            headers, the result is False.
+        headers: The header of each block of a rendered conversation, such as "user".
+        turns: The turns of the conversation. If there are more or fewer turns than headers, the
+            result is False.
     """
     if len(headers) != len(turns):
         return False
