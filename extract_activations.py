@@ -326,7 +326,7 @@ def take_steps(
                     progress.advance(
                         len(batch.samples), batch.num_tokens, flops_of_step, num_kept_tokens
                     )
-                    log.debug("step %d: %d samples", progress.steps, len(batch.samples))
+                    log.debug("step %d: %d samples", progress.num_steps, len(batch.samples))
                 except Exception as error:
                     # The error is raised once all hosts have stopped. Until then, no later batch is
                     # stored, because the batch that failed is missing.

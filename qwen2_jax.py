@@ -95,8 +95,8 @@ class Embedding(nn.Module):
         """
         constrain = self.layout.constrain
         token_ids = constrain(token_ids, "fsdp_batch", "sequence")
-        table_columns = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
-        return constrain(from_bits(table_columns), *STREAM)
+        vector_bits = constrain(self.weight[token_ids], "fsdp_batch", "sequence", "embed")
+        return constrain(from_bits(vector_bits), *STREAM)
 
     def table(self) -> Array:
         """Returns the vectors of all tokens of the vocabulary.

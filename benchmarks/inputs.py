@@ -130,19 +130,22 @@ def write_weights(path: Path, specs: Iterable[WeightSpec]) -> None:
             each tensor.
     """
     normal_values = np.random.default_rng(0).standard_normal(DRAWN_COUNT, np.float32)
-    spec_of_tensor = {tensor_name: spec for spec in specs for tensor_name in spec.hf_names}
+    spec_of_tensor = {
+        tensor_name: weight_spec for weight_spec in specs for tensor_name in weight_spec.hf_names
+    }
     bfloat16_dtype = np.dtype(ml_dtypes.bfloat16)
     dtype_and_shape_of_tensor = {
-        tensor_name: (bfloat16_dtype, spec.hf_shape) for tensor_name, spec in spec_of_tensor.items()
+        tensor_name: (bfloat16_dtype, weight_spec.hf_shape)
+        for tensor_name, weight_spec in spec_of_tensor.items()
     }
     with path.open("wb") as weight_file:
         weight_file.write(pack_header(dtype_and_shape_of_tensor, {}))
-        for tensor_name, spec in spec_of_tensor.items():
-            weight_values = normal_values / np.float32(math.sqrt(spec.hf_shape[-1]))
+        for tensor_name, weight_spec in spec_of_tensor.items():
+            weight_values = normal_values / np.float32(math.sqrt(weight_spec.hf_shape[-1]))
             if tensor_name.endswith("norm.weight"):
                 weight_values += 1
             weight_values = weight_values.astype(bfloat16_dtype)
-            num_values = math.prod(spec.hf_shape)
+            num_values = math.prod(weight_spec.hf_shape)
             for first_value_index in range(0, num_values, DRAWN_COUNT):
                 weight_file.write(weight_values[: num_values - first_value_index].tobytes())
 

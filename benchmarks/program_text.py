@@ -157,15 +157,15 @@ class ProgramText:
         instructions: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
         mesh: Mesh axis -> size. Device numbers change slowest along the first axis.
-        layer_shares: For each type of layer, the fraction of the model's layers that have this
-            type, in the order of the branches of the conditional that chooses the type.
+        fraction_by_layer_type: For each type of layer, the fraction of the model's layers that have
+            this type, in the order of the branches of the conditional that chooses the type.
     """
 
     def __init__(
         self,
         text: str,
         mesh: Mapping[str, int] | None = None,
-        layer_shares: Sequence[float] = (),
+        fraction_by_layer_type: Sequence[float] = (),
         kernel_passes: KernelPasses = lambda _name, _shapes: None,
     ) -> None:
         """Parses the text of a program.
@@ -173,15 +173,15 @@ class ProgramText:
         Args:
             text: The text of the compiled program.
             mesh: Mesh axis -> size. None to leave out the mesh axes of collectives.
-            layer_shares: For each type of layer, the fraction of the model's layers that have this
-                type, in the order of the branches of the conditional that chooses the type. Empty
-                if the program has no such conditional.
+            fraction_by_layer_type: For each type of layer, the fraction of the model's layers that
+                have this type, in the order of the branches of the conditional that chooses the
+                type. Empty if the program has no such conditional.
             kernel_passes: The function that returns how often a Pallas kernel reads and writes its
                 arrays (see `KernelPasses`).
         """
         self.text = text
         self.mesh = dict(mesh or {})
-        self.layer_shares = layer_shares
+        self.fraction_by_layer_type = fraction_by_layer_type
         self._count_kernel_passes = kernel_passes
         # On v6e, a computation that sorts runs in a thread of its own. The last line of the
         # computation names this thread.
@@ -315,11 +315,13 @@ class ProgramText:
         moves_of_branches = [
             self.moves(branch, channels_in_flight) for branch in instruction.branches
         ]
-        if len(moves_of_branches) != len(self.layer_shares) or computation != self.body:
+        if len(moves_of_branches) != len(self.fraction_by_layer_type) or computation != self.body:
             return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
         average_moves: list[Move] = []
-        for layer_share, branch_moves in zip(self.layer_shares, moves_of_branches, strict=True):
-            average_moves += [move.times(layer_share) for move in branch_moves]
+        for layer_fraction, branch_moves in zip(
+            self.fraction_by_layer_type, moves_of_branches, strict=True
+        ):
+            average_moves += [move.times(layer_fraction) for move in branch_moves]
         return average_moves
 
     def _iterations(self, loop: Instruction) -> int:

@@ -201,8 +201,8 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     # Type of layers -> number of layers. All layers of a type share one array of each weight, whose
     # first axis is the layer.
     num_layers_of_type = {
-        weight_path[1]: spec.shape[0]
-        for weight_path, spec in program.weights.items()
+        weight_path[1]: weight_spec.shape[0]
+        for weight_path, weight_spec in program.weights.items()
         if weight_path[0] == "layers"
     }
     layer_counts = [
@@ -210,10 +210,12 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         for layer_type in sorted(num_layers_of_type)
         if layer_type in model_config.layer_types
     ]
-    layer_shares = [layer_count / sum(layer_counts) for layer_count in layer_counts]
+    fraction_by_layer_type = [layer_count / sum(layer_counts) for layer_count in layer_counts]
     routed_share = 1 / program.layout.size("expert")
     count_passes_of_kernel = partial(passes_of_expert_kernel, routed_share=routed_share)
-    return ProgramText(compiled.as_text() or "", mesh.shape, layer_shares, count_passes_of_kernel)
+    return ProgramText(
+        compiled.as_text() or "", mesh.shape, fraction_by_layer_type, count_passes_of_kernel
+    )
 
 
 def passes_of_expert_kernel(

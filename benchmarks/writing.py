@@ -174,8 +174,8 @@ class Case(NamedTuple):
         """
         arrays_in_file: dict[str, np.ndarray] = {}
         for layer, hook_name in self.hook_names.items():
-            rows_of_batches = [*values[layer]] * num_batches
-            arrays_in_file |= self._bare_arrays(str(hook_name), np.concatenate(rows_of_batches))
+            arrays_of_batches = [*values[layer]] * num_batches
+            arrays_in_file |= self._bare_arrays(str(hook_name), np.concatenate(arrays_of_batches))
         if self.shard_format == "safetensors":
             safetensors.numpy.save_file(arrays_in_file, path)
         else:

@@ -100,10 +100,10 @@ class Progress:
         record: Function that stores the metrics of an interval, which are a JSON object.
 
     Attributes:
-        samples: Number of samples that were computed since the start of this process.
-        tokens: Number of tokens that were computed since the start of this process, whether or not
-            they are stored.
-        steps: Number of steps since the start of this process.
+        num_samples: Number of samples that were computed since the start of this process.
+        num_tokens: Number of tokens that were computed since the start of this process, whether or
+            not they are stored.
+        num_steps: Number of steps since the start of this process.
         num_stored_tokens: Number of tokens that are stored since the beginning of the run.
     """
 
@@ -118,7 +118,7 @@ class Progress:
         gauges: Callable[[], dict[str, Any]],
         record: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.samples = self.tokens = self.steps = 0
+        self.num_samples = self.num_tokens = self.num_steps = 0
         self._num_flops = 0.0
         self._num_stored_samples, self.num_stored_tokens = stored
         # Whether the bar counts tokens up to `max_tokens`. Otherwise it counts samples.
@@ -130,7 +130,7 @@ class Progress:
         self._read_gauges = gauges
         self._store_metrics = record
         self._last_report_time = time.perf_counter()
-        self._tokens_at_last_report = 0
+        self._num_tokens_at_last_report = 0
         self._flops_at_last_report = 0.0
         if self._sample_or_token_limit:
             unit_of_progress = "tokens" if self._counts_tokens else "samples"
@@ -156,13 +156,13 @@ class Progress:
             flops: FLOPs of the step on this host's devices together.
             kept: Number of tokens of the step that are stored.
         """
-        self.samples += samples
-        self.tokens += tokens
+        self.num_samples += samples
+        self.num_tokens += tokens
         self._num_flops += flops
         self.num_stored_tokens += kept
-        self.steps += 1
+        self.num_steps += 1
         if not self._progress_bar.disable:
-            tokens_per_second = self.tokens / self._progress_bar.format_dict["elapsed"]
+            tokens_per_second = self.num_tokens / self._progress_bar.format_dict["elapsed"]
             bar_postfix = (
                 f"{counted(self.num_stored_tokens, 'token')}, {tokens_per_second:,.0f} tokens/s"
             )
@@ -175,22 +175,24 @@ class Progress:
         """Stores the metrics since the last report, and logs a line if there is no progress bar."""
         current_time = time.perf_counter()
         seconds_since_last_report = current_time - self._last_report_time
-        tokens_per_second = (self.tokens - self._tokens_at_last_report) / seconds_since_last_report
+        tokens_per_second = (
+            self.num_tokens - self._num_tokens_at_last_report
+        ) / seconds_since_last_report
         flops_per_second = (
             self._num_flops - self._flops_at_last_report
         ) / seconds_since_last_report
         self._last_report_time = current_time
-        self._tokens_at_last_report = self.tokens
+        self._num_tokens_at_last_report = self.num_tokens
         self._flops_at_last_report = self._num_flops
         fraction_of_peak_flops = None
         if self._peak_flops is not None:
             fraction_of_peak_flops = round(flops_per_second / self._peak_flops, 4)
         metrics_of_interval = {
             "time": round(time.time(), 3),
-            "samples": self._num_stored_samples + self.samples,
+            "samples": self._num_stored_samples + self.num_samples,
             "tokens": self.num_stored_tokens,
-            "tokens_computed_since_start": self.tokens,
-            "steps_since_start": self.steps,
+            "tokens_computed_since_start": self.num_tokens,
+            "steps_since_start": self.num_steps,
             "tokens_per_second": round(tokens_per_second, 1),
             "tokens_per_second_per_chip": round(tokens_per_second / self._num_chips, 1),
             "tflops_per_second_per_chip": round(flops_per_second / self._num_chips / 1e12, 4),

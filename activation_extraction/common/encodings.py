@@ -78,8 +78,8 @@ class Float8Array:
         Args:
             arrays: At least one array, all of the same width.
         """
-        float8_values = np.concatenate([array.values for array in arrays])
-        token_scales = np.concatenate([array.scales for array in arrays])
+        float8_values = np.concatenate([float8_array.values for float8_array in arrays])
+        token_scales = np.concatenate([float8_array.scales for float8_array in arrays])
         return cls(float8_values, token_scales)
 
     def split(self, first_tokens: np.ndarray) -> list["Float8Array"]:

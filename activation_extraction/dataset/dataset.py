@@ -316,22 +316,22 @@ class ActivationDataset(Samples):
         """
         first_piece_facts = self.shards.facts(piece_indices[0])
         last_piece_facts = self.shards.facts(piece_indices[-1])
-        source = self._all_tokens
+        token_source = self._all_tokens
         chunks = [
             chunk
             for piece_index in piece_indices
-            for (chunk,) in source.by_shard(np.array([piece_index]))
+            for (chunk,) in token_source.by_shard(np.array([piece_index]))
         ]
-        tokens = source.whole_tokens(chunks)
+        piece_tokens = token_source.whole_tokens(chunks)
         piece_start_of_token = np.repeat(
             np.array(piece_starts, np.int32), [len(chunk) for chunk in chunks]
         )
         return SampleActivations(
             **vars(replace(first_piece_facts, cut=last_piece_facts.cut)),
-            activations=tokens.activations,
-            token_ids=tokens.token_ids,
-            position=piece_start_of_token + tokens.position,
-            **tokens.labels,
+            activations=piece_tokens.activations,
+            token_ids=piece_tokens.token_ids,
+            position=piece_start_of_token + piece_tokens.position,
+            **piece_tokens.labels,
         )
 
     @cached_property
@@ -360,8 +360,8 @@ class ActivationDataset(Samples):
             ValueError: If an argument is invalid for the run, or if `where` or `roles` selects
                 nothing.
         """
-        source = self.source(BatchOptions(size, hooks, **options))
-        return Batches((source,), itemgetter(0), source.reader)
+        token_source = self.source(BatchOptions(size, hooks, **options))
+        return Batches((token_source,), itemgetter(0), token_source.reader)
 
     def source(self, options: BatchOptions) -> TokenSource:
         """Returns the TokenSource that reads and filters the tokens of this run for batches.
@@ -426,11 +426,11 @@ class ActivationDataset(Samples):
             self.hooks.aliases.get(hook_name, hook_name): limit
             for hook_name, limit in limit_by_hook.items()
         }
-        for hook in limit_by_hook:
-            if hook not in activation_hooks:
+        for hook_name in limit_by_hook:
+            if hook_name not in activation_hooks:
                 raise ValueError(
-                    f"max_norm: hook {hook!r} is not read or has no activations, and no norm; "
-                    f"{', '.join(activation_hooks) or 'none'} can have a limit"
+                    f"max_norm: hook {hook_name!r} is not read or has no activations, and no "
+                    f"norm; {', '.join(activation_hooks) or 'none'} can have a limit"
                 )
         return {
             hook_name: float(limit)
@@ -542,11 +542,11 @@ class ActivationDataset(Samples):
         """
         if not self.shards.can_read_ranges:
             raise ValueError(f"{self.url}: has pickles; grain needs --shard_format safetensors")
-        source = self.source(BatchOptions(1, hooks))
-        for hook_name in source.options.hooks:
+        token_source = self.source(BatchOptions(1, hooks))
+        for hook_name in token_source.options.hooks:
             if not self.shards.hooks[hook_name].is_array:
                 raise ValueError(f"{hook_name} holds codes, which have no array; read `batches`")
-        return TokenRecords(source, tokens)
+        return TokenRecords(token_source, tokens)
 
     def features(self, hook: str, contexts: int = 10, around: int = 16) -> pyarrow.Table:
         """Returns a table of the features of an autoencoder whose codes the run stores.

@@ -83,7 +83,7 @@ class StrongestTokens:
         )
         # Rank of each added value among the added values of its feature, 0 for the largest value.
         value_ranks = np.arange(len(feature_ids)) - np.repeat(first_indices, value_counts)
-        candidate_rows = np.repeat(np.arange(len(updated_features)), value_counts)
+        candidate_row_of_value = np.repeat(np.arange(len(updated_features)), value_counts)
         is_candidate = value_ranks < tokens_per_feature
         # The left half of the columns contains the values that were kept so far, and the right half
         # contains added values. A stable sort prefers the left half among equal values.
@@ -94,7 +94,7 @@ class StrongestTokens:
         candidate_values[:, :tokens_per_feature] = self.values[updated_features]
         candidate_tokens[:, :tokens_per_feature] = self.tokens[updated_features]
         indices_in_right_half = (
-            candidate_rows[is_candidate],
+            candidate_row_of_value[is_candidate],
             tokens_per_feature + value_ranks[is_candidate],
         )
         candidate_values[indices_in_right_half] = values[is_candidate]
@@ -298,11 +298,15 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
 
     def decode(token_ids: np.ndarray) -> str:
         decoded_texts: list[str] = []
-        for are_in_vocabulary, tokens in groupby(token_ids.tolist(), is_in_vocabulary):
+        for are_in_vocabulary, consecutive_ids in groupby(token_ids.tolist(), is_in_vocabulary):
             if are_in_vocabulary:
-                decoded_texts.append(tokenizer.decode(list(tokens), skip_special_tokens=False))
+                decoded_texts.append(
+                    tokenizer.decode(list(consecutive_ids), skip_special_tokens=False)
+                )
             else:
-                decoded_texts += [missing_tokens.get(token, f"[{token}]") for token in tokens]
+                decoded_texts += [
+                    missing_tokens.get(token_id, f"[{token_id}]") for token_id in consecutive_ids
+                ]
         return "".join(decoded_texts)
 
     return decode

@@ -292,10 +292,10 @@ class JoinedRuns(AlignedRuns, Samples):
             sample_mask = as_mask(
                 sample_filter(self.samples) if callable(sample_filter) else sample_filter, len(self)
             )
-            mask_of_first_run = np.isin(
+            sample_mask_of_first_run = np.isin(
                 np.arange(len(self.runs[0])), self._sample_indices[0][sample_mask]
             )
-            batch_options = replace(batch_options, where=mask_of_first_run)
+            batch_options = replace(batch_options, where=sample_mask_of_first_run)
         return self._batches(_joined, hooks_of_runs, batch_options)
 
     def _sample(self, index: int) -> SampleActivations:

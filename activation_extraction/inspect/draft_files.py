@@ -157,13 +157,13 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
         embedding, and stream k + 1 is the output of block k. If two hooks are the same stream, the
         first of them is returned.
     """
-    hook_by_number: dict[int, str] = {}
+    hook_by_stream_number: dict[int, str] = {}
     for hook_name in hooks:
         if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
             block_number, pre_or_post = hook_match.groups()
             stream_number = int(block_number) + 1 if pre_or_post == "post" else int(block_number)
-            hook_by_number.setdefault(stream_number, hook_name)
-    return dict(sorted(hook_by_number.items()))
+            hook_by_stream_number.setdefault(stream_number, hook_name)
+    return dict(sorted(hook_by_stream_number.items()))
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
@@ -348,11 +348,11 @@ class SpecForgeFormat(DraftFormat):
                 residual stream after exactly three layers, or contain the embedding.
         """
         exported_hooks = super().choose_hooks(dataset, chosen_hooks)
-        hook_by_number = streams_by_number(exported_hooks)
+        hook_by_stream_number = streams_by_number(exported_hooks)
         if (
             FINAL_NORM_HOOK not in exported_hooks
-            or len(hook_by_number) != EAGLE3_LAYERS
-            or 0 in hook_by_number
+            or len(hook_by_stream_number) != EAGLE3_LAYERS
+            or 0 in hook_by_stream_number
         ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
@@ -377,7 +377,7 @@ class SpecForgeFormat(DraftFormat):
         """
         import torch
 
-        hook_by_number = streams_by_number(hooks)
+        hook_by_stream_number = streams_by_number(hooks)
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
@@ -387,7 +387,9 @@ class SpecForgeFormat(DraftFormat):
                 / f"rows_{first_sample_of_folder}-{first_sample_of_folder + SAMPLES_PER_FOLDER}"
             )
             subfolder.mkdir(exist_ok=True)
-            residual_streams = [values_by_hook[hook_name] for hook_name in hook_by_number.values()]
+            residual_streams = [
+                values_by_hook[hook_name] for hook_name in hook_by_stream_number.values()
+            ]
             concatenated_streams = np.concatenate(residual_streams, axis=1)
             tensors_of_file = {
                 "input_ids": as_tensor(token_ids),

@@ -150,10 +150,18 @@ class Experts(nn.Module):
         Returns:
             The sums, (B, T, D) float32.
         """
-        gate, layer_number = self.gate_proj()
-        up, _ = self.up_proj()
-        down, _ = self.down_proj()
-        expert_inputs = x, routing_weights, chosen_experts, layer_number, gate, up, down
+        gate_weights, layer_number = self.gate_proj()
+        up_weights, _ = self.up_proj()
+        down_weights, _ = self.down_proj()
+        expert_inputs = (
+            x,
+            routing_weights,
+            chosen_experts,
+            layer_number,
+            gate_weights,
+            up_weights,
+            down_weights,
+        )
         gate_and_up_axes = "layer", "experts", "hidden", "mlp"
         down_axes = "layer", "experts", "mlp", "hidden"
         axes_by_input = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]

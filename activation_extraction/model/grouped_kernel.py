@@ -75,12 +75,12 @@ def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> 
         are meaningless.
     """
     layer_number, *layer_stacks = stacks
-    gate, up, down = (
+    gate_stack, up_stack, down_stack = (
         layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
     )
     first_expert_number = layer_number * len(sizes)
-    gated_values = _product(x, [gate, up], sizes, first_expert_number, interpret)
-    return _product(gated_values, [down], sizes, first_expert_number, interpret)
+    gated_values = _product(x, [gate_stack, up_stack], sizes, first_expert_number, interpret)
+    return _product(gated_values, [down_stack], sizes, first_expert_number, interpret)
 
 
 def _product(

@@ -510,7 +510,7 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
         InputError: If a value is no positive integer, or if it is larger than LARGEST_SIZE.
     """
     positive_int_of_key = {}
-    for key, field_name in fields.items():
+    for result_key, field_name in fields.items():
         field_value = getattr(hf, field_name)
         if type(field_value) is not int or field_value < 1:
             raise InputError(
@@ -520,7 +520,7 @@ def _positive_ints(hf: Any, source: str, fields: Mapping[str, str]) -> dict[str,
             raise InputError(
                 f"{source}: {field_name} is {field_value:.6g}, expected at most {LARGEST_SIZE:,}"
             )
-        positive_int_of_key[key] = field_value
+        positive_int_of_key[result_key] = field_value
     return positive_int_of_key
 
 

@@ -123,7 +123,7 @@ class Identity:
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()
-    encode_most: tuple[int, ...] = ()
+    encode_most: tuple[int, ...] = ()  # most features per token, by --encode_most or its default
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
     activation_dtype: str = ""

@@ -227,11 +227,11 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         return file_buffers[first_buffer_index:stop_buffer_index]
 
     front_bytes = file_header.tensors["token_ids"].offset
-    checksums_by_name = dict[str, str]()
+    checksums_by_tensor = dict[str, str]()
     for tensor_name, tensor in file_header.tensors.items():
         if tensor.shape[0] == token_count:
             tensor_buffers = buffers_of_range(tensor.offset, tensor.end)
-            checksums_by_name[tensor_name] = crc_digits(
+            checksums_by_tensor[tensor_name] = crc_digits(
                 tensor_buffers, tokens_per_block * tensor.row_bytes
             )
     return RangeChecksums(
@@ -241,7 +241,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
         ),
-        crc32c=checksums_by_name,
+        crc32c=checksums_by_tensor,
     )
 
 
@@ -330,17 +330,17 @@ class SafetensorsFile:
             A function that waits for the arrays and returns them by name, int32 (stop - start,)
             each. The names are `token_ids`, `position`, and the names in `labels`.
         """
-        wait_function_by_name = {"token_ids": self.begin_rows("token_ids", start, stop)}
+        wait_function_by_tensor = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
             # Computing the positions takes less time than requesting them from a bucket.
-            wait_function_by_name["position"] = lambda: self._consecutive_positions(start, stop)
+            wait_function_by_tensor["position"] = lambda: self._consecutive_positions(start, stop)
         else:
-            wait_function_by_name["position"] = self.begin_rows("position", start, stop)
-        for label in self.labels:
-            wait_function_by_name[label] = self.begin_rows(label, start, stop)
+            wait_function_by_tensor["position"] = self.begin_rows("position", start, stop)
+        for label_name in self.labels:
+            wait_function_by_tensor[label_name] = self.begin_rows(label_name, start, stop)
         return lambda: {
             tensor_name: wait_function()
-            for tensor_name, wait_function in wait_function_by_name.items()
+            for tensor_name, wait_function in wait_function_by_tensor.items()
         }
 
     def _consecutive_positions(self, start: int, stop: int) -> np.ndarray:

@@ -158,8 +158,8 @@ class ShardBytes:
             os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL_REQUEST_BYTES
         ).submit
         request_futures = [
-            submit_request(self._read, blocks, first_of_request, stop_of_request)
-            for first_of_request, stop_of_request in pairwise(request_edges.tolist())
+            submit_request(self._read, blocks, first_block_of_request, stop_block_of_request)
+            for first_block_of_request, stop_block_of_request in pairwise(request_edges.tolist())
         ]
 
         def wait() -> np.ndarray:

@@ -196,19 +196,21 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return sorted(map(sorted, sample_indices_of_rows))
 
 
-def _batch_of_placements(placements: Sequence[PlacedSample], rows: int, length: int) -> Batch:
+def _batch_of_placements(
+    placements: Sequence[PlacedSample], num_rows: int, row_length: int
+) -> Batch:
     """Returns the batch that contains placed samples.
 
     Args:
         placements: The samples with their places.
-        rows: The number of rows of the batch.
-        length: The number of tokens of a row.
+        num_rows: The number of rows of the batch.
+        row_length: The number of tokens of a row.
     """
-    token_ids, segment_ids, positions = np.zeros((3, rows, length), np.int32)
+    token_ids, segment_ids, positions = np.zeros((3, num_rows, row_length), np.int32)
     # For each row, the number of samples with tokens that are already placed in the row.
-    num_segments_of_rows = [0] * rows
+    num_segments_of_rows = [0] * num_rows
     keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
-    kept_mask = None if keeps_all_tokens else np.zeros((rows, length), bool)
+    kept_mask = None if keeps_all_tokens else np.zeros((num_rows, row_length), bool)
     for placement in placements:
         row_and_columns = placement.row_index, slice(placement.start_in_row, placement.stop)
         num_segments_of_rows[placement.row_index] += placement.stop > placement.start_in_row
