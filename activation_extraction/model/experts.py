@@ -122,8 +122,9 @@ class Experts(nn.Module):
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of the weights.
-        compute_expert_sum: The function that computes the weighted sums of the experts.
-        layout: The mesh over which arrays are split.
+        compute_expert_sum: The function that computes the weighted sum of the results of each
+            token's experts.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: Any
@@ -185,7 +186,7 @@ def _sum_on_device(
     Letters: X experts of a token.
 
     Args:
-        layout: The mesh over which arrays are split.
+        layout: The mesh of devices, and the rules for splitting arrays along its axes.
         compute_expert_sum: The function that computes the sums over the experts of one device.
         x: The tokens of this device, (B, T, D).
         routing_weights: The routing weights of each token's experts, (B, T, X) float32.
