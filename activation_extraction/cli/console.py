@@ -223,6 +223,6 @@ class Progress:
 
     def close(self) -> None:
         """Reports the tokens since the last report, and ends the progress bar."""
-        if self._tokens_at_last_report < self.tokens:
+        if self._num_tokens_at_last_report < self.num_tokens:
             self._report()
         self._progress_bar.close()
