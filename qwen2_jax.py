@@ -215,20 +215,24 @@ class MLP(nn.Module):
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
-        width: The letter of the width of the MLP: F in a dense layer, P for a shared expert.
+        width_letter: The letter of the axis with the width of the MLP: F in a dense layer, P for a
+            shared expert.
     """
 
     config: ModelConfig
     dtype: Any
     layout: Layout
-    width: str = "F"
+    width_letter: str = "F"
 
     def setup(self) -> None:
-        self.gate_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
-        self.up_proj = Linear(self.config, f"D->{self.width}", dtype=self.dtype)
+        self.gate_proj = Linear(self.config, f"D->{self.width_letter}", dtype=self.dtype)
+        self.up_proj = Linear(self.config, f"D->{self.width_letter}", dtype=self.dtype)
         has_split_inputs = self.layout.adds_up_parts
         self.down_proj = Linear(
-            self.config, f"{self.width}->D", dtype=self.dtype, has_split_inputs=has_split_inputs
+            self.config,
+            f"{self.width_letter}->D",
+            dtype=self.dtype,
+            has_split_inputs=has_split_inputs,
         )
 
     def __call__(self, x: Array, _segment_ids: Array | None = None) -> tuple[Array, Intermediates]:

@@ -271,22 +271,22 @@ class ProgramText:
         move_index_of_channel: dict[str, int] = {}
         for instruction in self._without_free_instructions(computation):
             counted_channels = {*channels_in_flight, *move_index_of_channel}
-            new_moves = self._moves_of_nested(computation, instruction, counted_channels)
-            if new_moves is None:
-                new_moves = [self._move(instruction, counted_channels)]
+            moves_of_instruction = self._moves_of_nested(computation, instruction, counted_channels)
+            if moves_of_instruction is None:
+                moves_of_instruction = [self._move(instruction, counted_channels)]
                 for channel in self._started_channels(instruction):
                     move_index_of_channel[channel] = len(moves)
                 for channel in self._awaited_channels(instruction):
                     move_index_of_channel.pop(channel, None)
-            if any(move.kind in ("product", "kernel") for move in new_moves):
+            if any(move.kind in ("product", "kernel") for move in moves_of_instruction):
                 for move_index in move_index_of_channel.values():
                     overlapping_flops = moves[move_index].flops + sum(
-                        move.flops for move in new_moves
+                        move.flops for move in moves_of_instruction
                     )
                     moves[move_index] = moves[move_index]._replace(
                         is_hidden=True, flops=overlapping_flops
                     )
-            moves += new_moves
+            moves += moves_of_instruction
         return [move for move in moves if move.hbm_bytes or move.sent_bytes]
 
     def _moves_of_nested(
@@ -352,9 +352,14 @@ class ProgramText:
             return [instruction.name]
         instruction_and_callees = self._with_called(instruction)
         if is_start or any(
-            "AsyncCollectiveStart" in callee.line for callee in instruction_and_callees
+            "AsyncCollectiveStart" in instruction_or_callee.line
+            for instruction_or_callee in instruction_and_callees
         ):
-            return [callee.channel for callee in instruction_and_callees if callee.is_collective]
+            return [
+                instruction_or_callee.channel
+                for instruction_or_callee in instruction_and_callees
+                if instruction_or_callee.is_collective
+            ]
         return []
 
     def _awaited_channels(self, instruction: Instruction) -> list[str]:
@@ -362,8 +367,15 @@ class ProgramText:
         if instruction.opcode.endswith("-done"):
             return self._started_channels(self.instructions[instruction.operands[0]])
         instruction_and_callees = self._with_called(instruction)
-        if any("AsyncCollectiveDone" in callee.line for callee in instruction_and_callees):
-            return [callee.channel for callee in instruction_and_callees if callee.is_collective]
+        if any(
+            "AsyncCollectiveDone" in instruction_or_callee.line
+            for instruction_or_callee in instruction_and_callees
+        ):
+            return [
+                instruction_or_callee.channel
+                for instruction_or_callee in instruction_and_callees
+                if instruction_or_callee.is_collective
+            ]
         return []
 
     def _move(self, instruction: Instruction, counted_channels: Collection[str]) -> Move:
@@ -378,12 +390,16 @@ class ProgramText:
         """
         instruction_kind = self.kind(instruction)
         instruction_and_callees = self._with_called(instruction)
-        collectives = [callee for callee in instruction_and_callees if callee.is_collective]
+        collectives = [
+            instruction_or_callee
+            for instruction_or_callee in instruction_and_callees
+            if instruction_or_callee.is_collective
+        ]
         sending_collectives = [
-            callee for callee in collectives if callee.channel not in counted_channels
+            collective for collective in collectives if collective.channel not in counted_channels
         ]
         names_of_counted_collectives = frozenset(
-            callee.name for callee in collectives if callee not in sending_collectives
+            collective.name for collective in collectives if collective not in sending_collectives
         )
         kernel_bytes = self._bytes_of_kernel(instruction) if instruction_kind == "kernel" else None
         if instruction.opcode.endswith("-done"):
@@ -397,10 +413,12 @@ class ProgramText:
                 instruction, names_of_counted_collectives
             ) + self._bytes_written(instruction)
         sent_bytes = sum(
-            _bytes_sent(callee, is_fused=callee is not instruction)
-            for callee in sending_collectives
+            _bytes_sent(collective, is_fused=collective is not instruction)
+            for collective in sending_collectives
         )
-        sending_axes = {axis for callee in sending_collectives for axis in self._axes(callee)}
+        sending_axes = {
+            axis for collective in sending_collectives for axis in self._axes(collective)
+        }
         return Move(
             instruction_kind,
             instruction.name,
@@ -409,7 +427,10 @@ class ProgramText:
             sent_bytes,
             is_hidden=sent_bytes > 0 and instruction_kind == "product",
             axes=tuple(axis for axis in self.mesh if axis in sending_axes),
-            flops=sum(self._flops(callee) for callee in instruction_and_callees),
+            flops=sum(
+                self._flops(instruction_or_callee)
+                for instruction_or_callee in instruction_and_callees
+            ),
         )
 
     def _bytes_of_kernel(self, kernel: Instruction) -> int | None:
@@ -487,10 +508,14 @@ class ProgramText:
             slice. "rest" for all other instructions.
         """
         instruction_and_callees = self._with_called(instruction)
-        opcodes = {callee.opcode for callee in instruction_and_callees}
+        opcodes = {
+            instruction_or_callee.opcode for instruction_or_callee in instruction_and_callees
+        }
         if opcodes & {"convolution", "dot"}:
             return "product"
-        if any(callee.is_collective for callee in instruction_and_callees):
+        if any(
+            instruction_or_callee.is_collective for instruction_or_callee in instruction_and_callees
+        ):
             return "collective"
         if "tpu_custom_call" in instruction.line:
             return "kernel"
@@ -552,9 +577,9 @@ class ProgramText:
         elif instruction.calls:
             candidate_readers = self.computations[instruction.calls]
             operand_name = next(
-                callee.name
-                for callee in candidate_readers
-                if f" parameter({position})" in callee.line
+                candidate_reader.name
+                for candidate_reader in candidate_readers
+                if f" parameter({position})" in candidate_reader.line
             )
         else:
             return operand_bytes
@@ -589,10 +614,10 @@ class ProgramText:
         for result_position, result_array in enumerate(result_arrays):
             if str(result_position) not in aliased_positions:
                 written_bytes += _padded_hbm_bytes(result_array)
-        for callee in self._with_called(instruction):
-            if callee.opcode == "dynamic-update-slice":
-                update_instruction = self.instructions[callee.operands[1]]
-                written_bytes -= _unpadded_bytes(callee.result) - _unpadded_bytes(
+        for instruction_or_callee in self._with_called(instruction):
+            if instruction_or_callee.opcode == "dynamic-update-slice":
+                update_instruction = self.instructions[instruction_or_callee.operands[1]]
+                written_bytes -= _unpadded_bytes(instruction_or_callee.result) - _unpadded_bytes(
                     update_instruction.result
                 )
         return max(written_bytes, 0)

@@ -462,7 +462,7 @@ def scenarios(
 
 
 def measure(
-    address: str, scenario: Scenario, root: Path, other_process: ProcessPoolExecutor
+    address: str, scenario: Scenario, root: Path, single_process_pool: ProcessPoolExecutor
 ) -> dict[str, float]:
     """Measures three simple readers of the bytes at a scenario's hooks, and then the scenario.
 
@@ -475,7 +475,7 @@ def measure(
         address: The address of the bucket's server, "HOST:PORT".
         scenario: The way to read runs that is measured.
         root: The local folder of all runs.
-        other_process: A pool of one process, which runs the simple readers.
+        single_process_pool: A pool of one process, which runs the simple readers.
 
     Returns:
         A dict with these figures.
@@ -494,8 +494,8 @@ def measure(
         for run in scenario.runs:
             file_ranges += ranges_of_hook(root / run.folder, run.read_hook, max_bytes)
         # Only the second pass over the ranges is measured, like the second pass of the scenario.
-        other_process.submit(rate_of, read, address, file_ranges, readers).result()
-        return other_process.submit(rate_of, read, address, file_ranges, readers).result()
+        single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
+        return single_process_pool.submit(rate_of, read, address, file_ranges, readers).result()
 
     rate_of_bare_reader = rate_in_other_process(read_by_obstore, *BARE)
     rate_of_16_readers = rate_in_other_process(read_by_obstore, *OF_16)
@@ -631,13 +631,13 @@ def main(argv: list[str] | None = None) -> None:
         for latency in parsed_flags.latency:
             with (
                 bucket_server(root_folder, latency, parsed_flags.rate) as server_address,
-                ProcessPoolExecutor(1, get_context("spawn")) as other_process,
+                ProcessPoolExecutor(1, get_context("spawn")) as single_process_pool,
             ):
                 for scenario_name, scenario in chosen_scenarios.items():
                     if scenario_name == "training" and latency != TRAINED_AT:
                         continue
                     figures_of_rounds = [
-                        measure(server_address, scenario, root_folder, other_process)
+                        measure(server_address, scenario, root_folder, single_process_pool)
                         for _ in range(1 + parsed_flags.rounds)
                     ]
                     # The first round is left out, because buffers may be allocated in it.

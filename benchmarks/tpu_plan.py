@@ -119,10 +119,10 @@ def compile_for(
     """
     extraction_options = parse_args(["--dtype", "bfloat16", *flags.split()])
     request = step_request(extraction_options, planned=chips(topology, chips_per_host))
-    model, row_shardings = build_model(request, shape)
+    model, host_rows = build_model(request, shape)
     hooks_and_encoders = choose_hooks(request, shape)
     program = Program(
-        model, weight_table(model), row_shardings, request.batch_shape, *hooks_and_encoders
+        model, weight_table(model), host_rows, request.batch_shape, *hooks_and_encoders
     )
     compiled_program = compile_unloaded(program, exec_time_optimization_effort=effort)
     return Compiled(

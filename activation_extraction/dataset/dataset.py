@@ -302,8 +302,8 @@ class ActivationDataset(Samples):
             )
         return self._joined(piece_sample_indices, piece_starts)
 
-    def _sample(self, number: int) -> SampleActivations:
-        return self._joined([number], [0])
+    def _sample(self, index: int) -> SampleActivations:
+        return self._joined([index], [0])
 
     def _joined(
         self, piece_indices: Sequence[int], piece_starts: Sequence[int]

@@ -28,11 +28,15 @@ class TokenRecords:
     """
 
     def __init__(self, source: TokenSource, tokens: int) -> None:
-        if (tokens := index(tokens)) < 1:
-            raise ValueError(f"tokens {tokens}: expected 1 or more tokens in a record")
+        tokens_per_record = index(tokens)
+        if tokens_per_record < 1:
+            raise ValueError(f"tokens {tokens_per_record}: expected 1 or more tokens in a record")
         self._source = source
-        self._tokens_per_record = tokens
-        record_counts = (-(-commit.tokens // tokens) for commit in source.shards.commits)
+        self._tokens_per_record = tokens_per_record
+        record_counts = (
+            -(-commit.tokens // tokens_per_record)  # this division rounds up
+            for commit in source.shards.commits
+        )
         # For each shard, the number of its first record. One further item at the end is the number
         # of all records.
         self._first_records = [0, *accumulate(record_counts)]

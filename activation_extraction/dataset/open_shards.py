@@ -212,8 +212,9 @@ class OpenShards:
         Args:
             sample: Index of the sample in the run, in the order of the shards.
         """
-        shard = self.shard_of(sample)
-        sample_row = self.table(shard).slice(sample - self.first_samples[shard], 1)
+        shard_number = self.shard_of(sample)
+        index_in_shard = sample - self.first_samples[shard_number]
+        sample_row = self.table(shard_number).slice(index_in_shard, 1)
         return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
@@ -227,12 +228,12 @@ class OpenShards:
             The index of the sample, in the order of the shards; None if no shard of the folder
             contains the sample.
         """
-        for shard, (shard_folder, commit) in enumerate(self.shards):
+        for shard_number, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
-                shard_sample_idx = self.table(shard)["sample_idx"].to_numpy()
+                shard_sample_idx = self.table(shard_number)["sample_idx"].to_numpy()
                 index_in_shard = int(np.searchsorted(shard_sample_idx, sample_idx))
                 if shard_sample_idx[index_in_shard] == sample_idx:
-                    return self.first_samples[shard] + index_in_shard
+                    return self.first_samples[shard_number] + index_in_shard
         return None
 
     def read_all(self, read: Callable[[int], T]) -> Iterator[T]:

@@ -78,7 +78,8 @@ class AlignedRuns:
                 raise ValueError(without_secrets(message))
         row_tables = [_rows(run, str(run_index)) for run_index, run in enumerate(runs)]
         joined_table = reduce(
-            lambda one, other: one.join(other, "row", join_type="inner"), row_tables
+            lambda left_table, right_table: left_table.join(right_table, "row", join_type="inner"),
+            row_tables,
         )
         # Indices of the common samples in each run, int64 (runs, samples). A column is one sample.
         # Columns have the order of the first run.

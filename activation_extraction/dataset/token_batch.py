@@ -214,7 +214,7 @@ class TokenBatch:
                 codes, it is applied to each of the arrays of which Codes consist.
         """
         return TokenBatch(
-            self.activations.map(lambda values: map_arrays(values, convert)),
+            self.activations.map(lambda hook_values: map_arrays(hook_values, convert)),
             convert(self.token_ids),
             convert(self.sample_idx),
             convert(self.position),
@@ -447,10 +447,11 @@ class Samples(Sequence[SampleActivations]):
     def __getitem__(self, index: int | slice) -> SampleActivations | list[SampleActivations]:
         """Reads the sample at an index, or a list of the samples in a slice."""
         if isinstance(index, slice):
-            return [self._sample(number) for number in range(*index.indices(len(self)))]
+            sample_indices = range(*index.indices(len(self)))
+            return [self._sample(sample_index) for sample_index in sample_indices]
         return self._sample(self.number(index))
 
-    def _sample(self, number: int) -> SampleActivations:
+    def _sample(self, index: int) -> SampleActivations:
         raise NotImplementedError
 
 

@@ -267,15 +267,15 @@ class TokenSource:
             A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
         shard_of_sample = np.searchsorted(self.shards.first_samples, samples, "right") - 1
-        for shard in np.unique(shard_of_sample).tolist():
+        for shard_number in np.unique(shard_of_sample).tolist():
             sample_indices_in_shard = (
-                samples[shard_of_sample == shard] - self.shards.first_samples[shard]
+                samples[shard_of_sample == shard_number] - self.shards.first_samples[shard_number]
             )
             with as_os_errors():
-                token_offsets = self.shards.get(shard).offsets
+                token_offsets = self.shards.get(shard_number).offsets
             yield [
                 Chunk(
-                    shard,
+                    shard_number,
                     int(token_offsets[adjacent_samples[0]]),
                     int(token_offsets[adjacent_samples[-1] + 1]),
                 )
@@ -305,12 +305,12 @@ class TokenSource:
         Returns:
             A function that waits for the tokens and returns them.
         """
-        shard = chunks[0].shard
+        shard_number = chunks[0].shard
         first_token = chunks[0].start
         end_token = chunks[-1].stop
         indices_in_shard = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         with as_os_errors():
-            reader = self.shards.get(shard)
+            reader = self.shards.get(shard_number)
             wait_for_fields = reader.begin_tokens(first_token, end_token)
 
         def wait() -> ShardTokens:
@@ -324,13 +324,13 @@ class TokenSource:
                 for field_name, values in token_fields.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
-            sample_of_token += self.shards.first_samples[shard]
+            sample_of_token += self.shards.first_samples[shard_number]
             is_wanted = tokens.position >= self.options.skip_first
             if self.sample_mask is not None:
                 is_wanted &= self.sample_mask[sample_of_token]
             if self.options.roles is not None:
                 is_wanted &= np.isin(field_arrays["role"], [*map(ROLES.index, self.options.roles)])
-            return ShardTokens(shard, indices_in_shard, tokens, sample_of_token, is_wanted)
+            return ShardTokens(shard_number, indices_in_shard, tokens, sample_of_token, is_wanted)
 
         return wait
 
@@ -487,22 +487,22 @@ class TokenSource:
             if options.dtype and hooks[hook_name].are_activations
         }
         batch = empty_batch(blocks[0].tokens, stop - start, converted_dtypes)
-        num_preceding_rows = 0  # number of wanted rows in earlier blocks
-        for tokens, wanted_rows in blocks:
-            taken_rows = wanted_rows[
-                max(start - num_preceding_rows, 0) : max(stop - num_preceding_rows, 0)
-            ]
+        num_preceding_tokens = 0  # number of wanted tokens in earlier blocks
+        for block in blocks:
+            start_in_block = max(start - num_preceding_tokens, 0)
+            stop_in_block = max(stop - num_preceding_tokens, 0)
+            taken_rows = block.wanted_rows[start_in_block:stop_in_block]
             if len(taken_rows):
-                first_target_row = max(num_preceding_rows - start, 0)
+                first_target_row = max(num_preceding_tokens - start, 0)
                 # Values that overflow raise an error below. NumPy would warn, too, but only about
                 # float32 values.
                 with np.errstate(over="ignore"):
                     copy_rows(
-                        Block(tokens, taken_rows),
+                        Block(block.tokens, taken_rows),
                         np.arange(first_target_row, first_target_row + len(taken_rows)),
                         batch,
                     )
-            num_preceding_rows += len(wanted_rows)
+            num_preceding_tokens += len(block.wanted_rows)
         for hook_name in converted_dtypes:
             converted_values = batch[hook_name]
             was_converted_to_float16 = (

@@ -164,7 +164,7 @@ class Windows:
                 if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
                     if not window_batches:
                         window_batches += [
-                            empty_batch(tokens, self.max_tokens) for tokens, _ in part_blocks
+                            empty_batch(block.tokens, self.max_tokens) for block in part_blocks
                         ]
                     target_rows = memory_rows[filled_tokens : filled_tokens + stop_row - first_row]
                     for block, window_batch in zip(part_blocks, window_batches, strict=True):

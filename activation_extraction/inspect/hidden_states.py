@@ -120,13 +120,13 @@ class StatesFolder(ABC):
         files: Path of the file of each row, by the number of the row, in any order.
 
     Attributes:
-        program: Name of the program that trains on the folder.
+        program_name: Name of the program that trains on the folder.
         number_of_block_0: Number that this program gives to the output of the first block.
         path: Path of the folder.
         files: Path of the file of each row, by the number of the row, in ascending order.
     """
 
-    program: str
+    program_name: str
     number_of_block_0: int
 
     def __init__(self, path: Path, files: dict[int, Path]) -> None:
@@ -203,7 +203,7 @@ class SpeculatorsFolder(StatesFolder):
     (tokens, 1, 1), contains the scale of each token.
     """
 
-    program = "speculators"
+    program_name = "speculators"
     number_of_block_0 = 1
 
     def last_hook(self, depth: int) -> str:
@@ -294,7 +294,7 @@ class SpecForgeFolder(StatesFolder):
     have the shape (tokens,).
     """
 
-    program = "SpecForge"
+    program_name = "SpecForge"
     number_of_block_0 = 0
 
     def last_hook(self, depth: int) -> str:

@@ -284,13 +284,15 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     return token_groups
 
 
-def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarray] | None:
+def throughput(
+    commits_of_hosts: Iterable[Sequence[Commit]],
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns the throughput of all hosts over the time of a run.
 
     The time of each host starts at 0, and pauses between its processes do not count.
 
     Args:
-        hosts: The commits of the shards of each host.
+        commits_of_hosts: The commits of the shards of each host.
 
     Returns:
         A tuple of the edges of the bins of time in seconds, (bins + 1,), and the tokens per second
@@ -300,9 +302,9 @@ def throughput(hosts: Iterable[Sequence[Commit]]) -> tuple[np.ndarray, np.ndarra
     # Seconds and tokens of each host until the end of each of its shards, (2, shards + 1). The
     # first column is 0.
     cumulative_sums_of_hosts: list[np.ndarray] = []
-    for commits in hosts:
+    for commits_of_host in commits_of_hosts:
         seconds_and_tokens = [
-            (seconds, commit.tokens) for commit, seconds in shard_seconds(commits)
+            (seconds, commit.tokens) for commit, seconds in shard_seconds(commits_of_host)
         ]
         if seconds_and_tokens:
             cumulative_sums_of_hosts.append(np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T)

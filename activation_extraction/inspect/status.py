@@ -107,7 +107,7 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     else:
         _print_table(states_of_hosts, aggregated_metadata)
         if unstarted_folder_names := [
-            host.name for host in states_of_hosts if host.state == "not started"
+            host_state.name for host_state in states_of_hosts if host_state.state == "not started"
         ]:
             say(f"not started: {', '.join(unstarted_folder_names)}")
         if totals_of_run.skipped_rows:
@@ -129,7 +129,8 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
         root.write(AGGREGATE, seal(aggregated_metadata), ANY)
         if not as_json:
             say(f"written: {root.url}/{AGGREGATE}")
-    return 1 if any(host.state in PROBLEM_STATES for host in states_of_hosts) else 0
+    has_problem = any(host_state.state in PROBLEM_STATES for host_state in states_of_hosts)
+    return 1 if has_problem else 0
 
 
 def host_states(folders: dict[str, RunLog]) -> list[HostState]:
@@ -265,7 +266,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
 
 
 def _state(
-    run_log: RunLog, metadata: dict[str, Any], recent_pace: Pace | None, last_sign: float
+    run_log: RunLog, metadata: dict[str, Any], recent_pace: Pace | None, last_sign_time: float
 ) -> str:
     """Returns the state of a host that has written metadata.json, such as "running" or "silent".
 
@@ -275,7 +276,7 @@ def _state(
         run_log: The run log of the host's folder.
         metadata: The content of metadata.json.
         recent_pace: The speed of the host over its last shards. None if it is unknown.
-        last_sign: The Unix time of the last write to metadata.json or of the last commit.
+        last_sign_time: The Unix time of the last write to metadata.json or of the last commit.
     """
     if run_log.problems:
         return "damaged"
@@ -284,7 +285,7 @@ def _state(
     max_silent_seconds = max(
         SILENT_SECONDS, 5 * recent_pace.seconds_per_shard if recent_pace is not None else 0
     )
-    return "silent" if time.time() - last_sign > max_silent_seconds else "running"
+    return "silent" if time.time() - last_sign_time > max_silent_seconds else "running"
 
 
 def totals_of_hosts(folders: Mapping[str, RunLog]) -> Totals:

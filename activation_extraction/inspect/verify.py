@@ -79,9 +79,9 @@ def verify(
     )
     checked_shards: list[CheckedShard] = []
     chosen_samples: list[ChosenSample] = []
-    for checked_shard, samples_of_shard in shards_and_samples:
+    for checked_shard, chosen_samples_of_shard in shards_and_samples:
         checked_shards.append(checked_shard)
-        chosen_samples += samples_of_shard
+        chosen_samples += chosen_samples_of_shard
     problem_messages += [
         checked_shard.problem for checked_shard in checked_shards if checked_shard.problem
     ]

@@ -125,8 +125,8 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
 
     if load_model is None:
         raise InputError(
-            f"--verify: {folder.path} holds hidden states of {folder.program}, which are compared "
-            "with a model; give --model_path"
+            f"--verify: {folder.path} holds hidden states of {folder.program_name}, which are "
+            "compared with a model; give --model_path"
         )
     chosen_row_numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
     row_by_number, read_problems = _read_rows(folder, chosen_row_numbers)
@@ -181,7 +181,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     say(
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),
-        f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program}, "
+        f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program_name}, "
         f"{counted(len(folder.files), 'row')}; {counted(len(chosen_row_numbers), 'row')} compared, "
         f"{len(wrong_row_numbers)} wrong",
     )
@@ -501,7 +501,7 @@ def _notes_on_hooks(
         )
         hook_names_in_words = ", ".join(default_hooks)
         yield (
-            f"by default, {folder.program} stores {hook_names_in_words} "
+            f"by default, {folder.program_name} stores {hook_names_in_words} "
             f"(its layers {layer_numbers_in_words})"
         )
 

@@ -109,7 +109,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         adapter = LoraAdapter(model_options.lora, checkpoint, stated_config.tie_word_embeddings)
         checkpoint.adapter = adapter
     model_config = as_stored(stated_config, checkpoint.tensors)
-    model, host_rows_of_mesh = build_model(request, model_config)
+    model, host_rows = build_model(request, model_config)
     if previous is None:
         _log_peculiarities(checkpoint, stated_config, model)
     if previous is not None and previous.layout == model.layout:
@@ -142,7 +142,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     return Forward(
         model,
         oriented_weight_specs,
-        host_rows_of_mesh,
+        host_rows,
         request.batch_shape,
         stored_hook_of_key,
         encoders,

@@ -82,14 +82,14 @@ class DataFiles:
 
     @classmethod
     def as_recorded(
-        cls, files: Sequence[DataFile], earlier: Sequence[Mapping[str, Any]]
+        cls, files: Sequence[DataFile], metadata_of_hosts: Sequence[Mapping[str, Any]]
     ) -> "DataFiles":
         """Returns the files in the order and with the sizes that the run has recorded.
 
         Args:
             files: The files that the data set has now.
-            earlier: The metadata that hosts of the run have stored. If it contains no record of
-                files, for example in a new run, the files keep their order and sizes.
+            metadata_of_hosts: The metadata that hosts of the run have stored. If it contains no
+                record of files, for example in a new run, the files keep their order and sizes.
 
         Raises:
             InputError: If a file differs from its record, if a file is missing, if a file was added
@@ -97,7 +97,7 @@ class DataFiles:
                 names the file.
         """
         recorded_file_lists: set[tuple[RecordedFile, ...]] = set()
-        for metadata in earlier:
+        for metadata in metadata_of_hosts:
             if file_records_as_json := metadata.get("data_files"):
                 recorded_file_lists.add(
                     tuple(RecordedFile(**recorded_file) for recorded_file in file_records_as_json)

@@ -216,11 +216,11 @@ def program_of(run: PlannedRun, request: StepRequest) -> Program:
             pipeline.
     """
     model_config = parse_model_config(run.model_config, request.model.model_path)
-    model, row_layout = build_model(request, model_config)
+    model, host_rows = build_model(request, model_config)
     if model.layout.size("pipeline") > 1:
         raise InputError("--mesh_type, --mesh_axes: --plan has no formula for a pipeline")
     hooks_and_encoders = choose_hooks(request, model_config)
-    return Program(model, weight_table(model), row_layout, request.batch_shape, *hooks_and_encoders)
+    return Program(model, weight_table(model), host_rows, request.batch_shape, *hooks_and_encoders)
 
 
 def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> dict[str, Any]:

@@ -221,9 +221,9 @@ class Text:
         Raises:
             InputError: If the first batch cannot be read, or if the data set contains no text.
         """
-        rows_of_batch, row_tokens = shape
+        rows_per_batch, tokens_per_row = shape
         if storage.complete:
-            return Prefetch(pack((), rows_of_batch, row_tokens), BATCHES_AHEAD)
+            return Prefetch(pack((), rows_per_batch, tokens_per_row), BATCHES_AHEAD)
         sample_skipped_event = threading.Event()
 
         def on_stored() -> None:
@@ -243,9 +243,9 @@ class Text:
         )
         # This number is large enough that the whole next group of samples is read while the devices
         # compute the batches of the current group.
-        num_batches_ahead = BATCHES_AHEAD + rows_of_group(row_tokens) // rows_of_batch
+        num_batches_ahead = BATCHES_AHEAD + rows_of_group(tokens_per_row) // rows_per_batch
         prefetched_batches = Prefetch(
-            pack(sample_stream, rows_of_batch, row_tokens),
+            pack(sample_stream, rows_per_batch, tokens_per_row),
             num_batches_ahead,
             sample_skipped_event if worker.hosts > 1 else None,
             min(PATIENCE, watchdog.seconds / 4),

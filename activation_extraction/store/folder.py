@@ -147,7 +147,7 @@ class Folder:
         self.full_url = url.rstrip("/")
         self.url = plain_url(self.full_url)
         self.patience = patience
-        self._flag = flag
+        self._patience_flag = flag
         self.by_flag = f" ({flag})" if flag else ""
         self.retries = 0
         self._is_failing = False  # whether a request has failed since the last success
@@ -194,7 +194,7 @@ class Folder:
         """Returns the folder `name` inside this folder; this folder itself if `name` is ""."""
         if not name:
             return self
-        return type(self)(f"{self.full_url}/{name}", self.patience, self._flag)
+        return type(self)(f"{self.full_url}/{name}", self.patience, self._patience_flag)
 
     @property
     def max_file_bytes(self) -> int | None:

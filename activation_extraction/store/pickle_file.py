@@ -67,8 +67,14 @@ class _Pickler(pickle.Pickler):
         array_bytes = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
         # A writable buffer would be pickled as a bytearray.
         array_buffer = PickleBuffer(array_bytes.toreadonly())
-        new_state = (state_version, value.shape, reduced_dtype, is_fortran_order, array_buffer)
-        return rebuild_array, rebuild_arguments, new_state
+        state_with_buffer = (
+            state_version,
+            value.shape,
+            reduced_dtype,
+            is_fortran_order,
+            array_buffer,
+        )
+        return rebuild_array, rebuild_arguments, state_with_buffer
 
 
 class _BufferList(list[memoryview]):

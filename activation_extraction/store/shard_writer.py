@@ -199,7 +199,7 @@ class ShardWriter:
             shard, encoding_errors = shard.encode(self._storing_threads)
             hook_descriptions, sums_by_hook = shard.measure(encoding_errors, self._storing_threads)
             packed_file = self.format.pack(shard, self._storing_threads, writer_id)
-        cut_tokens_of_samples = [
+        cut_token_counts = [
             shard_sample.facts.cut for shard_sample in shard.samples if shard_sample.facts.cut > 0
         ]
         token_counts_of_samples = [len(shard_sample.positions) for shard_sample in shard.samples]
@@ -212,8 +212,8 @@ class ShardWriter:
             count=len(token_counts_of_samples),
             tokens=sum(token_counts_of_samples),
             hooks=hook_descriptions,
-            cut_samples=len(cut_tokens_of_samples),
-            cut_tokens=sum(cut_tokens_of_samples),
+            cut_samples=len(cut_token_counts),
+            cut_tokens=sum(cut_token_counts),
             empty_samples=token_counts_of_samples.count(0),
         )
         content_by_small_file = {

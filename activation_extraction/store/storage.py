@@ -214,7 +214,7 @@ class ActivationStorage:
         self._stored_count = sum(commit.count for commit in plan.commits)
         # The sample number that `add_activation` expects next. In a repair, the program adds all
         # samples again, from number 0.
-        self._next_number = self._stored_count if plan.repair is None else 0
+        self._next_sample_number = self._stored_count if plan.repair is None else 0
         self._shard_writer.follow(plan)
 
     @property
@@ -449,7 +449,7 @@ class ActivationStorage:
             raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
         sample_number = index(sample_idx)
         if self._is_stored(sample_number):
-            self._next_number = max(self._next_number, sample_number + 1)
+            self._next_sample_number = max(self._next_sample_number, sample_number + 1)
             return
         self._check_takes_samples(sample_number)
         sample_and_hook_in_words = f"sample {sample_number}, hook {layer_idx!r}"
@@ -476,7 +476,7 @@ class ActivationStorage:
                 ShardSample(sample_facts, copied_token_ids, token_positions),
                 {},
             )
-            self._next_number += 1
+            self._next_sample_number += 1
         shard_sample, activation_by_key = self._incomplete_samples[sample_number]
         activation_by_key[layer_idx] = activation
         if len(activation_by_key) == len(self._hooks):
@@ -495,7 +495,10 @@ class ActivationStorage:
         are missing, so the tables of samples are read instead.
         """
         if self.plan.repair is not None:
-            return sample_number <= self._next_number and sample_number in self.stored_after_mark
+            return (
+                sample_number <= self._next_sample_number
+                and sample_number in self.stored_after_mark
+            )
         return 0 <= sample_number < self._stored_count
 
     def _problems(
@@ -532,8 +535,8 @@ class ActivationStorage:
         )
         if key in activation_by_key or sample_number <= self._last_complete_number:
             yield "given twice or out of order"
-        if incomplete_sample is None and sample_number != self._next_number:
-            yield f"expected sample {self._next_number} next: samples are 0, 1, 2, ..."
+        if incomplete_sample is None and sample_number != self._next_sample_number:
+            yield f"expected sample {self._next_sample_number} next: samples are 0, 1, 2, ..."
         if (
             incomplete_sample is not None
             and len(incomplete_sample.positions) != activation_shape[0]
@@ -580,7 +583,7 @@ class ActivationStorage:
             return self.close()
         missing_sample_count = 0
         if complete and self.plan.repair is not None:
-            missing_sample_count = self.plan.repair.samples_missing(self._next_number)
+            missing_sample_count = self.plan.repair.samples_missing(self._next_sample_number)
         complete = (complete and not missing_sample_count) or self.plan.is_complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"

@@ -342,7 +342,7 @@ class DocumentStream:
         row_schema = self._schema
         try:
             with activity(f"{row_schema.activity} {row.location_in_words}"):
-                value_by_column = row.read()
+                value_by_column = row.read_columns()
                 row_content = row_schema.content_of(value_by_column)
             if row_content is None:
                 return None, ""

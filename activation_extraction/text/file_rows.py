@@ -373,16 +373,18 @@ def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
         raise RunError("is not compressed, though its name says so", remedy=renaming_remedy)
 
 
-def _numbered_row(file: DataFile, number: int, read: Callable[[], dict[str, Any]]) -> SourceRow:
+def _numbered_row(
+    file: DataFile, number: int, read_columns: Callable[[], dict[str, Any]]
+) -> SourceRow:
     """Returns a row of a file, whose position is the number of the row.
 
     Args:
         file: The file.
         number: The number of the row in the file, counted from 0.
-        read: The function that returns the columns of the row by name.
+        read_columns: The function that returns the columns of the row by name.
     """
     location_in_words = f"{file.url} row {number} (from 0)"
-    return SourceRow(location_in_words, {"file": file.name, "row": number}, read)
+    return SourceRow(location_in_words, {"file": file.name, "row": number}, read_columns)
 
 
 # The following functions read the rows of text files, which are JSON or CSV.

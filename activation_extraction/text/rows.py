@@ -57,12 +57,13 @@ class SourceRow:
         location_in_words: Position of the row in words, for messages.
         stored_position: Position of the row in the form that is stored with the row's samples (see
             `SampleFacts.row`).
-        read: Function that returns the columns of the row by name, or raises UnusableRowError.
+        read_columns: Function that returns the columns of the row by name, or raises
+            UnusableRowError.
     """
 
     location_in_words: str
     stored_position: dict[str, Any]
-    read: Callable[[], dict[str, Any]]
+    read_columns: Callable[[], dict[str, Any]]
 
 
 class Span(NamedTuple):

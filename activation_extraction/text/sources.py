@@ -88,7 +88,7 @@ class FilePartitions:
     depend on `datasets`, so a run over files can be continued with any version of `datasets`.
     """
 
-    features = None
+    features = None  # no types of columns, because values are converted when a row is read
 
     def __init__(self, partitions: Sequence[tuple[DataFile, int]], schema: RowSchema) -> None:
         """Initialises the stream at its first row.
