@@ -140,7 +140,9 @@ def measure(options: TextOptions, model_folder: Path) -> float:
 
 
 def padding_fraction(rows: int, length: int) -> float:
-    """Returns the fraction of padding in batches of documents with the lengths of FineWeb-Edu.
+    """Returns the fraction of padding in batches of random documents.
+
+    The lengths of the documents have the distribution of the lengths in FineWeb-Edu.
 
     Args:
         rows: The number of rows of a batch.

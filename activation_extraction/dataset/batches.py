@@ -281,7 +281,7 @@ class Batches(Iterator[T]):
         return batch
 
     def _next_window(self) -> Window:
-        """Returns the window that begins at the current position, from which batches are cut.
+        """Returns the next window: tokens in the order of the batches, which are cut into batches.
 
         Raises:
             StopIteration: If there are no more windows.

@@ -51,15 +51,15 @@ class Limits:
     Attributes:
         row_error: Largest error of all tokens of a row together.
         token_error: Largest error of a single token.
-        rerouted_fraction: Largest fraction of a row's tokens that may have larger errors, up
-            to MAX_OTHER_EXPERTS_ERROR, because this program and the program that stored the row
+        max_other_expert_fraction: Largest fraction of a row's tokens that may have larger errors,
+            up to MAX_OTHER_EXPERTS_ERROR, because this program and the program that stored the row
             have chosen different experts for these tokens. 0 if the model has no experts, or if
             both programs compute in float32, so that rounding hardly changes the choice.
     """
 
     row_error: float
     token_error: float
-    rerouted_fraction: float
+    max_other_expert_fraction: float
 
     @classmethod
     def of(cls, stored_dtype: str, computing_dtype: str, has_experts: bool) -> "Limits":
@@ -70,7 +70,7 @@ class Limits:
         (COMPUTING_ERRORS in verify.py) in the less precise one of two dtypes: the dtype of this
         computation, and the dtype in which the other program has probably computed. The other
         program's dtype is float32 if the file contains float32, and bfloat16 otherwise. The
-        limit `token_error` is TOKEN_FACTOR times as large. `rerouted_fraction` is
+        limit `token_error` is TOKEN_FACTOR times as large. `max_other_expert_fraction` is
         MAX_OTHER_EXPERTS_FRACTION if the model has experts and one of the two dtypes is bfloat16,
         otherwise 0.
 
@@ -85,8 +85,10 @@ class Limits:
         )
         max_row_error = computing_error + ROUNDING_ERRORS[stored_dtype]
         uses_bfloat16 = "bfloat16" in (computing_dtype, other_program_dtype)
-        max_rerouted_fraction = MAX_OTHER_EXPERTS_FRACTION if has_experts and uses_bfloat16 else 0.0
-        return cls(max_row_error, TOKEN_FACTOR * max_row_error, max_rerouted_fraction)
+        max_other_expert_fraction = (
+            MAX_OTHER_EXPERTS_FRACTION if has_experts and uses_bfloat16 else 0.0
+        )
+        return cls(max_row_error, TOKEN_FACTOR * max_row_error, max_other_expert_fraction)
 
 
 class HookMatch(NamedTuple):
@@ -191,8 +193,9 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     This program and the program that stored the row may have chosen different experts for a token.
     This may explain an error above `limits.row_error` and up to MAX_OTHER_EXPERTS_ERROR. Of the
     tokens with such errors, only the tokens with the largest errors are returned. Their number is
-    at most the fraction `limits.rerouted_fraction` of the row's tokens, or 1 if this fraction
-    is less than one token. No token is returned if the fraction is 0 or the row has a single token.
+    at most the fraction `limits.max_other_expert_fraction` of the row's tokens, or 1 if this
+    fraction is less than one token. No token is returned if the fraction is 0 or the row has a
+    single token.
 
     Args:
         errors: Relative error of each token, (tokens,).
@@ -202,12 +205,12 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
         Whether different experts may explain the error of each token, bool (tokens,).
     """
     may_have_other_experts = np.zeros(len(errors), bool)
-    if not limits.rerouted_fraction or len(errors) < 2:
+    if not limits.max_other_expert_fraction or len(errors) < 2:
         return may_have_other_experts
     candidate_tokens = np.flatnonzero(
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
-    max_other_expert_tokens = max(int(limits.rerouted_fraction * len(errors)), 1)
+    max_other_expert_tokens = max(int(limits.max_other_expert_fraction * len(errors)), 1)
     candidates_by_error = candidate_tokens[np.argsort(-errors[candidate_tokens])]
     may_have_other_experts[candidates_by_error[:max_other_expert_tokens]] = True
     return may_have_other_experts

@@ -222,9 +222,11 @@ class SpeculatorsFormat(DraftFormat):
         self._export_dtype = export_dtype
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export.
+        """Returns the names of the hooks to export, in the run's order.
 
-        `ExportFormat.choose_hooks` describes the arguments and the result.
+        Args:
+            dataset: The run.
+            chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
             InputError: If the output of the last block is not chosen, or no hook of another layer
@@ -249,7 +251,14 @@ class SpeculatorsFormat(DraftFormat):
     ) -> Exported:
         """Writes the data set and a file of hidden states for each sample.
 
-        `ExportFormat.write` describes the arguments and the result.
+        Args:
+            folder: The folder of the export, which is empty.
+            dataset: The run.
+            hooks: The names of the exported hooks.
+            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
+
+        Returns:
+            The number of exported tokens, and the omissions.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -292,7 +301,10 @@ class SpeculatorsFormat(DraftFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell command with which speculators trains a draft model on the files.
 
-        `ExportFormat.read_with` describes the arguments.
+        Args:
+            folder: The path of the exported folder.
+            dataset: The run.
+            hooks: The names of the exported hooks.
         """
         layer_numbers_in_words = " ".join(map(str, [*streams_by_number(hooks)][:-1]))
         backend_flag = "--hidden-states-backend fp8 " if self._stores_float8(dataset) else ""
@@ -339,9 +351,11 @@ class SpecForgeFormat(DraftFormat):
     accepted_hooks_in_words = " and ".join(hook_globs)
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export.
+        """Returns the names of the hooks to export, in the run's order.
 
-        `ExportFormat.choose_hooks` describes the arguments and the result.
+        Args:
+            dataset: The run.
+            chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
             InputError: If the chosen hooks lack the output of the final norm, or do not contain the
@@ -370,7 +384,14 @@ class SpecForgeFormat(DraftFormat):
     ) -> Exported:
         """Writes a file with token ids, loss mask and hidden states for each sample.
 
-        `ExportFormat.write` describes the arguments and the result.
+        Args:
+            folder: The folder of the export, which is empty.
+            dataset: The run.
+            hooks: The names of the exported hooks.
+            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
+
+        Returns:
+            The number of exported tokens, and the omissions.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -408,7 +429,10 @@ class SpecForgeFormat(DraftFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the shell commands that configure SpecForge and train a draft model.
 
-        `ExportFormat.read_with` describes the arguments.
+        Args:
+            folder: The path of the exported folder.
+            dataset: The run.
+            hooks: The names of the exported hooks.
         """
         config_json = specforge_config(folder, dataset, hooks)
         return [

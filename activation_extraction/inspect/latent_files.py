@@ -54,9 +54,11 @@ class DelphiFormat(ExportFormat):
         return not dataset.shards.hooks[hook].is_array
 
     def choose_hooks(self, dataset: ActivationDataset, chosen_hooks: Sequence[str]) -> list[str]:
-        """Returns the names of the hooks to export.
+        """Returns the names of the hooks to export, in the run's order.
 
-        `ExportFormat.choose_hooks` describes the arguments and the result.
+        Args:
+            dataset: The run.
+            chosen_hooks: The names of the hooks that the user has chosen.
 
         Raises:
             InputError: If the format accepts none of the hooks, or no sample fills a row.
@@ -88,7 +90,14 @@ class DelphiFormat(ExportFormat):
     ) -> Exported:
         """Writes a folder for each hook, with files of codes and delphi's file config.json.
 
-        `ExportFormat.write` describes the arguments and the result.
+        Args:
+            folder: The folder of the export, which is empty.
+            dataset: The run.
+            hooks: The names of the exported hooks.
+            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
+
+        Returns:
+            The number of exported tokens, and the omissions.
         """
         from safetensors.numpy import save
 
@@ -186,7 +195,10 @@ class DelphiFormat(ExportFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python expression with which delphi opens the exported files.
 
-        `ExportFormat.read_with` describes the arguments.
+        Args:
+            folder: The path of the exported folder.
+            dataset: The run.
+            hooks: The names of the exported hooks.
         """
         return [f"LatentDataset({folder!r}, SamplerConfig(), ConstructorConfig())"]
 

@@ -161,7 +161,14 @@ class NlaFormat(ExportFormat):
     ) -> Exported:
         """Writes the Parquet file, with a row group for each chunk, and the YAML file.
 
-        `ExportFormat.write` describes the arguments and the result.
+        Args:
+            folder: The folder of the export, which is empty.
+            dataset: The run.
+            hooks: The names of the exported hooks.
+            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
+
+        Returns:
+            The number of exported tokens, and the omissions.
         """
         import yaml
         from pyarrow.parquet import ParquetWriter

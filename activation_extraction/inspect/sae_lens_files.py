@@ -42,7 +42,14 @@ class SaeLensFormat(ExportFormat):
     ) -> Exported:
         """Writes a folder with the activations and token ids of all rows for each hook.
 
-        `ExportFormat.write` describes the arguments and the result.
+        Args:
+            folder: The folder of the export, which is empty.
+            dataset: The run.
+            hooks: The names of the exported hooks.
+            chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
+
+        Returns:
+            The number of exported tokens, and the omissions.
         """
         import datasets
 
@@ -81,7 +88,10 @@ class SaeLensFormat(ExportFormat):
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
         """Returns the Python call that makes SAELens train on the first hook.
 
-        `ExportFormat.read_with` describes the arguments.
+        Args:
+            folder: The path of the exported folder.
+            dataset: The run.
+            hooks: The names of the exported hooks.
         """
         hook_folder = os.path.join(folder, hooks[0])
         return [

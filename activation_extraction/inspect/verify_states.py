@@ -769,7 +769,7 @@ def _describe_parts(
         )
     elif is_unexplained_state.any():
         experts_in_words = (
-            ", perhaps because of other experts" if check.limits.rerouted_fraction else ""
+            ", perhaps because of other experts" if check.limits.max_other_expert_fraction else ""
         )
         problem_phrases.append(
             f"no match for {_tokens_in_words(is_unexplained_state)}{experts_in_words}"

@@ -73,8 +73,8 @@ class Change(NamedTuple):
         scale: Factor of the product.
         has_exchanged_factors: Whether the adapter stores the transpose of B under the key `a`, and
             the transpose of A under the key `b`.
-        expert_number: Number of the expert that is changed, if A (E * r, in) and B (out, r * E)
-            contain all experts of a layer; otherwise 0.
+        expert_number: Number of the expert that is changed, from 0, if A (E * r, in) and B
+            (out, r * E) contain all experts of a layer; otherwise 0.
         expert_count: Number of experts in A and B; 1 for matrices without experts.
         first_row_of_b: Index of the row of B that belongs to row 0 of the tensor of the base model.
             It is not 0 if B contains the rows of several tensors.

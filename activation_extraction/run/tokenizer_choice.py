@@ -49,12 +49,12 @@ class ChosenTemplates(NamedTuple):
 
     Attributes:
         repository: The files of the model or the adapter, from which the templates are read.
-        sources: The Jinja source of each template by its name, "default" or "tool_use". Empty if
-            there is no template.
+        source_by_name: The Jinja source of each template by its name, "default" or "tool_use".
+            Empty if there is no template.
     """
 
     repository: Repository
-    sources: Mapping[str, str]
+    source_by_name: Mapping[str, str]
 
 
 def choose_tokenizer(

@@ -213,8 +213,9 @@ class HookValues(ABC):
     def bytes_of(self, values: Any) -> int:
         """Returns the number of bytes that the values of a sample at this hook take in a shard.
 
-        The sum over all samples decides when a shard is full. It is the size before compression. If
-        the values are arrays, a sample without tokens counts as one token.
+        The number is the size before compression. A shard is full when the sum of these numbers
+        over its samples and hooks reaches the limit. If the values are arrays, a sample without
+        tokens counts as one token.
 
         Args:
             values: Values of the sample, as `for_shard` returns them.
@@ -231,9 +232,11 @@ class HookValues(ABC):
             threads: Threads that encode slices of the samples.
 
         Returns:
-            A tuple of two elements. The first is a list of the values of each sample, in the stored
-            form. The second is a dict with the encoding errors, measured on some of the tokens, by
-            kind of token ("sinks" and "others"). It is empty if `is_encoded` is False.
+            A tuple of:
+                The values of each sample, in the stored form.
+                The encoding errors, measured on some of the tokens: a dict with the error of the
+                first tokens of samples (position 0) under the key "sinks", and the error of all
+                other tokens under "others". It is empty if `is_encoded` is False.
         """
         return samples, {}
 

@@ -137,7 +137,7 @@ class ShardNumbers:
     no process can continue the run, so an unfinished repair is noticed.
 
     Args:
-        plan: What this process has to store. It contains the gaps, and the first new number.
+        plan: The gaps and the first new number, among other decisions about what to store.
     """
 
     def __init__(self, plan: StoragePlan) -> None:

@@ -393,8 +393,9 @@ def _check_json(folder: Folder, commit: Commit, where: str) -> None:
 def _read(folder: Folder, commit: Commit, name: str, where: str, **options: Any) -> bytes:
     """Reads a file of a shard, or a range of it.
 
-    The file must have the version that the commit records. Versions are not compared on this
-    machine, or in a copy of the folder, whose files have other versions.
+    The file must have the version that the commit records. Versions are not compared if the folder
+    is on a local disk, or is a copy of the folder in which the shard was stored, because the files
+    of a copy have other versions.
 
     Args:
         folder: Folder of the shard.

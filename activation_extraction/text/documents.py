@@ -228,7 +228,7 @@ class DocumentStream:
         self._rows_in_order: Rows | ShuffledRows = self._dataset
         if shuffle is not None:
             self._rows_in_order = ShuffledRows(self._dataset, shuffle)
-        self._schema = schema
+        self._row_schema = schema
         self._on_last_row_of_file = on_last_row_of_file
         self._source_in_position = {} if source is None else {"source": source}
 
@@ -339,7 +339,7 @@ class DocumentStream:
         Raises:
             RunError: If the row cannot be used and `skip_bad_rows` is false.
         """
-        row_schema = self._schema
+        row_schema = self._row_schema
         try:
             with activity(f"{row_schema.activity} {row.location_in_words}"):
                 value_by_column = row.read_columns()

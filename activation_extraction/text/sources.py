@@ -99,7 +99,7 @@ class FilePartitions:
             schema: Columns to read of each row, and their readers.
         """
         self._partitions = tuple(partitions)
-        self._schema = schema
+        self._row_schema = schema
         # A position in the stream is a tuple of the index of a partition and the number of the
         # partition's rows that were read.
         self._start_position = self._current_position = (0, 0)
@@ -125,7 +125,7 @@ class FilePartitions:
             first_partition_index + partitions_per_subset + (index < num_larger_subsets)
         )
         return FilePartitions(
-            self._partitions[first_partition_index:end_partition_index], self._schema
+            self._partitions[first_partition_index:end_partition_index], self._row_schema
         )
 
     def reshard(self) -> "FilePartitions":
@@ -159,7 +159,7 @@ class FilePartitions:
         for partition_index in range(first_partition_index, len(self._partitions)):
             data_file, row_group_number = self._partitions[partition_index]
             partition_rows = islice(
-                file_rows(data_file, row_group_number, self._schema), num_rows_to_skip, None
+                file_rows(data_file, row_group_number, self._row_schema), num_rows_to_skip, None
             )
             for num_rows_read, partition_row in enumerate(
                 partition_rows, start=num_rows_to_skip + 1

@@ -174,9 +174,13 @@ def _tokenise_all(
     max_tokens: int | None,
     cuts: re.Pattern[str] | None,
 ) -> list[Tokens]:
-    """Returns the tokens of texts, as `tokenise` does, but raises an exception if a text fails.
+    """Returns the tokens of texts, as `tokenise` does, but fails if the tokenizer fails on a text.
 
-    `tokenise` describes the arguments. The tokenizer may raise any exception.
+    Args:
+        tokenizer: The tokenizer, which may raise any exception.
+        contents: The content of each document, a text.
+        max_tokens: The number of tokens to return of each document; None for all, with offsets.
+        cuts: A pattern of the positions where a text may be cut; None if texts must not be cut.
     """
     sections_of_contents = [_section_slices(content.text, cuts) for content in contents]
     section_texts: list[str] = []
