@@ -52,7 +52,7 @@ class Scenario(NamedTuple):
 
 
 def scenarios(shard_bytes: int) -> dict[str, Scenario]:
-    """Returns the ways to read a run that are measured.
+    """Returns the scenarios that are measured, each of which is a way to read a run.
 
     Args:
         shard_bytes: The number of bytes of activations in a shard, at all hooks together.

@@ -417,7 +417,7 @@ class Scenario(NamedTuple):
 def scenarios(
     plain: Run, fourteen: Run, chat: Run, larger_shards: Run, features: int
 ) -> dict[str, Scenario]:
-    """Returns the ways to read runs that are measured.
+    """Returns the scenarios that are measured, each of which is a way to read runs.
 
     Args:
         plain: A run with one hook.

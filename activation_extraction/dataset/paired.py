@@ -156,12 +156,12 @@ class AlignedRuns:
                     if aliases.get(hook_name, hook_name) in hook_names
                 }
                 unread_hooks_with_limits -= norm_limits_of_run.keys()
-            mask_of_run = options.where if callable(options.where) or not sources else None
+            sample_filter_of_run = options.where if callable(options.where) or not sources else None
             options_of_run = dict(
                 hooks=hook_names,
                 buffer=buffer_tokens,
                 max_norm=norm_limits_of_run,
-                where=mask_of_run,
+                where=sample_filter_of_run,
             )
             sources.append(run.source(replace(options, **options_of_run)))
         for hook_name in unread_hooks_with_limits:

@@ -814,7 +814,7 @@ def _tokens_in_words(mask: np.ndarray) -> str:
     """Returns the tokens of a mask in words, such as "tokens 0 to 11" or "3 of tokens 0 to 11".
 
     Args:
-        mask: Whether each token belongs to the phrase, bool (tokens,). At least one token does.
+        mask: Whether the words name each token, bool (tokens,). At least one token is named.
     """
     token_indices = np.flatnonzero(mask)
     first_token, last_token = token_indices[[0, -1]].tolist()

@@ -176,8 +176,8 @@ class CostModel:
             bytes_per_token = hook.kind.vector_type(size_of_letter, self.model.captured_dtype).bytes
             captured_bytes += self.num_rows * self.row_length * bytes_per_token
         # The captured activations of two steps are in memory, because the host copies the
-        # activations of one step while the next step is computed. While a step is computed, copies
-        # take another half of the size of one step's activations.
+        # activations of one step while the next step is computed. While a step is computed,
+        # temporary copies need half as much memory as the activations of one step.
         output_bytes = 2.5 * captured_bytes / layout.size(*AXES, "query")
         encoder_bytes = sum(encoder.memory(layout) for encoder in self.encoders)
         num_values_of_model_dtype = (
@@ -329,7 +329,7 @@ def _values_on_device(
     Args:
         layout: The layout of the mesh.
         weight_spec: The parameter.
-        unsplit_axis: A mesh axis along which the weight is not split. None to split it along all
+        unsplit_axis: A mesh axis along which the parameter is not split. None to split it along all
             mesh axes that RULES in mesh.py lists for its logical axes.
     """
     return math.prod(layout.shard_shape(weight_spec.axes, weight_spec.shape, unsplit_axis))

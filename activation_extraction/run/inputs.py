@@ -117,7 +117,8 @@ MODEL_INPUTS: tuple[Input[Forward], ...] = (
 TOKENIZER: Input[Text] = Input(
     "tokenizer", "tokenizer_digest", _tokenizer_digest, MODEL_FLAGS, ("model_path", "lora")
 )
-# Inputs that determine the token ids. Before token ids are made again, the inputs are compared.
+# Inputs that determine the token ids. Before token ids of a stored run are made again, they are
+# compared with the inputs of the run.
 TEXT_INPUTS: tuple[Input[Text], ...] = (
     TOKENIZER,
     Input("chat template", "chat_template", _template_digest, TEMPLATE_FLAGS, TEMPLATE_PATHS),

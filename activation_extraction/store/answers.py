@@ -65,7 +65,7 @@ class Meaning(Enum):
 # more precise than the HTTP status.
 CODES: Mapping[str, Meaning] = {
     code: meaning
-    for meaning, spaced_codes in {
+    for meaning, space_separated_codes in {
         Meaning.CHANGED: "PreconditionFailed ConditionNotMet BlobAlreadyExists",
         Meaning.NO_BUCKET: "NoSuchBucket ContainerNotFound",
         Meaning.CREDENTIALS: (
@@ -78,7 +78,7 @@ CODES: Mapping[str, Meaning] = {
         # These codes are returned if the body of an upload arrives late or incomplete.
         Meaning.MAY_PASS: "RequestTimeout IncompleteBody BadDigest XAmzContentSHA256Mismatch",
     }.items()
-    for code in spaced_codes.split()
+    for code in space_separated_codes.split()
 }
 # Meanings by the HTTP status. `meaning_of` determines the meanings of all other statuses.
 STATUSES: Mapping[int, Meaning] = {

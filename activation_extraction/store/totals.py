@@ -14,8 +14,8 @@ from activation_extraction.store.statistics import Statistics
 
 # Names of the totals that --verify compares with the shards of a complete run, and --status shows.
 COUNTED = ("shards", "samples", "tokens", "bytes")
-# Names of the totals over samples that were cut or that have no stored token. Like those in
-# COUNTED, they can be computed from the shards alone.
+# Names of the totals over samples that were cut or that have no stored token. Like the totals
+# in COUNTED, they can be computed from the shards alone.
 CUT = ("cut_samples", "cut_tokens", "empty_samples")
 
 

@@ -346,8 +346,8 @@ def _sample_of_tokens(
         sample_idx: The number of the sample in the whole run.
         document: The document.
         tokens: The tokens of the document, including special tokens.
-        eligible_mask: Mask of the document's tokens that may be kept, bool (tokens.total_tokens,);
-            None if every sample keeps all of its tokens.
+        eligible_mask: Mask of the document's tokens that may be kept, bool
+            (tokens.num_document_tokens,); None if every sample keeps all of its tokens.
         settings: The settings by which documents become samples.
         piece_number: The number of the piece in the document, counted from 0; 0 for a whole
             document.
