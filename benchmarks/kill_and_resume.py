@@ -179,11 +179,12 @@ class Extraction:
             RuntimeError: If a process fails.
         """
         for kill_number in range(kills):
-            signs_before_start = signs_of_life()
+            signs_of_life_before_start = signs_of_life()
             started_process = self.start()
             if kill_number > 1 and kill_number % 4:
                 while (
-                    started_process.process.poll() is None and signs_of_life() == signs_before_start
+                    started_process.process.poll() is None
+                    and signs_of_life() == signs_of_life_before_start
                 ):
                     time.sleep(0.01)
             time.sleep(self.rng.uniform(0, MAX_SECONDS_TO_KILL))

@@ -115,7 +115,7 @@ class _Files:
             with self.bucket.lock:
                 answer = action(self.bucket.objects)
         if fate in ("fail", "lost", "late"):
-            raise FolderError("no answer", is_final=False)
+            raise FolderError("no answer", is_permanent=False)
         return answer
 
     def entries(self) -> dict[str, FileEntry | None]:

@@ -74,7 +74,7 @@ def test_a_write_is_conditional_on_what_stands_there(folder):
         told = f"{folder.url}: writing {name}: is another version now"
         with pytest.raises(ChangedError, match=told) as raised:
             folder.write(name, b"three", first)
-        assert not raised.value.is_final
+        assert not raised.value.is_permanent
     assert folder.read("file", version=second) == b"two"
     assert folder.head("file") == (3, second) and folder.head("other") is None
     assert folder.read_range("file", 1, 3, second) == b"wo"
@@ -182,7 +182,7 @@ def test_a_conditional_write_is_sent_once_and_then_unsure(bucket, url, fault, li
     bucket.faults, bucket.fault_rate = (fault,), 1.0
     with pytest.raises(ChangedError, match=f"{url}: writing file: ") as raised:
         folder.write("file", b"content", None)
-    assert not raised.value.is_final and folder.retries == 1
+    assert not raised.value.is_permanent and folder.retries == 1
     assert bucket.failed == {fault: 1}
     ((_, line),) = lines
     assert line.endswith("; looking at what is there now")
@@ -277,7 +277,7 @@ def test_a_refusal_names_the_request_and_what_that_store_needs(bucket, url, faul
         told = str(raised.value)
         assert told.startswith(f"{url}: {name}: ") and message in told
         assert "Signature" not in told and "127.0.0.1" not in told
-        assert raised.value.is_final and folder.retries == 0
+        assert raised.value.is_permanent and folder.retries == 0
 
 
 def test_a_bucket_that_refuses_is_told_in_one_line_before_the_model_is_read(
@@ -425,7 +425,7 @@ def test_settings_that_cannot_work_are_not_retried(
     folder = Folder(url)
     with pytest.raises(FolderError, match=re.escape(message)) as raised:
         folder.files()
-    assert raised.value.is_final and folder.retries == 0 and "secret" not in str(raised.value)
+    assert raised.value.is_permanent and folder.retries == 0 and "secret" not in str(raised.value)
 
 
 def test_what_never_worked_and_cannot_work_is_not_retried(bucket, monkeypatch):
@@ -435,7 +435,7 @@ def test_what_never_worked_and_cannot_work_is_not_retried(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", address.replace("http", "https"))
     with pytest.raises(FolderError, match="does not speak TLS") as raised:
         folder.files()
-    assert raised.value.is_final and folder.retries == 0
+    assert raised.value.is_permanent and folder.retries == 0
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     folder.files()
     monkeypatch.setattr(
@@ -453,7 +453,7 @@ def test_a_machine_without_credentials_is_told_how_to_give_some(bucket, monkeypa
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(FolderError, match="no credentials were found, nor given by") as raised:
         Folder(S3).files()
-    assert raised.value.is_final and "set AWS_ACCESS_KEY_ID" in str(raised.value)
+    assert raised.value.is_permanent and "set AWS_ACCESS_KEY_ID" in str(raised.value)
 
 
 # Errors of obstore, as it prints them, that no server of a test can cause. The parts of a structure
@@ -544,7 +544,7 @@ def test_a_failed_check_of_conditions_is_told_once_and_nothing_else_waits(
     def write(*_):
         version = next(answers, None)
         if version is None:
-            raise FolderError("an outage", is_final=False)
+            raise FolderError("an outage", is_permanent=False)
         return version
 
     monkeypatch.setattr(Bucket, "write", write)
@@ -558,7 +558,7 @@ def test_a_test_file_that_cannot_be_deleted_is_left_and_named(bucket, monkeypatc
     """Azurite answers so if a shared access signature is for an account."""
 
     def refuse(*_):
-        raise FolderError("500 Internal Server Error", is_final=False)
+        raise FolderError("500 Internal Server Error", is_permanent=False)
 
     monkeypatch.setattr(Bucket, "remove", refuse)
     Folder(url, 600).check_conditions()
@@ -679,7 +679,7 @@ def test_a_write_may_send_for_longer_than_its_patience_but_not_for_ever(monkeypa
         assert sending.watched(lambda e=answered: e.wait(600), patience, "") is True
         with pytest.raises(FolderError, match="no answer within") as raised:
             sending.watched(threading.Event().wait, sending.Patience(0.02, 0.05), "")
-        assert not raised.value.is_final
+        assert not raised.value.is_permanent
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,8 @@ def _epilog() -> str:
     environment_variable_lines = []
     for flag_name, flag in FLAGS.items():
         if flag.variables is not None:
-            variable_names_in_words = " or ".join(flag.variables.variable_names)
-            environment_variable_line = f"  {variable_names_in_words:<46} --{flag_name}"
+            environment_variables_in_words = " or ".join(flag.variables.variable_names)
+            environment_variable_line = f"  {environment_variables_in_words:<46} --{flag_name}"
             if flag.variables.required_flag:
                 environment_variable_line += f" (with --{flag.variables.required_flag})"
             environment_variable_lines.append(environment_variable_line)
@@ -238,17 +238,17 @@ def _fill_from_environment(values: Values) -> None:
     for flag_name, flag in FLAGS.items():
         if flag.variables is None or flag_name in values:
             continue
-        variables_with_values = [
+        set_environment_variables = [
             variable_name
             for variable_name in flag.variables.variable_names
             if os.environ.get(variable_name)
         ]
-        if variables_with_values and flag.variables.are_read_with(_names_of_flags(values)):
-            _take_variable(values, flag_name, variables_with_values[0])
-    machine_id_variables = FLAGS["machine_id"].variables
+        if set_environment_variables and flag.variables.are_read_with(_names_of_flags(values)):
+            _take_variable(values, flag_name, set_environment_variables[0])
+    machine_id_environment_variables = FLAGS["machine_id"].variables
     if (
-        machine_id_variables is not None
-        and machine_id_variables.are_read_with(_names_of_flags(values))
+        machine_id_environment_variables is not None
+        and machine_id_environment_variables.are_read_with(_names_of_flags(values))
         and os.environ.get("MACHINE_ID")
         and "total_machines" not in values
     ):

@@ -246,8 +246,8 @@ class OpenShards:
                 and returns the result.
         """
         # The pool is not kept, because a fork of this process would lack its threads.
-        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-            yield from pool.map(read, range(len(self.shards)))
+        with ThreadPoolExecutor(MAX_REQUESTS) as thread_pool:
+            yield from thread_pool.map(read, range(len(self.shards)))
 
     @cached_property
     def samples(self) -> pyarrow.Table:

@@ -281,6 +281,8 @@ def chunks_of_worker(chunks: list[Chunk], worker: int, workers: int) -> list[Chu
     """
     if len(chunks) < workers:
         chunks = [
-            part for chunk in chunks for part in cut_chunk(chunk, max(len(chunk) / workers, 1))
+            chunk_part
+            for chunk in chunks
+            for chunk_part in cut_chunk(chunk, max(len(chunk) / workers, 1))
         ]
     return chunks[worker::workers]

@@ -73,7 +73,7 @@ def look(
             return verify_hidden_states(states_folder, load_states, looking_flags.verify_samples)
         return verify(output_root, load_model, looking_flags.verify_samples)
     except FolderError as error:
-        if error.is_final:
+        if error.is_permanent:
             raise InputError(str(error)) from error
         raise
 

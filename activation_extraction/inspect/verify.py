@@ -267,7 +267,7 @@ def _compare(
     values_or_messages = recompute.compute_values(chosen_samples)
     for chosen_sample, values_or_message in zip(chosen_samples, values_or_messages, strict=True):
         if isinstance(values_or_message, str):
-            yield f"{chosen_sample.path_and_number}: cannot be recomputed: {values_or_message}"
+            yield f"{chosen_sample.location_in_words}: cannot be recomputed: {values_or_message}"
             continue
         token_positions = chosen_sample.tokens.positions
         for hook_values, stored_values in zip(
@@ -278,7 +278,7 @@ def _compare(
                 stored_values, recomputed_values, token_positions, allowed_differences
             ):
                 yield (
-                    f"{chosen_sample.path_and_number}, {hook_values.name}: recomputed, "
+                    f"{chosen_sample.location_in_words}, {hook_values.name}: recomputed, "
                     f"{difference_message}"
                 )
 

@@ -51,8 +51,9 @@ class Segments(NamedTuple):
 Attention = Callable[..., Array]
 
 QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes together
-# `blocked_attention` reads spans of keys. The length of every span except the longest one is a
-# multiple of this number of keys, so that only a few different lengths occur.
+# For each block of queries, `blocked_attention` reads a span of consecutive keys. The length of
+# every span except the longest one is a multiple of this number of keys, so that only a few
+# different lengths occur.
 KEY_BLOCK = 128
 # The largest number of different lengths of these spans of keys. The compiled program has a branch
 # for each length, and more branches take longer to compile.

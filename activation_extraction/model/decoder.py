@@ -83,10 +83,10 @@ class Decoder:
         stacks_by_type = {}
         for layer_type in set(layer_types):
             layer_count = stages * layer_types.count(layer_type)
-            box_by_path = {}
+            parameter_box_by_path = {}
             for parameter_path, parameter_box in self.parameters(layer_type).items():
-                box_by_path[parameter_path] = _stacked_zeros(parameter_box, layer_count)
-            stacks_by_type[layer_type] = unflatten_dict(box_by_path)
+                parameter_box_by_path[parameter_path] = _stacked_zeros(parameter_box, layer_count)
+            stacks_by_type[layer_type] = unflatten_dict(parameter_box_by_path)
         return stacks_by_type if self.has_several_types else stacks_by_type[layer_types[0]]
 
     def _example_inputs(self) -> tuple[Any, ...]:
@@ -287,10 +287,10 @@ class Decoder:
             the result of `keep`.
         """
         layer_module = self.module_by_type[layer_type]
-        box_by_path = self.parameters(layer_type)
+        parameter_box_by_path = self.parameters(layer_type)
         gathered_weight_by_path = {
             parameter_path: from_bits(
-                layer_module.layout.gather(weight, box_by_path[parameter_path].names)
+                layer_module.layout.gather(weight, parameter_box_by_path[parameter_path].names)
             )
             for parameter_path, weight in flatten_dict(params).items()
         }

@@ -79,7 +79,9 @@ def pallas_delta_rule(
         is_first_of_segment[..., None, None], FORGETS, log_decay.astype(jnp.float32)
     )
     decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
-    decays_and_betas = jnp.moveaxis(_whole_blocks(decays_and_betas), 1, 3)  # shape (B, K, 2G, T)
+    decays_and_betas = jnp.moveaxis(
+        _whole_blocks(decays_and_betas), 1, 3
+    )  # (rows, key heads, 2G, T)
     # The shapes are q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 
@@ -314,10 +316,11 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
         log_decay: The log decays of the tokens of a block of two chunks, (2C, 1).
 
     Returns:
-        In row I and column J, the fraction of token J's change of S that is left at token I of the
-        same chunk, with the two chunks side by side, (C, 2C). It is 0 if J comes after I.
-        A list of two arrays (C, 1), one for each chunk: the fraction of S before the chunk that is
-        left at each token.
+        A tuple of:
+            The fraction of token J's change of S that is left at token I of the same chunk, in row
+            I and column J, with the two chunks side by side, (C, 2C). It is 0 if J comes after I.
+            A list of two arrays (C, 1), one for each chunk: the fraction of S before the chunk that
+            is left at each token.
     """
     row_indices, column_indices, _ = _indices()
     log_decay = _side_by_side(log_decay)

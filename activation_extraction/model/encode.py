@@ -116,10 +116,14 @@ class Encoder:
             dtype: The dtype in which the run stores activations, and so the values of features.
         """
         keeps_all_active = self.max_codes == self.autoencoder.k
-        count_in_words = "each token has" if keeps_all_active else "a token has at most"
+        codes_per_token_in_words = (
+            f"each token has {self.max_codes}"
+            if keeps_all_active
+            else f"a token has at most {self.max_codes}"
+        )
         codes_bytes_per_token = code_bytes(self.max_codes, dtype)
         return (
-            f"{self.hook.name}: {count_in_words} {self.max_codes} of "
+            f"{self.hook.name}: {codes_per_token_in_words} of "
             f"{self.autoencoder.features:,} features, {codes_bytes_per_token:,} bytes per token"
         )
 

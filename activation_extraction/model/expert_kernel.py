@@ -187,8 +187,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     group_sort_keys, tile_row_numbers = lax.sort(
         (group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
-    # In a group's buffer, the first row of every token comes before the second row of any token, so
-    # that `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS tokens.
+    # A group is TOKENS consecutive tokens, whose rows share a buffer. The first rows of all tokens
+    # come before the second rows, so that `_add_fetched` can add TOKENS consecutive rows to the
+    # sums of the TOKENS tokens.
     places_in_group = group_sort_keys[:row_count] % rows_per_group
     token_indices_in_group = places_in_group // experts_per_token
     buffer_places = places_in_group % experts_per_token * TOKENS + token_indices_in_group

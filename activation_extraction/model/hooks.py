@@ -466,9 +466,10 @@ def hook_table(config: ModelConfig, top_logits: int = DEFAULT_TOP_LOGITS) -> Hoo
 
 
 def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Finds out which layers of a model have the kinds of hooks in each row of HOOK_KINDS.
+    """Finds out which types of layers have the hooks of each row of the table HOOK_KINDS.
 
-    The first column of HOOK_KINDS contains a word for the layers that have the kind.
+    A row of this table is one kind of hook. Its first column contains a word, such as EVERY or
+    GATED, for the layers that have the kind.
 
     Args:
         config: The configuration of the model.

@@ -166,7 +166,7 @@ def _block_plans(
             slice of its tokens in these rows.
 
     Yields:
-        The indices of the tokens in the block.
+        The plan of the block, which consists of indices of its tokens.
     """
     index_among_kept_of_token = np.cumsum(kept).reshape(kept.shape) - 1
     kept_token_indices_of_devices = [

@@ -213,6 +213,6 @@ class RemoteFiles:
         try:
             return self._folder.files()
         except FolderError as error:
-            if error.is_final:
+            if error.is_permanent:
                 raise InputError(f"{self._flag} {error}") from error
             raise

@@ -143,7 +143,7 @@ class RemoteFile(WeightFile):
     it was opened.
     """
 
-    # With fewer values at a time, too few requests would run in parallel.
+    # A read of fewer values would be divided into too few requests that run in parallel.
     values_at_once = 4 * REQUEST_BYTES
 
     def __init__(self, folder: SourceFolder, name: str, size: int) -> None:

@@ -248,7 +248,7 @@ class Text:
             pack(sample_stream, rows_per_batch, tokens_per_row),
             num_batches_ahead,
             sample_skipped_event if worker.hosts > 1 else None,
-            min(PATIENCE, watchdog.seconds / 4),
+            min(PATIENCE, watchdog.max_silent_seconds / 4),
         )
         try:
             with watchdog:

@@ -375,14 +375,14 @@ class Watchdog:
     another.
 
     Args:
-        seconds: The longest time in seconds between two calls of `reset`.
+        max_silent_seconds: The longest time in seconds between two calls of `reset`.
 
     Attributes:
-        seconds: The longest time in seconds between two calls of `reset`.
+        max_silent_seconds: The longest time in seconds between two calls of `reset`.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, max_silent_seconds: float) -> None:
+        self.max_silent_seconds = max_silent_seconds
         self._last_progress_time = time.monotonic()
         self._block_ended_event = threading.Event()
 
@@ -400,12 +400,13 @@ class Watchdog:
         self._block_ended_event.set()
 
     def _watch(self) -> None:
-        while not self._block_ended_event.wait(min(self.seconds / 4, LOOK_SECONDS)):
-            if time.monotonic() - self._last_progress_time <= self.seconds:
+        while not self._block_ended_event.wait(min(self.max_silent_seconds / 4, LOOK_SECONDS)):
+            if time.monotonic() - self._last_progress_time <= self.max_silent_seconds:
                 continue
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
             problem_in_words = (
-                f"no batch has become ready and no step has finished for {self.seconds:g} s"
+                "no batch has become ready and no step has finished for "
+                f"{self.max_silent_seconds:g} s"
             )
             remedy_in_words = "to continue, start the run again without --overwrite"
             # `activity_of_thread` tells which rows the threads are working on. Applying a chat

@@ -81,14 +81,14 @@ class ChosenSample:
     """A stored sample that is to be recomputed.
 
     Attributes:
-        path_and_number: Path of the shard's file and number of the sample, for messages.
+        location_in_words: Path of the shard's file and number of the sample, for messages.
         tokens: Stored tokens of the sample.
         hooks: Hooks of the run.
         values: Stored values at each hook, in the order of `hooks`. They are in the form in which
             users get them: an array (tokens, width) or `Codes`.
     """
 
-    path_and_number: str
+    location_in_words: str
     tokens: StoredTokens
     hooks: Sequence[HookValues]
     values: list[Values]
@@ -182,8 +182,8 @@ def read_samples(
         sample_values = [
             hook.for_user(hook.begin_rows(reader, start_token, stop_token)()) for hook in hooks
         ]
-        path_and_number = f"{where}: sample {tokens.sample_idx}"
-        chosen_samples.append(ChosenSample(path_and_number, tokens, hooks, sample_values))
+        location_in_words = f"{where}: sample {tokens.sample_idx}"
+        chosen_samples.append(ChosenSample(location_in_words, tokens, hooks, sample_values))
     return chosen_samples
 
 

@@ -184,7 +184,7 @@ class Folder:
         try:
             self._retry("opening", hub_folder.pin)
         except FolderError as error:
-            if error.is_final:
+            if error.is_permanent:
                 raise InputError(str(error)) from error
             raise
         self.full_url = hub_folder.url
@@ -434,9 +434,9 @@ class Folder:
                         "Google Cloud Storage, S3 and Azure do"
                     )
         except (InputError, FolderError) as error:
-            # If the store does not answer anymore (`error.is_final` is False), it would not answer
-            # a request to delete the file either.
-            if not isinstance(error, FolderError) or error.is_final:
+            # If the store does not answer anymore (`error.is_permanent` is False), it would not
+            # answer a request to delete the file either.
+            if not isinstance(error, FolderError) or error.is_permanent:
                 # If the test file cannot be deleted, this exception is ignored, because the user
                 # must see the first error (`error`).
                 with suppress(Exception):
@@ -485,7 +485,7 @@ class Folder:
                 if isinstance(folder_error, ChangedError):
                     raise ChangedError(error_message) from error
                 # Requests to a local disk are not repeated, because they would fail again.
-                if folder_error.is_final or self.is_local:
+                if folder_error.is_permanent or self.is_local:
                     raise FolderError(error_message) from error
                 self.retries += 1
                 next_action = f"trying again for up to {self.patience:g} s{self.by_flag}"
@@ -541,7 +541,7 @@ class Attempts:
                 f"{failing_folder.url}: {self._request_name} kept failing for "
                 f"{seconds_since_start:.0f} s"
                 f"{failing_folder.by_flag}: {reason}",
-                is_final=False,
+                is_permanent=False,
             )
         time.sleep(self._pause_seconds * random.uniform(0.5, 1))
         self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE)

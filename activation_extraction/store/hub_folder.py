@@ -91,9 +91,9 @@ class HubFolder:
         is the id of a commit already, nothing is done.
 
         Raises:
-            FolderError: If the request failed. The attribute `is_final` of this error is True if
-                there is no such repository or revision, if the user's token may not read it, or if
-                the hub cannot be reached.
+            FolderError: If the request failed. The attribute `is_permanent` of this error is True
+                if there is no such repository or revision, if the user's token may not read it, or
+                if the hub cannot be reached.
         """
         from huggingface_hub import HfApi, constants
 
@@ -209,8 +209,8 @@ class HubFolder:
 
         Raises:
             FolderError: If the hub answers a request with an error, or if huggingface_hub does not
-                send the request. The attribute `is_final` of the FolderError is False only if the
-                HTTP status of the answer means that the same request may succeed later.
+                send the request. The attribute `is_permanent` of the FolderError is False only if
+                the HTTP status of the answer means that the same request may succeed later.
         """
         from huggingface_hub import get_token
         from huggingface_hub.errors import (
@@ -253,4 +253,4 @@ class HubFolder:
             if http_status == 401:
                 failure_reason = "the hub does not accept your token (HF_TOKEN)"
             is_failure_final = meaning_of(http_status) is not Meaning.MAY_PASS
-            raise FolderError(failure_reason, is_final=is_failure_final) from error
+            raise FolderError(failure_reason, is_permanent=is_failure_final) from error

@@ -49,13 +49,13 @@ class FolderError(RunError):
     """A request to a folder failed.
 
     Attributes:
-        is_final: Whether the same request would fail again. If False, the request failed for a
+        is_permanent: Whether the same request would fail again. If False, the request failed for a
             reason that may pass, such as a lost connection.
     """
 
-    def __init__(self, message: str, is_final: bool = True) -> None:
+    def __init__(self, message: str, is_permanent: bool = True) -> None:
         super().__init__(message)
-        self.is_final = is_final
+        self.is_permanent = is_permanent
 
 
 class ChangedError(FolderError):
@@ -66,7 +66,7 @@ class ChangedError(FolderError):
     """
 
     def __init__(self, message: str = CHANGED) -> None:
-        super().__init__(message, is_final=False)
+        super().__init__(message, is_permanent=False)
 
 
 def check_size(file_bytes: int, max_bytes: int | None) -> None:
@@ -167,8 +167,8 @@ def _give_name(temporary_path: Path, path: Path, create: bool) -> None:
             raise
         if os.path.lexists(path):
             raise FileExistsError from error
-        # Between the check and this rename, another process could create the file. The lock of the
-        # folder prevents that.
+        # Another process could create the file after the check that it does not exist and before
+        # this rename, but the lock of the folder prevents that.
         os.rename(temporary_path, path)
     folder_descriptor = os.open(path.parent, os.O_RDONLY)
     try:

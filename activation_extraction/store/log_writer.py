@@ -404,10 +404,10 @@ class LogWriter:
         """
         entry_bytes = seal(entry_fields)
 
-        def is_final(current_bytes: bytes) -> bool:
+        def must_stay(current_bytes: bytes) -> bool:
             return current_bytes == entry_bytes or self._commit_in(current_bytes) is not None
 
-        current_bytes, _ = self._write(name, entry_bytes, is_final)
+        current_bytes, _ = self._write(name, entry_bytes, must_stay)
         return None if current_bytes is None else self._commit_in(current_bytes)
 
     def _commit_in(self, entry_bytes: bytes) -> Commit | None:
@@ -430,7 +430,7 @@ class LogWriter:
         self,
         name: str,
         file_content: bytes | Sequence[bytes | memoryview],
-        is_final: Callable[[bytes], bool] | None = None,
+        must_stay: Callable[[bytes], bool] | None = None,
     ) -> tuple[bytes | None, str | None]:
         """Writes a file by the steps of the protocol in run_log.py.
 
@@ -439,7 +439,7 @@ class LogWriter:
         Args:
             name: Name of the file.
             file_content: Content of the file, as bytes or as consecutive buffers.
-            is_final: Function that takes the current content of the file, and returns whether it
+            must_stay: Function that takes the current content of the file, and returns whether it
                 must stay. None to replace any content.
 
         Returns:
@@ -451,12 +451,12 @@ class LogWriter:
         write_patience = self.folder.patience_for(file_content)
         write_attempts = Attempts(self.folder, f"writing {name}", write_patience)
         while True:
-            if is_final is None:
+            if must_stay is None:
                 file_entry = self.folder.head(name)
                 current_version = file_entry and file_entry.version
             else:
                 current_bytes, current_version = self._read(name)
-                if current_bytes is not None and is_final(current_bytes):
+                if current_bytes is not None and must_stay(current_bytes):
                     return current_bytes, current_version
             self.check()
             try:

@@ -325,7 +325,7 @@ class RepairPlanner:
                 raise FolderError(
                     f"{checked_shard.problem}; shard {checked_shard.commit.number} could not be "
                     "checked, so the repair ends",
-                    check_failure.is_final,
+                    check_failure.is_permanent,
                 ) from check_failure
             if checked_shard.problem:
                 log.warning("%s/%s", self.folder.url, checked_shard.problem)

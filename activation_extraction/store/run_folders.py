@@ -327,7 +327,7 @@ class RunFolders:
             if self.remote is not None:
                 self.remote.check_conditions()
         except FolderError as error:
-            if error.is_final:
+            if error.is_permanent:
                 raise InputError(f"--upload_to_gcs: {error}") from error
             raise
 

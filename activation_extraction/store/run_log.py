@@ -547,7 +547,8 @@ def _read_once(folder: Folder) -> RunLog:
     file_sizes = folder.files()
     listed_entry_names = {file_name for file_name in file_sizes if COMMIT.fullmatch(file_name)}
     commits = _read_commits(folder, listed_entry_names, metadata, entry_versions, damaged_files)
-    # A listing of several pages is not a snapshot, so missing entries are requested by name.
+    # A listing of several pages may lack an entry that was written meanwhile, so entries with the
+    # missing numbers are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
     missing_entry_names = {
         commit_name(shard_number) for shard_number in islice(missing_numbers, MAX_UNLISTED)

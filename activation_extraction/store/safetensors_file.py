@@ -291,7 +291,7 @@ class SafetensorsFile:
                 tensors.
         """
         self._begin_bytes = begin
-        self._where = where
+        self._file_location = where
         self._checksums = checksums
         # `_front` contains the first bytes of the file, uint8, from which the header, `sample_idx`
         # and `offsets` are read.
@@ -376,7 +376,7 @@ class SafetensorsFile:
         tensor = self._tensor(name)
         if stop > tensor.shape[0]:
             raise RunError(
-                f"{self._where}: the tensor {name} has {counted(tensor.shape[0], 'row')}, "
+                f"{self._file_location}: the tensor {name} has {counted(tensor.shape[0], 'row')}, "
                 f"expected {stop} or more"
             )
         blocks = None if self._checksums is None else self._checksums.blocks_of(name, tensor)
@@ -406,7 +406,7 @@ class SafetensorsFile:
         """
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise RunError(f"{self._where}: lacks the tensor {name}")
+            raise RunError(f"{self._file_location}: lacks the tensor {name}")
         return tensor
 
     def _read(self, start: int, stop: int) -> bytes:

@@ -121,7 +121,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             time_in_words = f"within {waited_seconds:.0f} s"
             if silent_seconds:
                 time_in_words = f"for {silent_seconds:.0f} s after the last byte"
-            raise FolderError(f"no answer {time_in_words}", is_final=False)
+            raise FolderError(f"no answer {time_in_words}", is_permanent=False)
         if waited_seconds >= next_log_seconds:
             next_log_seconds *= 2
             log_level, state_in_words = STATES[has_unsent_bytes]

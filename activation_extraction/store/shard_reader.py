@@ -108,7 +108,7 @@ class ShardBytes:
     def __init__(self, folder: Folder, commit: Commit, where: str) -> None:
         self._folder = folder
         self._commit = commit
-        self._where = where
+        self._file_location = where
         self._mib_blocks = Blocks(0, commit.bytes, MIB, commit.files[commit.file].crc32c)
         self._mapped_file: np.ndarray | None = None
         if folder.is_local:
@@ -192,10 +192,10 @@ class ShardBytes:
         stop = min(blocks.start + stop_block * blocks.block_bytes, blocks.stop)
         byte_range = {"start": start, "stop": stop}
         answer_bytes = _read(
-            self._folder, self._commit, self._commit.file, self._where, **byte_range
+            self._folder, self._commit, self._commit.file, self._file_location, **byte_range
         )
         if len(answer_bytes) != stop - start:
-            raise RunError(f"{self._where}: is shorter than its JSON says")
+            raise RunError(f"{self._file_location}: is shorter than its JSON says")
         read_bytes = np.frombuffer(answer_bytes, np.uint8)
         for block_number in range(first_block, stop_block):
             block_content = read_bytes[(block_number - first_block) * blocks.block_bytes :][
@@ -225,8 +225,8 @@ class ShardBytes:
                 f"MiB {first_mib}" if first_mib == last_mib else f"MiB {first_mib} or {last_mib}"
             )
             raise RunError(
-                f"{self._where}: is damaged in {damaged_mib_in_words}: its crc32c is not the "
-                "one in its JSON"
+                f"{self._file_location}: is damaged in {damaged_mib_in_words}: its crc32c is not "
+                "the one in its JSON"
             )
 
 

@@ -23,8 +23,8 @@ from activation_extraction.text.sample_facts import DocId
 TEMPLATE = ROLES.index("template")
 # The largest size in bytes of the columns of a row that --keep_columns stores, together, as JSON.
 MAX_COLUMN_BYTES = 2**19
-# The largest depth of nested lists and objects in a column that is stored. Deeper values could
-# exceed the limits of the functions that convert, write and read them.
+# The largest depth of nested lists and objects in a column that is stored. It limits the recursion
+# of the functions that convert, write and read the values.
 MAX_LEVELS = 60
 MAX_ID_BYTES = 2**18  # the largest size in bytes of the id of a row, as JSON
 # --keep_columns stores values of these types as text, because JSON has no such types.
