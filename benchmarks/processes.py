@@ -98,7 +98,7 @@ class FinishedProcess:
         Raises:
             StopIteration: If no line of stderr contains the text.
         """
-        return next(seconds for seconds, line in self.stderr_lines if words in line)
+        return next(seconds for seconds, stderr_line in self.stderr_lines if words in stderr_line)
 
 
 def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess:
@@ -138,7 +138,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         stdout_text = started_process.stdout.read()
         reader_thread.join()
     if started_process.returncode:
-        sys.stderr.writelines(line for _, line in stderr_lines)
+        sys.stderr.writelines(stderr_line for _, stderr_line in stderr_lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {started_process.returncode}")
     process_seconds = time.perf_counter() - start_time
     seconds_of_other_processes = max(
@@ -196,7 +196,9 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
     first_commit = json.loads((output / "shard_0001.json").read_text())
     run_metadata = json.loads((output / "metadata.json").read_text())
     compile_message = next(
-        line for _, line in extraction_process.stderr_lines if "compiled in" in line
+        stderr_line
+        for _, stderr_line in extraction_process.stderr_lines
+        if "compiled in" in stderr_line
     )
     return {
         "samples": run_metadata["samples"],

@@ -141,7 +141,9 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
             group_path_by_tree_type["cgroup"] = group_path
     for mount_line in _kernel_file(MOUNTS).splitlines():
         mount_fields, _, file_system_fields = mount_line.partition(" - ")
-        root_of_mount, mount_point = (_unescaped(field) for field in mount_fields.split()[3:5])
+        root_of_mount, mount_point = (
+            _unescaped(mount_field) for mount_field in mount_fields.split()[3:5]
+        )
         file_system_type, _, mount_options = file_system_fields.split(maxsplit=2)
         if file_system_type not in group_path_by_tree_type:
             continue

@@ -29,9 +29,9 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "BOOL": np.dtype(bool),
-    **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
-    **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
-    **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},
+    **{f"F{8 * num_bytes}": np.dtype(f"<f{num_bytes}") for num_bytes in (2, 4, 8)},
+    **{f"I{8 * num_bytes}": np.dtype(f"<i{num_bytes}") for num_bytes in (1, 2, 4, 8)},
+    **{f"U{8 * num_bytes}": np.dtype(f"<u{num_bytes}") for num_bytes in (1, 2, 4, 8)},
 }
 DTYPE_NAMES = {dtype: dtype_name for dtype_name, dtype in DTYPES.items()}
 # The key of the only entry of a header that does not describe a tensor.

@@ -98,12 +98,13 @@ class ActivationDataset(Samples):
         self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
         data_file_records = [
-            record
+            file_record
             for metadata in reversed(all_metadata)
-            for record in metadata.get("data_files", ())
+            for file_record in metadata.get("data_files", ())
         ]
         self.data_files = {
-            record["name"]: (record["bytes"], record["fingerprint"]) for record in data_file_records
+            file_record["name"]: (file_record["bytes"], file_record["fingerprint"])
+            for file_record in data_file_records
         }
         self._unfinished_folders = {
             folder_name

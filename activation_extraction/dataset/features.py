@@ -281,12 +281,13 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
             f"needs {vocabulary_path}, which cannot be read: {one_line(error)}"
         ) from error
     added_tokens = {
-        int(token_id): text for token_id, text in metadata.get("added_tokens", {}).items()
+        int(token_id): token_text
+        for token_id, token_text in metadata.get("added_tokens", {}).items()
     }
     missing_tokens = {
-        token_id: text
-        for token_id, text in added_tokens.items()
-        if tokenizer.id_to_token(token_id) != text
+        token_id: token_text
+        for token_id, token_text in added_tokens.items()
+        if tokenizer.id_to_token(token_id) != token_text
     }
 
     def is_in_vocabulary(token_id: int) -> bool:

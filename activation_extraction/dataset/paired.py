@@ -151,8 +151,8 @@ class AlignedRuns:
             aliases = run.hooks.aliases
             if isinstance(norm_limits_of_run, Mapping):
                 norm_limits_of_run = {
-                    hook_name: limit
-                    for hook_name, limit in norm_limits_of_run.items()
+                    hook_name: norm_limit
+                    for hook_name, norm_limit in norm_limits_of_run.items()
                     if aliases.get(hook_name, hook_name) in hook_names
                 }
                 unread_hooks_with_limits -= norm_limits_of_run.keys()

@@ -326,12 +326,13 @@ def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> N
             )
 
 
-def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
-    """Returns indices of rows as a slice if they are consecutive; otherwise as they are.
+def _as_slice(row_indices: np.ndarray) -> slice | np.ndarray:
+    """Returns indices of rows as a slice if they are consecutive, otherwise unchanged.
 
     NumPy copies a slice faster than an array of indices.
     """
-    return slice(rows[0], rows[-1] + 1) if (np.diff(rows) == 1).all() else rows
+    is_consecutive = (np.diff(row_indices) == 1).all()
+    return slice(row_indices[0], row_indices[-1] + 1) if is_consecutive else row_indices
 
 
 def _bits_of(values: np.ndarray) -> np.ndarray:

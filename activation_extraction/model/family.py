@@ -206,7 +206,7 @@ def _states(text_section: dict[str, Any], field: str) -> bool:
         field: The name of the field. A field with the value null counts as missing.
     """
     rope_sections = [text_section.get("rope_parameters"), text_section.get("rope_scaling")]
-    for section in (text_section, *rope_sections):
-        if isinstance(section, dict) and section.get(field) is not None:
+    for config_section in (text_section, *rope_sections):
+        if isinstance(config_section, dict) and config_section.get(field) is not None:
             return True
     return False

@@ -88,16 +88,18 @@ def check_shard(store: Folder, folder_name: str, run_log: RunLog, commit: Commit
     """
     if not commit.count:
         return CheckedShard(folder_name, commit, sample_idx=NO_NUMBERS)
-    where = file_path(folder_name, commit.file)
+    shard_path = file_path(folder_name, commit.file)
     try:
         _check_sizes(store, run_log, commit)
         check_shard_file(store, commit)
         read_sums(store, commit, ())
         sample_idx = read_table(store, commit)["sample_idx"].to_numpy()
     except FolderError as failure:
-        return CheckedShard(folder_name, commit, f"{where}: {failure}", failure)
+        return CheckedShard(folder_name, commit, f"{shard_path}: {failure}", failure)
     except (RunError, ValueError) as error:
-        problem_message = f"{where}: {error}".replace(f"{where}: {commit.file}: ", f"{where}: ")
+        problem_message = f"{shard_path}: {error}".replace(
+            f"{shard_path}: {commit.file}: ", f"{shard_path}: "
+        )
         return CheckedShard(folder_name, commit, problem_message)
     return CheckedShard(folder_name, commit, sample_idx=sample_idx)
 

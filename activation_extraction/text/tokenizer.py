@@ -49,7 +49,9 @@ def load_tokenizer(files: Iterable[Path], origin: str, vocab_size: int) -> Any:
     vocabulary_path = vocabulary_file(tokenizer_files)
     if vocabulary_path is None:
         missing_file_name = (
-            MERGES_TXT if VOCAB_JSON in {file.name for file in tokenizer_files} else VOCAB_JSON
+            MERGES_TXT
+            if VOCAB_JSON in {tokenizer_file.name for tokenizer_file in tokenizer_files}
+            else VOCAB_JSON
         )
         raise InputError(
             f"{origin}: has no {missing_file_name}; a tokenizer is read from {TOKENIZER_JSON}, "
