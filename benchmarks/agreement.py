@@ -249,9 +249,9 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
         expected values.
     """
     float32_values = values.astype(np.float32)
-    float32_expected = expected.astype(np.float32)
-    root_mean_square = np.sqrt(np.mean(np.square(float32_expected), dtype=np.float64))
-    return float(np.abs(float32_values - float32_expected).max() / root_mean_square)
+    float32_expected_values = expected.astype(np.float32)
+    root_mean_square = np.sqrt(np.mean(np.square(float32_expected_values), dtype=np.float64))
+    return float(np.abs(float32_values - float32_expected_values).max() / root_mean_square)
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:

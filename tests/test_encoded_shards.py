@@ -67,7 +67,7 @@ def test_samples_without_tokens_and_the_size_of_shards(tmp_path):
         for index, tokens in enumerate((2, 2, 2, 2, 2, 2, 2, 0)):
             values = np.full((tokens, 28), 2, np.float32)
             storage.add_activation(0, values, index, "text", [0] * tokens)
-    assert [commit.tokens for commit in storage.made] == [6, 6, 2]
+    assert [commit.tokens for commit in storage.new_commits] == [6, 6, 2]
     dataset = ActivationDataset(tmp_path)
     assert [sample["h"].shape for sample in dataset] == [(2, 28)] * 7 + [(0, 28)]
 

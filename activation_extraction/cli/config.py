@@ -344,19 +344,17 @@ def _refuse_conflicts(values: Values) -> None:
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        given_inspection_flags = [
-            looking_flag for looking_flag in LOOKING if looking_flag in values
-        ]
+        inspection_flags = [looking_flag for looking_flag in LOOKING if looking_flag in values]
         for flag_name in ("model_revision", "lora", "encode"):
-            if flag_name in values and given_inspection_flags:
+            if flag_name in values and inspection_flags:
                 raise InputError(
-                    f"--{flag_name}: needs --model_path if --{given_inspection_flags[0]} is given"
+                    f"--{flag_name}: needs --model_path if --{inspection_flags[0]} is given"
                 )
-    given_mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
+    mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
     if "plan" in values and "overwrite" in values:
-        given_mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
-    if len(given_mode_flags) > 1:
-        raise InputError(f"{' and '.join(given_mode_flags)} cannot be used together")
+        mode_flags.remove("--overwrite")  # --plan also estimates a run with --overwrite
+    if len(mode_flags) > 1:
+        raise InputError(f"{' and '.join(mode_flags)} cannot be used together")
     if values.get("compress_shards") and values.get("shard_format") == "safetensors":
         raise InputError(
             "--compress_shards: safetensors are never compressed, so that ranges of them can be "

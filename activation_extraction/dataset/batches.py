@@ -267,11 +267,14 @@ class Batches(Iterator[T]):
         if self._window is None:
             self._window = self._next_window()
         window = self._window
-        taken_tokens = self._position.taken
-        stop_token = min(taken_tokens + self.options.size, window.token_count)
+        num_taken_tokens = self._position.taken
+        stop_token = min(num_taken_tokens + self.options.size, window.token_count)
         sources_and_blocks = zip(self._sources, window.blocks_of_runs, strict=True)
         batch = self._make_batch(
-            [source.take(blocks, taken_tokens, stop_token) for source, blocks in sources_and_blocks]
+            [
+                source.take(blocks, num_taken_tokens, stop_token)
+                for source, blocks in sources_and_blocks
+            ]
         )
         if stop_token < window.token_count:
             self._position = replace(self._position, taken=stop_token)

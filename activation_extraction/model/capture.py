@@ -316,8 +316,8 @@ class Capture:
                 ]
             for hook in hooks_of_type:
                 if hook.kind.is_after_layers:
-                    end_bits = self.layout.constrain(end_bits_by_kind[hook.kind], *LEAVING_AXES)
-                    bit_arrays_to_join.append(end_bits[None])
+                    value_bits = self.layout.constrain(end_bits_by_kind[hook.kind], *LEAVING_AXES)
+                    bit_arrays_to_join.append(value_bits[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
                 jnp.concatenate(bit_arrays_to_join), vector_type.dtype
             )

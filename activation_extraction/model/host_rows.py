@@ -212,11 +212,11 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
         A tuple of two slices for each shard: the rows of the shard, counted from the first row of
         this host, and the tokens of the shard in each of these rows.
     """
-    first_rows = [shard.index[1].start or 0 for shard in shards]
-    first_row_of_host = min(first_rows)
+    first_row_indices = [shard.index[1].start or 0 for shard in shards]
+    first_row_index_of_host = min(first_row_indices)
     slices_of_shards = []
-    for first_row, shard in zip(first_rows, shards, strict=True):
-        first_row_in_host = first_row - first_row_of_host
-        row_slice = slice(first_row_in_host, first_row_in_host + shard.data.shape[1])
+    for first_row_index, shard in zip(first_row_indices, shards, strict=True):
+        first_row_index_in_host = first_row_index - first_row_index_of_host
+        row_slice = slice(first_row_index_in_host, first_row_index_in_host + shard.data.shape[1])
         slices_of_shards.append((row_slice, shard.index[2]))
     return slices_of_shards

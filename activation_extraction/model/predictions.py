@@ -27,7 +27,7 @@ LOGIT_AXES = "batch", "sequence", "head_vocab"
 
 def predictions(
     hidden: Array,
-    head: Array,
+    head_weight: Array,
     token_ids: Array,
     positions: Array,
     requested: Set[str],
@@ -39,7 +39,7 @@ def predictions(
 
     Args:
         hidden: The residual stream after the final norm, (B, T, D).
-        head: The weight of the head, (V, D).
+        head_weight: The weight of the head, (V, D).
         token_ids: The ids of the tokens, (B, T) int32.
         positions: The position of each token in its sample, (B, T) int32.
         requested: The names of the predictions to compute: the keys of the result below.
@@ -61,12 +61,12 @@ def predictions(
             token of a sample.
     """
     next_ids = jnp.roll(token_ids, -1, axis=1)
-    head = layout.constrain(head, "head_vocab", "embed", unsplit_axis="fsdp")
+    head_weight = layout.constrain(head_weight, "head_vocab", "embed", unsplit_axis="fsdp")
 
     def predictions_of_block(block: tuple[Array, Array]) -> dict[str, Array]:
         hidden_of_block, next_ids_of_block = block
         hidden_of_block = layout.constrain(hidden_of_block, "batch", "sequence", "hidden")
-        logits = layout.constrain(einsum("BTD,VD->BTV", hidden_of_block, head), *LOGIT_AXES)
+        logits = layout.constrain(einsum("BTD,VD->BTV", hidden_of_block, head_weight), *LOGIT_AXES)
         return _from_logits(logits, next_ids_of_block, requested, top, dtype, layout)
 
     bits_of_prediction = in_blocks(

@@ -123,8 +123,10 @@ class Rope:
         Returns:
             The frequency of each pair in radians per position, (rotated dimensions / 2,) float32.
         """
-        rotated_dims = int(head_dim * self.rotated_share)
-        theta_exponents = np.arange(0, rotated_dims, 2, dtype=np.float32) / np.float32(rotated_dims)
+        num_rotated_dims = int(head_dim * self.rotated_share)
+        theta_exponents = np.arange(0, num_rotated_dims, 2, dtype=np.float32) / np.float32(
+            num_rotated_dims
+        )
         # Powers are computed in float64, because NumPy's float32 power is wrong in the last bit,
         # and large positions multiply the error.
         undivided_frequencies = 1 / (self.theta ** theta_exponents.astype(np.float64)).astype(
@@ -143,7 +145,7 @@ class Rope:
                 blend_end - blend_start
             )
         else:
-            frequency_indices = np.arange(rotated_dims // 2, dtype=np.float32)
+            frequency_indices = np.arange(num_rotated_dims // 2, dtype=np.float32)
             share_of_undivided_frequency = 1 - (frequency_indices - blend_start) / (
                 blend_end - blend_start
             )
@@ -239,11 +241,11 @@ def _rotated_share(
         raise InputError(
             f"{source}: partial_rotary_factor {rotated_share!r} is not supported, only 1.0 is"
         )
-    rotated_dims = int(head_dim * rotated_share)
-    if rotated_share > 1 or rotated_dims < 2 or rotated_dims % 2:
+    num_rotated_dims = int(head_dim * rotated_share)
+    if rotated_share > 1 or num_rotated_dims < 2 or num_rotated_dims % 2:
         raise InputError(
-            f"{source}: partial_rotary_factor {rotated_share!r} rotates {rotated_dims} of a head's "
-            f"{head_dim} dimensions; it must be an even number of them, at least 2"
+            f"{source}: partial_rotary_factor {rotated_share!r} rotates {num_rotated_dims} of a "
+            f"head's {head_dim} dimensions; it must be an even number of them, at least 2"
         )
     return rotated_share
 
@@ -304,7 +306,7 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
 
 
 def _blended_indices(
-    rope: Mapping[str, Any], theta: float, trained_length: float, rotated_dims: int, source: str
+    rope: Mapping[str, Any], theta: float, trained_length: float, num_rotated_dims: int, source: str
 ) -> tuple[float, float]:
     """Returns the indices of the first and the last frequency that YaRN blends.
 
@@ -316,7 +318,7 @@ def _blended_indices(
         rope: The settings of the rotary embedding.
         theta: The base of the wavelengths.
         trained_length: The length of the context before scaling, in tokens.
-        rotated_dims: The number of dimensions of a head that are rotated.
+        num_rotated_dims: The number of dimensions of a head that are rotated.
         source: The path of config.json, for messages.
 
     Returns:
@@ -336,7 +338,7 @@ def _blended_indices(
             turns: The number of turns.
         """
         inverse_frequency = trained_length / (turns * 2 * math.pi)
-        return rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
+        return num_rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
     turns_at_ends_of_range = []
     for beta_field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
@@ -351,7 +353,7 @@ def _blended_indices(
     except ArithmeticError:  # because theta is 1, or a beta is almost 0
         raise InputError(f"{source}: no YaRN can be computed from {dict(rope)}") from None
     first_blended_index = max(first_blended_index, 0)
-    last_blended_index = float(min(last_blended_index, rotated_dims - 1))
+    last_blended_index = float(min(last_blended_index, num_rotated_dims - 1))
     # The difference of the indices is a divisor, so it must not be 0.
     if first_blended_index == last_blended_index:
         last_blended_index += 0.001

@@ -101,13 +101,15 @@ class Text:
         template_arguments = dict(text_options.chat_template_args)
         if text_options.chat_template is not None:
             return ChatTemplate.of_file(
-                chosen_tokenizer.pretrained, text_options.chat_template, template_arguments
+                chosen_tokenizer.pretrained_tokenizer,
+                text_options.chat_template,
+                template_arguments,
             )
         repository_of_templates, jinja_source_by_template_name = choose_templates(
             self.model, self.adapter
         )
         return ChatTemplate.of_model(
-            chosen_tokenizer.pretrained,
+            chosen_tokenizer.pretrained_tokenizer,
             jinja_source_by_template_name,
             repository_of_templates.flag_and_path,
             template_arguments,
@@ -164,7 +166,7 @@ class Text:
             self.template.check()
         for data_source in self.dataset.sources:
             try:
-                check_dataset(data_source.rows, self.row_schema, self.options.skip_bad_rows)
+                check_dataset(data_source.row_stream, self.row_schema, self.options.skip_bad_rows)
             except InputError as error:
                 if data_source.name_in_mixture is None:
                     raise
@@ -180,7 +182,7 @@ class Text:
         text_options = self.options
         document_streams = [
             DocumentStream(
-                data_source.rows,
+                data_source.row_stream,
                 self.row_schema,
                 worker,
                 skip_bad_rows=text_options.skip_bad_rows,

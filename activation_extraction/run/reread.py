@@ -126,7 +126,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
     )
 
     def decode(token_ids: np.ndarray) -> str:
-        decoded_text: str = chosen_tokenizer.pretrained.decode(
+        decoded_text: str = chosen_tokenizer.pretrained_tokenizer.decode(
             token_ids.tolist(), skip_special_tokens=True
         )
         return decoded_text

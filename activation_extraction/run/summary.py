@@ -62,7 +62,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
     run_repair = storage.plan.repair
     if run_repair is not None:
         shard_numbers_in_words = (
-            ranges_in_words(sorted(shard_commit.number for shard_commit in storage.made)) or "none"
+            ranges_in_words(sorted(shard_commit.number for shard_commit in storage.new_commits))
+            or "none"
         )
         repair_outcome = "repaired" if complete else "interrupted"
         say(f"{repair_outcome}: shards stored in {run.output_url}: {shard_numbers_in_words}")

@@ -32,16 +32,16 @@ class ChosenTokenizer(NamedTuple):
 
     Attributes:
         repository: The files of the model or the adapter, from which the tokenizer is read.
-        pretrained: The tokenizer object of transformers, which renders chat templates.
+        pretrained_tokenizer: The tokenizer object of transformers, which renders chat templates.
     """
 
     repository: Repository
-    pretrained: Any
+    pretrained_tokenizer: Any
 
     @property
     def backend(self) -> Tokenizer:
         """The object of the package `tokenizers`, which turns text into token ids."""
-        return self.pretrained.backend_tokenizer
+        return self.pretrained_tokenizer.backend_tokenizer
 
 
 class ChosenTemplates(NamedTuple):

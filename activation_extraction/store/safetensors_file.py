@@ -67,7 +67,7 @@ class RangeChecksums:
             name of the tensor. Only tensors with one row for each token have checksums.
     """
 
-    front: int
+    front: int  # size in bytes of the beginning of the file, before `token_ids`
     front_crc32c: str
     tokens: int
     consecutive: bool

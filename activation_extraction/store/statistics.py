@@ -362,18 +362,18 @@ class Statistics:
         Args:
             json_fields: Result of `to_json`. Other keys in it are ignored.
         """
-        errors_by_kind = {
+        errors_by_token_kind = {
             token_kind: EncodingError(**number_by_field)
             for token_kind, number_by_field in json_fields.get("error", {}).items()
         }
-        sums_by_kind = {
+        sums_by_token_kind = {
             token_kind: CodeSums(**number_by_field)
             for token_kind, number_by_field in json_fields.get("codes", {}).items()
         }
         field_values = {
             field_name: json_fields[json_key] for json_key, field_name in STATISTICS.items()
         }
-        return cls(**field_values, error=errors_by_kind, codes=sums_by_kind)
+        return cls(**field_values, error=errors_by_token_kind, codes=sums_by_token_kind)
 
 
 # Names of the fields of Statistics, by their keys in the JSON files.

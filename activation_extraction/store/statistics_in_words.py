@@ -34,12 +34,12 @@ def errors_in_words(statistics: Mapping[str, Statistics]) -> Iterator[str]:
         errors_by_hook, key=lambda hook_name: -errors_by_hook[hook_name]["others"].mean
     )
     for hook_name in hook_names[:MAX_LISTED_HOOKS]:
-        sink_error = errors_by_hook[hook_name]["sinks"]
-        other_error = errors_by_hook[hook_name]["others"]
+        error_of_sinks = errors_by_hook[hook_name]["sinks"]
+        error_of_other_tokens = errors_by_hook[hook_name]["others"]
         yield (
-            f"{hook_name}: relative error of a token {other_error.mean:.2%} on average, at most "
-            f"{other_error.worst:.2%}; first tokens of samples {sink_error.mean:.2%}, "
-            f"{sink_error.worst:.2%}"
+            f"{hook_name}: relative error of a token {error_of_other_tokens.mean:.2%} on average, "
+            f"at most {error_of_other_tokens.worst:.2%}; first tokens of samples "
+            f"{error_of_sinks.mean:.2%}, {error_of_sinks.worst:.2%}"
         )
     if len(errors_by_hook) > MAX_LISTED_HOOKS:
         unlisted_hooks_in_words = counted(len(errors_by_hook) - MAX_LISTED_HOOKS, "other hook")

@@ -97,7 +97,7 @@ class ActivationStorage:
         options: Options of the shards.
         plan: Shards that earlier processes have stored, and the place in the data where the run
             goes on.
-        made: Commits of the shards that this process has stored.
+        new_commits: Commits of the shards that this process has stored.
         waited: Seconds for which adding samples waited for free memory, by the phase of the oldest
             shard meanwhile: "packing", "writing" or "committing".
         format: Format of the shard files.
@@ -175,7 +175,7 @@ class ActivationStorage:
             on_wait,
             self._metrics_file.upload_if_due,
         )
-        self.made = self._log_writer.new_commits
+        self.new_commits = self._log_writer.new_commits
         self.waited = self._shard_writer.queue.waited_seconds_by_phase
         self.format = self._shard_writer.format
         self._planner: Planner = partial(plan_run, self._identity, options.limits)
