@@ -161,7 +161,10 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
 
 
 def _kernel_file(path: Path) -> str:
-    """Returns the content of a kernel file, or "" if it is missing or cannot be read."""
+    """Returns the text of a file that the Linux kernel provides, such as /proc/meminfo.
+
+    The text is "" if the file is missing or cannot be read.
+    """
     try:
         return path.read_text()
     except OSError:

@@ -313,9 +313,11 @@ class OpenShards:
         for sums_of_shard in self.read_all(
             partial(self._read, partial(read_sums, hooks=names_of_array_hooks))
         ):
-            for hook, sums in sums_of_shard.items():
-                total_by_hook[hook] = (
-                    total_by_hook[hook].merge(sums) if hook in total_by_hook else sums
+            for hook_name, shard_sums in sums_of_shard.items():
+                total_by_hook[hook_name] = (
+                    total_by_hook[hook_name].merge(shard_sums)
+                    if hook_name in total_by_hook
+                    else shard_sums
                 )
         return total_by_hook
 

@@ -91,10 +91,10 @@ def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             "module" and "key" of the dict contain the other names of the hook.
     """
     return {
-        alias: hook["name"]
-        for hook in hooks
-        for alias in (*hook.get("aliases", ()), hook.get("module"), hook["key"])
-        if isinstance(alias, str) and alias != hook["name"]
+        alias: hook_entry["name"]
+        for hook_entry in hooks
+        for alias in (*hook_entry.get("aliases", ()), hook_entry.get("module"), hook_entry["key"])
+        if isinstance(alias, str) and alias != hook_entry["name"]
     }
 
 

@@ -193,7 +193,7 @@ class TokenSource:
     def fingerprint(self) -> str:
         """A digest of the JSON files of all shards, which differs if the stored data differ."""
         commit_lines = "".join(
-            f"{folder}/{commit.sha256}\n" for folder, commit in self.shards.shards
+            f"{folder_name}/{commit.sha256}\n" for folder_name, commit in self.shards.shards
         )
         return hashlib.sha256(commit_lines.encode()).hexdigest()
 
@@ -494,8 +494,8 @@ class TokenSource:
             taken_rows = block.wanted_rows[start_in_block:stop_in_block]
             if len(taken_rows):
                 first_target_row = max(num_preceding_tokens - start, 0)
-                # Values that overflow raise an error below. NumPy would warn, too, but only about
-                # float32 values.
+                # NumPy's warning about values that overflow is switched off, because an error is
+                # raised below. NumPy would only notice float32 values that overflow.
                 with np.errstate(over="ignore"):
                     copy_rows(
                         Block(block.tokens, taken_rows),

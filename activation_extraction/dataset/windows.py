@@ -226,7 +226,7 @@ def _may_stay_in_memory(block: Block) -> bool:
     A block may stay in memory if it is large (MIN_HELD_BYTES) and most of its tokens are wanted
     (MIN_WANTED_FRACTION).
     """
-    wanted_bytes = len(block.wanted_rows) * max(values[:1].nbytes for values in block.tokens.arrays)
+    wanted_bytes = len(block.wanted_rows) * max(array[:1].nbytes for array in block.tokens.arrays)
     min_num_wanted_rows = MIN_WANTED_FRACTION * len(block.tokens)
     return wanted_bytes >= MIN_HELD_BYTES and len(block.wanted_rows) >= min_num_wanted_rows
 

@@ -149,7 +149,7 @@ class NlaFormat(ExportFormat):
         return [*chosen_hooks]
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns the bytes of a token's vector in float32."""
+        """Returns the number of bytes of a token's activation in float32, as in the files."""
         return dataset.hooks[hook] * np.dtype(np.float32).itemsize
 
     def write(

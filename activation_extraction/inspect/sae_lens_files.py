@@ -30,7 +30,7 @@ class SaeLensFormat(ExportFormat):
         return dataset.shards.hooks[hook].is_array
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
-        """Returns the bytes of a token's activation at a hook, in the dtype of the files."""
+        """Returns the number of bytes of a token's activation in the dtype of the files."""
         return dataset.hooks[hook] * _file_dtype(dataset, hook).itemsize
 
     def write(

@@ -794,14 +794,14 @@ def _part_in_words(
     if is_same_row and not alignment.token_offset and not other_hook_in_words:
         return f"the right states in {_tokens_in_words(alignment.is_matching_state)}"
     state_indices = np.flatnonzero(alignment.is_matching_state)
-    first_token, last_token = (state_indices[[0, -1]] + alignment.token_offset).tolist()
+    first_token_index, last_token_index = (state_indices[[0, -1]] + alignment.token_offset).tolist()
     row_in_words = "" if is_same_row else f" of row {alignment.row_number}"
     if is_whole_layer and not is_same_row and not alignment.token_offset:
         return f"the states{row_in_words}{other_hook_in_words}"
     tokens_in_words = (
-        f"token {first_token}"
-        if first_token == last_token
-        else f"tokens {first_token} to {last_token}"
+        f"token {first_token_index}"
+        if first_token_index == last_token_index
+        else f"tokens {first_token_index} to {last_token_index}"
     )
     states_in_words = (
         "" if is_whole_layer else f" in {_tokens_in_words(alignment.is_matching_state)}"
@@ -817,13 +817,13 @@ def _tokens_in_words(mask: np.ndarray) -> str:
         mask: Whether the words name each token, bool (tokens,). At least one token is named.
     """
     token_indices = np.flatnonzero(mask)
-    first_token, last_token = token_indices[[0, -1]].tolist()
+    first_token_index, last_token_index = token_indices[[0, -1]].tolist()
     if len(token_indices) == 1:
-        return f"token {first_token}"
-    span_in_words = f"tokens {first_token} to {last_token}"
+        return f"token {first_token_index}"
+    span_in_words = f"tokens {first_token_index} to {last_token_index}"
     return (
         span_in_words
-        if len(token_indices) == last_token - first_token + 1
+        if len(token_indices) == last_token_index - first_token_index + 1
         else f"{len(token_indices)} of {span_in_words}"
     )
 

@@ -501,7 +501,9 @@ def _fold_normalisation(
         whitening_matrix = whitening_tensors["matrix"].astype(np.float64)
         inverse_whitening_matrix = whitening_tensors["inverse_matrix"].astype(np.float64)
         W_enc = whitening_matrix @ W_enc
-        if not subtracts_b_dec:  # otherwise the mean is subtracted as a part of the new b_dec
+        # The encoder must subtract the mean from the activations. If it subtracts b_dec, it does so
+        # already, because the mean is added to b_dec below.
+        if not subtracts_b_dec:
             b_enc = b_enc - activation_mean @ W_enc
         W_dec = W_dec @ inverse_whitening_matrix
         b_dec = b_dec @ inverse_whitening_matrix + activation_mean

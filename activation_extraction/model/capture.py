@@ -299,17 +299,17 @@ class Capture:
         values_by_vector_type = {}
         for vector_type, hooks_of_type in self.hooks_by_type().items():
             bit_arrays_to_join = []
-            stage_number_by_hook = [
+            stage_numbers_of_hooks = [
                 hook.layer // length for hook in hooks_of_type if not hook.kind.is_after_layers
             ]
-            if stage_number_by_hook:
+            if stage_numbers_of_hooks:
                 # With M micro-batches, micro-batch m contains the rows m, m + M, m + 2 M and so on
                 # of the batch. So the axis of micro-batches must come after the axis of their rows
                 # before the two axes become one.
                 stage_bits = buffers[vector_type].swapaxes(2, 3)
                 stage_bits = stage_bits.reshape(*stage_bits.shape[:2], rows, *stage_bits.shape[-2:])
                 stage_bits = self.layout.constrain(stage_bits, "stages", "slots", *LEAVING_AXES)
-                hook_counts_by_stage = np.bincount(stage_number_by_hook)
+                hook_counts_by_stage = np.bincount(stage_numbers_of_hooks)
                 bit_arrays_to_join = [
                     stage_bits[stage_number, :hook_count]
                     for stage_number, hook_count in enumerate(hook_counts_by_stage)

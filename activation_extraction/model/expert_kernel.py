@@ -221,10 +221,10 @@ def columns_per_block(columns: int, bytes_per_column: int) -> int:
             together, the bytes of a column of both.
     """
     block_column_count = LANES
-    for candidate_count in range(LANES, columns + 1, LANES):
-        block_pair_bytes = 2 * candidate_count * bytes_per_column
-        if columns % candidate_count == 0 and block_pair_bytes <= MOST_OF_WEIGHTS:
-            block_column_count = candidate_count
+    for candidate_column_count in range(LANES, columns + 1, LANES):
+        block_pair_bytes = 2 * candidate_column_count * bytes_per_column
+        if columns % candidate_column_count == 0 and block_pair_bytes <= MOST_OF_WEIGHTS:
+            block_column_count = candidate_column_count
     return block_column_count
 
 

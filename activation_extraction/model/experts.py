@@ -348,8 +348,8 @@ def in_sorted_rows(
     def add_up(row_numbers: Array, routing_weights: Array, has_expert: Array) -> Array:
         expert_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
         # Choice i is the expert with the index i among the chosen experts of every token.
-        for choice_index, rows_of_choice in enumerate(row_numbers.T):
-            expert_results = from_bits(expert_result_bits[rows_of_choice], x.dtype).astype(
+        for choice_index, row_numbers_of_choice in enumerate(row_numbers.T):
+            expert_results = from_bits(expert_result_bits[row_numbers_of_choice], x.dtype).astype(
                 jnp.float32
             )
             expert_sums += jnp.where(

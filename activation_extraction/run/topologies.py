@@ -226,8 +226,10 @@ def _tpu_sides(
     has_other_dimensions = len(requested_sides) != len(sides_of_largest_shape)
     if has_other_dimensions or not 0 < num_chips <= math.prod(sides_of_largest_shape):
         machine_names = []
-        for valid_number, possible_shape in shape_by_number_in_name.items():
-            machine_names.append(f"{kind_name}-{valid_number} ({kind_name}:{possible_shape})")
+        for possible_number_in_name, possible_shape in shape_by_number_in_name.items():
+            machine_names.append(
+                f"{kind_name}-{possible_number_in_name} ({kind_name}:{possible_shape})"
+            )
         raise InputError(f"--plan {name}: no such size; there are {', '.join(machine_names)}")
     return requested_sides
 

@@ -159,7 +159,7 @@ class LogWriter:
             self.follow(StoragePlan() if begins_anew else planner(run_log))
             if self._plan.is_up_to_date:
                 return self._plan
-            if not self.begin(self._plan.run or new_run_id, run_log.metadata_version):
+            if not self.begin(self._plan.run_id or new_run_id, run_log.metadata_version):
                 continue
             run_log = RunLog.read(self.folder)
             # Shard number -> version of the shard's JSON file, which a reservation will replace.

@@ -412,7 +412,7 @@ class RepairPlanner:
         if gap_shard_numbers:
             plan_without_repair = StoragePlan(
                 [*good_commit_by_number.values()],
-                run=run,
+                run_id=run,
                 next_shard_number=last_good_shard_number + 1,
                 mark=continuation_mark,
             )
@@ -433,7 +433,7 @@ class RepairPlanner:
         )
         return replace(
             plan_without_repair,
-            run=run,
+            run_id=run,
             mark=continuation_mark,
             is_up_to_date=plan_without_repair.is_up_to_date
             and not (withdrawn_entry_versions or has_wrong_totals),

@@ -48,7 +48,7 @@ class StoragePlan:
     Attributes:
         commits: Commits of the stored shards, in the order of their numbers. Bad shards, which a
             repair withdraws, are left out.
-        run: Id of the run. None if a new run begins.
+        run_id: Id of the run. None if a new run begins.
         next_shard_number: Number of the first new shard, from 1. Numbers of missing shards do not
             count as new.
         mark: Mark from which the run continues. None for the beginning of the data.
@@ -64,7 +64,7 @@ class StoragePlan:
     """
 
     commits: list[Commit] = field(default_factory=list)
-    run: str | None = None
+    run_id: str | None = None
     next_shard_number: int = 1
     mark: Mark | None = None
     is_complete: bool = False

@@ -315,7 +315,8 @@ def _from_fields(dataclass_type: type[T], content: Mapping[str, Any]) -> T:
         KeyError: If a field is missing.
     """
     # mypy cannot know that the type T is a dataclass.
-    field_names = [attribute.name for attribute in fields(dataclass_type)]  # type: ignore[arg-type]
+    dataclass_fields = fields(dataclass_type)  # type: ignore[arg-type]
+    field_names = [dataclass_field.name for dataclass_field in dataclass_fields]
     return dataclass_type(**{field_name: content[field_name] for field_name in field_names})
 
 

@@ -459,7 +459,7 @@ class HookStatistics(Statistics):
         return DimensionStatistics.of(self.load(), slice(OTHER, None))
 
 
-FIELDS = [attribute.name for attribute in fields(Sums)]
+FIELDS = [sum_field.name for sum_field in fields(Sums)]
 # Lock, so that only one thread at a time reads a file of sums. NumPy parses the headers of arrays
 # with `ast`, which may fail if two threads use it at the same time (python/cpython#106905).
 PARSING = threading.Lock()

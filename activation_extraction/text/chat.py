@@ -222,19 +222,22 @@ def _with_converted_arguments(
         convert: Function that takes the arguments of a call and returns them converted.
     """
 
-    def convert_call(call: Any) -> Any:
-        if not isinstance(call, dict):
-            return call
-        converted_call = dict(call)
-        if "arguments" in call:
-            converted_call["arguments"] = convert(call["arguments"])
-        if "function" in call:
-            converted_call["function"] = convert_call(call["function"])
+    def convert_call(tool_call: Any) -> Any:
+        if not isinstance(tool_call, dict):
+            return tool_call
+        converted_call = dict(tool_call)
+        if "arguments" in tool_call:
+            converted_call["arguments"] = convert(tool_call["arguments"])
+        if "function" in tool_call:
+            converted_call["function"] = convert_call(tool_call["function"])
         return converted_call
 
     if not isinstance(message.get("tool_calls"), list):
         return dict(message)
-    return {**message, "tool_calls": [convert_call(call) for call in message["tool_calls"]]}
+    return {
+        **message,
+        "tool_calls": [convert_call(tool_call) for tool_call in message["tool_calls"]],
+    }
 
 
 def _as_object(arguments: Any) -> Any:

@@ -168,7 +168,7 @@ def _integer_array(column: Any, name: str, flag: str) -> np.ndarray:
     try:
         column_array = np.array(column)
     except ValueError:  # NumPy refuses nested lists of different lengths
-        column_array = np.array(None)
+        column_array = np.array(None)  # is no list of numbers, so the column is rejected below
     if isinstance(column, list) and column_array.ndim == 1 and column_array.dtype.kind in "bi":
         return column_array.astype(np.int64)
     raise UnusableRowError(
