@@ -417,7 +417,7 @@ def test_codes_are_taken_as_arrays_are(runs):
 def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     """The files are read as delphi's LatentDataset reads them; contexts have 5 tokens here,
     so that one more would be a whole one in a sample of 64."""
-    monkeypatch.setattr(DelphiFormat, "row_tokens", 5)
+    monkeypatch.setattr(DelphiFormat, "tokens_per_row", 5)
     monkeypatch.setattr("activation_extraction.inspect.export.CHUNK_BYTES", 4096)
     run = ActivationDataset(runs["safetensors"])
     every, left_out = dense(whole(run, CODES)), 0
@@ -457,7 +457,7 @@ def test_delphi_finds_the_same_features(runs, tmp_path, monkeypatch, capsys):
     assert main("--report", tmp_path / "report.html", "--output_dir", run.url) == 0
     card = (tmp_path / "dataset_card.md").read_text()
     assert f"| `{CODES}` | {made.F:,} | codes: the values of active features, float32 |" in card
-    monkeypatch.setattr(DelphiFormat, "row_tokens", 65)
+    monkeypatch.setattr(DelphiFormat, "tokens_per_row", 65)
     assert main(*given, "--export_dir", tmp_path / "new") == 2
     assert f"no sample of {run.url} has 65 tokens" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

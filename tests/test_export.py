@@ -31,7 +31,7 @@ ROW = 3  # tokens of a row for SAELens, so that its chunks have 6
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(exporting, "CHUNK_BYTES", PER_CHUNK * 128)
-    monkeypatch.setattr(SaeLensFormat, "row_tokens", ROW)
+    monkeypatch.setattr(SaeLensFormat, "tokens_per_row", ROW)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -111,17 +111,18 @@ def export(
     for hook_name in exported_hooks:
         if not FOLDER_NAME.fullmatch(hook_name):
             raise InputError(f"{flag_and_format}: hook {hook_name!r:.80} cannot name a folder")
-    row_tokens = export_format.row_tokens
-    if finished_dataset.tokens < row_tokens:
+    tokens_per_row = export_format.tokens_per_row
+    if finished_dataset.tokens < tokens_per_row:
         raise InputError(
             f"{flag_and_format}: {finished_dataset.url} holds "
-            f"{counted(finished_dataset.tokens, 'token')}; expected at least {row_tokens}, which "
+            f"{counted(finished_dataset.tokens, 'token')}; expected at least "
+            f"{tokens_per_row}, which "
             "fill a row"
         )
     bytes_per_token = sum(
         export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hooks
     )
-    chunk_tokens = max(CHUNK_BYTES // bytes_per_token // row_tokens, 1) * row_tokens
+    chunk_tokens = max(CHUNK_BYTES // bytes_per_token // tokens_per_row, 1) * tokens_per_row
     chunk_tokens = min(chunk_tokens, export_format.max_chunk_tokens or chunk_tokens)
     token_chunks = _chunks(
         finished_dataset, exported_hooks, chunk_tokens, export_format.sample_columns
@@ -152,7 +153,8 @@ def export(
             ", at the ends of their samples" if export_format.rows_end_with_samples else ""
         )
         say(
-            f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of {row_tokens}"
+            f"left out: {counted(num_omitted_tokens, 'token')}, too few for a row of "
+            f"{tokens_per_row}"
             f"{places_in_words}"
         )
     for omission_in_words in export_result.omissions:

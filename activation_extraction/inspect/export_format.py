@@ -40,8 +40,8 @@ class ExportFormat(ABC):
         needs_text: Whether the chunks that `write` takes contain the text of the sample up to and
             including each token, in the column TEXT_COLUMN of nla_files.py.
         sample_columns: The names of the columns of the table of samples that the chunks contain.
-        row_tokens: The number of tokens in a row of the files. Tokens that do not fill a row are
-            left out.
+        tokens_per_row: The number of tokens in a row of the files. Tokens that do not fill a row
+            are left out.
         rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
             the ends of samples are left out. Otherwise only the last tokens of the run are left
             out.
@@ -55,7 +55,7 @@ class ExportFormat(ABC):
     needs_every_token: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False
     sample_columns: ClassVar[tuple[str, ...]] = ()
-    row_tokens: ClassVar[int] = 1
+    tokens_per_row: ClassVar[int] = 1
     rows_end_with_samples: ClassVar[bool] = False
     max_chunk_tokens: ClassVar[int | None] = None
 
@@ -125,7 +125,8 @@ class ExportFormat(ABC):
             dataset: The run.
             hooks: The names of the exported hooks.
             chunks: All tokens of the run, in stored order. The size of each chunk but the last is a
-                multiple of the attribute `row_tokens`, the number of tokens in a row of the files.
+                multiple of the attribute `tokens_per_row`, the number of tokens in a row of the
+                files.
 
         Returns:
             The number of tokens in the files, and phrases about other data of the run that the

@@ -46,7 +46,7 @@ class DelphiFormat(ExportFormat):
     needed_package = "safetensors"
     accepted_hooks_in_words = "codes, which --encode stores"
     needs_every_token = True
-    row_tokens = ROW_TOKENS
+    tokens_per_row = ROW_TOKENS
     rows_end_with_samples = True
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
@@ -65,9 +65,10 @@ class DelphiFormat(ExportFormat):
         """
         exported_hooks = super().choose_hooks(dataset, chosen_hooks)
         sample_lengths = dataset.samples["tokens"].to_numpy()
-        if not (sample_lengths >= self.row_tokens).any():
+        if not (sample_lengths >= self.tokens_per_row).any():
             raise InputError(
-                f"--export delphi: no sample of {dataset.url} has {self.row_tokens} tokens, which "
+                f"--export delphi: no sample of {dataset.url} has {self.tokens_per_row} tokens, "
+                "which "
                 "a row needs"
             )
         return exported_hooks
@@ -126,7 +127,7 @@ class DelphiFormat(ExportFormat):
             sample_of_token = np.searchsorted(first_token_of_sample, token_indices, "right") - 1
             is_in_whole_row = (
                 token_batch.position
-                < sample_lengths[sample_of_token] // self.row_tokens * self.row_tokens
+                < sample_lengths[sample_of_token] // self.tokens_per_row * self.tokens_per_row
             )
             # Index of each token among the tokens of the run that are in whole rows. The values at
             # other tokens of the chunk are not used.
@@ -140,7 +141,7 @@ class DelphiFormat(ExportFormat):
                 )
                 is_kept_value = is_in_whole_row[token_of_value] & ~is_small_value
                 token_index_of_value = index_in_whole_rows[token_of_value[is_kept_value]]
-                row_of_value, position_in_row = np.divmod(token_index_of_value, self.row_tokens)
+                row_of_value, position_in_row = np.divmod(token_index_of_value, self.tokens_per_row)
                 entry_columns = [
                     row_of_value,
                     position_in_row,
@@ -157,7 +158,7 @@ class DelphiFormat(ExportFormat):
                         value_entries[is_in_file].tofile(entry_file)
             read_token_count += len(token_batch)
             row_token_count += int(is_in_whole_row.sum())
-        token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.row_tokens)
+        token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)
         for hook_name in hooks:
             for (first_feature, _), file_path in paths_by_hook[hook_name].items():
                 sorted_entries = np.fromfile(file_path, ENTRY)
@@ -178,8 +179,8 @@ class DelphiFormat(ExportFormat):
                 "model_name": dataset.tokenizer_path,
                 "dataset_repo": dataset.identity.data,
                 "dataset_column": dataset.identity.text.text_column,
-                "cache_ctx_len": self.row_tokens,
-                "ctx_len": self.row_tokens,
+                "cache_ctx_len": self.tokens_per_row,
+                "ctx_len": self.tokens_per_row,
                 "n_tokens": token_ids_of_rows.size,
                 "n_splits": len(paths_by_hook[hook_name]),
             }

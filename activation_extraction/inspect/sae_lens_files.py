@@ -23,7 +23,7 @@ class SaeLensFormat(ExportFormat):
     flag_value = "sae_lens"
     needed_package = "datasets"
     accepted_hooks_in_words = "activations, no codes"
-    row_tokens = 128  # the default of SAELens's setting context_size
+    tokens_per_row = 128  # the default of SAELens's setting context_size
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook has activations and no codes."""
@@ -57,22 +57,22 @@ class SaeLensFormat(ExportFormat):
         folder_by_hook = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()
-            row_shape = (self.row_tokens, dataset.hooks[hook_name])
+            row_shape = (self.tokens_per_row, dataset.hooks[hook_name])
             column_types = {
                 hook_name: datasets.Array2D(row_shape, _file_dtype(dataset, hook_name).name),
-                "token_ids": datasets.List(datasets.Value("int32"), length=self.row_tokens),
+                "token_ids": datasets.List(datasets.Value("int32"), length=self.tokens_per_row),
             }
             folder_by_hook[hook_name] = ArrowFolder(folder / hook_name, column_types)
         for token_batch in chunks:
-            row_count = len(token_batch) // self.row_tokens
-            tokens_in_rows = row_count * self.row_tokens
+            row_count = len(token_batch) // self.tokens_per_row
+            tokens_in_rows = row_count * self.tokens_per_row
             token_id_rows = token_batch.token_ids[:tokens_in_rows].reshape(
-                row_count, self.row_tokens
+                row_count, self.tokens_per_row
             )
             for hook_name, hook_activations in token_batch.items():
                 width = hook_activations.shape[1]
                 activation_rows = hook_activations[:tokens_in_rows].reshape(
-                    row_count, self.row_tokens, width
+                    row_count, self.tokens_per_row, width
                 )
                 activation_rows = activation_rows.astype(
                     _file_dtype(dataset, hook_name), copy=False
@@ -96,7 +96,7 @@ class SaeLensFormat(ExportFormat):
         hook_folder = os.path.join(folder, hooks[0])
         return [
             f"LanguageModelSAERunnerConfig(..., hook_name={hooks[0]!r}, "
-            f"context_size={self.row_tokens}, use_cached_activations=True, "
+            f"context_size={self.tokens_per_row}, use_cached_activations=True, "
             f"cached_activations_path={hook_folder!r})"
         ]
 

@@ -187,9 +187,9 @@ def _shortage_on_host(forward: Forward) -> str:
     Returns:
         The message. "" if the activations fit.
     """
-    num_rows, row_tokens = forward.shape
+    num_rows, tokens_per_row = forward.shape
     bytes_per_token = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
-    needed_bytes = STEPS_ON_HOST * num_rows * row_tokens * bytes_per_token
+    needed_bytes = STEPS_ON_HOST * num_rows * tokens_per_row * bytes_per_token
     return _shortage_message(
         f"{STEPS_ON_HOST} steps of {num_rows}", needed_bytes, "host", available_memory()
     )

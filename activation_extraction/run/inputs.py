@@ -48,7 +48,7 @@ class Input(Generic[ModelOrText]):
     Attributes:
         name_in_messages: Name of the input, such as "model", in messages.
         identity_field: The name of the field of Identity that identifies the content of the input.
-        value_of_field: A function that takes the model or the text and returns the value of this
+        read_field_value: A function that takes the model or the text and returns the value of this
             field.
         flag_names: The names of the flags that determine the input. A message shows the first
             of these flags that is set.
@@ -58,7 +58,7 @@ class Input(Generic[ModelOrText]):
 
     name_in_messages: str
     identity_field: str
-    value_of_field: Callable[[ModelOrText], str]
+    read_field_value: Callable[[ModelOrText], str]
     flag_names: tuple[str, ...]
     path_flags: tuple[str, ...]
 
@@ -195,7 +195,7 @@ def _check_inputs(
         InputError: If an input differs. The message names the first such input and its flag.
     """
     for run_input in inputs:
-        if run_input.value_of_field(model_or_text) == getattr(identity, run_input.identity_field):
+        if run_input.read_field_value(model_or_text) == getattr(identity, run_input.identity_field):
             continue
         names_of_set_flags = [
             flag_name for flag_name in run_input.flag_names if flag_values[flag_name]
@@ -233,10 +233,10 @@ def new_identity(config: Config, forward: Forward, text: Text, worker: Worker) -
     }
     stores_top_logits = any(hook_name.startswith("logits.top_") for hook_name in dtype_by_hook_name)
     model_input_by_field = {
-        run_input.identity_field: run_input.value_of_field(forward) for run_input in MODEL_INPUTS
+        run_input.identity_field: run_input.read_field_value(forward) for run_input in MODEL_INPUTS
     }
     text_input_by_field = {
-        run_input.identity_field: run_input.value_of_field(text) for run_input in TEXT_INPUTS
+        run_input.identity_field: run_input.read_field_value(text) for run_input in TEXT_INPUTS
     }
     return Identity(
         **model_input_by_field,

@@ -410,7 +410,7 @@ def step_request(
         InputError: If an autoencoder cannot be read, or if JAX finds no devices.
     """
     computing_options = config.computing
-    row_tokens = config.text.max_seq_length
+    tokens_per_row = config.text.max_seq_length
     autoencoders_of_hooks = tuple(
         read_autoencoder(hook, autoencoder_name) for hook, autoencoder_name in config.hooks.encode
     )
@@ -418,13 +418,13 @@ def step_request(
     if not isinstance(batch_size, int):
         is_batch_size_auto = batch_size == "auto"
         batch_size = default_rows(
-            row_tokens, computing_options.use_data_parallel, is_batch_size_auto, planned
+            tokens_per_row, computing_options.use_data_parallel, is_batch_size_auto, planned
         )
     return StepRequest(
         replace(config.model, model_revision=commit or config.model.model_revision),
         config.hooks,
         computing_options,
-        (batch_size, row_tokens),
+        (batch_size, tokens_per_row),
         has_several_hosts=config.hosts.multihost,
         device_memory=device_memory,
         planned_devices=planned,

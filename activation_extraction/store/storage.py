@@ -211,10 +211,10 @@ class ActivationStorage:
             for hook_description in hook_descriptions_of_last_shard
         }
         self._samples_after_mark: dict[int, StoredSample] | None = None
-        self._stored_count = sum(commit.count for commit in plan.commits)
+        self._stored_sample_count = sum(commit.count for commit in plan.commits)
         # The sample number that `add_activation` expects next. In a repair, the program adds all
         # samples again, from number 0.
-        self._next_sample_number = self._stored_count if plan.repair is None else 0
+        self._next_sample_number = self._stored_sample_count if plan.repair is None else 0
         self._shard_writer.follow(plan)
 
     @property
@@ -499,7 +499,7 @@ class ActivationStorage:
                 sample_number <= self._next_sample_number
                 and sample_number in self.stored_after_mark
             )
-        return 0 <= sample_number < self._stored_count
+        return 0 <= sample_number < self._stored_sample_count
 
     def _problems(
         self, key: Key, activation: np.ndarray, token_ids: np.ndarray | None, sample_number: int
