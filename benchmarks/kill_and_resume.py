@@ -278,13 +278,17 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                 folder, run_log, commit, range(commit.count), commit.file
             )
             for stored_sample, table_row in zip(samples_of_commit, table_rows, strict=True):
-                facts, tokens = table_row.facts, stored_sample.tokens
-                sample_number = facts.sample_idx
-                if sample_number in samples_by_number or tokens.sample_idx != sample_number:
+                sample_facts = table_row.facts
+                stored_tokens = stored_sample.tokens
+                sample_number = sample_facts.sample_idx
+                if sample_number in samples_by_number or stored_tokens.sample_idx != sample_number:
                     raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
                 samples_by_number[sample_number] = Sample(
-                    (np.asarray(tokens.token_ids).tolist(), tokens.positions.tolist()),
-                    facts,
+                    (
+                        np.asarray(stored_tokens.token_ids).tolist(),
+                        stored_tokens.positions.tolist(),
+                    ),
+                    sample_facts,
                     dict(zip(commit.names, stored_sample.values, strict=True)),
                 )
     return samples_by_number

@@ -655,7 +655,8 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
         # The result of an all-gather-start or collective-permute-start consists of the operands,
         # as many received arrays, and sometimes synchronisation flags. Only the received arrays
         # count.
-        result_arrays = result_arrays[len(collective.operands) :][: len(collective.operands)]
+        num_operands = len(collective.operands)
+        result_arrays = result_arrays[num_operands : 2 * num_operands]
     result_bytes = sum(_bytes_of_elements(result_array) for result_array in result_arrays)
     if opcode.startswith("collective-permute"):
         return result_bytes

@@ -420,14 +420,14 @@ class ActivationDataset(Samples):
         activation_hooks = [
             hook_name for hook_name in hook_names if self.shards.hooks[hook_name].are_activations
         ]
-        limit_by_hook = (
+        max_norm_by_hook = (
             max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(activation_hooks, max_norm)
         )
-        limit_by_hook = {
+        max_norm_by_hook = {
             self.hooks.aliases.get(hook_name, hook_name): limit
-            for hook_name, limit in limit_by_hook.items()
+            for hook_name, limit in max_norm_by_hook.items()
         }
-        for hook_name in limit_by_hook:
+        for hook_name in max_norm_by_hook:
             if hook_name not in activation_hooks:
                 raise ValueError(
                     f"max_norm: hook {hook_name!r} is not read or has no activations, and no "
@@ -435,7 +435,7 @@ class ActivationDataset(Samples):
                 )
         return {
             hook_name: float(limit)
-            for hook_name, limit in limit_by_hook.items()
+            for hook_name, limit in max_norm_by_hook.items()
             if limit is not None
         }
 

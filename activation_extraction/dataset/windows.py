@@ -221,10 +221,11 @@ class Windows:
 
 
 def _may_stay_in_memory(block: Block) -> bool:
-    """Returns whether a window keeps a block as it was read, instead of copying its wanted tokens.
+    """Returns whether a window may use the arrays of a block as they were read.
 
-    A block may stay in memory if it is large (MIN_HELD_BYTES) and most of its tokens are wanted
-    (MIN_WANTED_FRACTION).
+    Otherwise, the wanted tokens of the block are copied, so that the memory of the block can be
+    released. A block may stay in memory if its wanted tokens are large (MIN_HELD_BYTES), and if
+    they are most of its tokens (MIN_WANTED_FRACTION).
     """
     wanted_bytes = len(block.wanted_rows) * max(array[:1].nbytes for array in block.tokens.arrays)
     min_num_wanted_rows = MIN_WANTED_FRACTION * len(block.tokens)

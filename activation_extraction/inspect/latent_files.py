@@ -108,7 +108,7 @@ class DelphiFormat(ExportFormat):
         read_token_count = 0  # number of all tokens that were read so far
         row_token_count = 0  # number of tokens that were read so far and are in whole rows
         # Number of values by hook that are omitted because of magnitudes of at most SMALLEST_VALUE.
-        small_count_by_hook = dict.fromkeys(hooks, 0)
+        small_code_count_by_hook = dict.fromkeys(hooks, 0)
         token_ids_of_chunks: list[np.ndarray] = []
         # Paths of the files of each hook, by their ranges of features (first, stop). While tokens
         # are read, a file contains values of the dtype ENTRY in the order of the tokens. After the
@@ -136,7 +136,7 @@ class DelphiFormat(ExportFormat):
             for hook_name, hook_codes in token_batch.items():
                 token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
                 is_small_value = np.abs(hook_codes.data) <= SMALLEST_VALUE
-                small_count_by_hook[hook_name] += int(
+                small_code_count_by_hook[hook_name] += int(
                     np.count_nonzero(is_in_whole_row[token_of_value] & is_small_value)
                 )
                 is_kept_value = is_in_whole_row[token_of_value] & ~is_small_value
@@ -186,10 +186,10 @@ class DelphiFormat(ExportFormat):
             }
             (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
         omissions_in_words = [
-            f"{counted(small_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook_name}, as by "
-            "delphi itself"
-            for hook_name, small_count in small_count_by_hook.items()
-            if small_count
+            f"{counted(small_code_count, 'code')} of at most {SMALLEST_VALUE:g} at {hook_name}, "
+            "as by delphi itself"
+            for hook_name, small_code_count in small_code_count_by_hook.items()
+            if small_code_count
         ]
         return Exported(token_ids_of_rows.size, tuple(omissions_in_words))
 

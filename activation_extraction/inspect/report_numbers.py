@@ -271,16 +271,16 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
         A tuple for each group, in descending order of the largest norm. It contains the index of
         the group's token with the largest norm, and the number of tokens in the group.
     """
-    indices_by_norm = np.argsort(-norms, kind="stable")[:LARGEST]
-    is_first_token = sample.positions[indices_by_norm] == 0
+    indices_of_largest_norms = np.argsort(-norms, kind="stable")[:LARGEST]
+    is_first_token = sample.positions[indices_of_largest_norms] == 0
     # Tokens with equal columns form a group.
-    ids_and_first_flags = np.stack([sample.token_ids[indices_by_norm], is_first_token])
+    ids_and_first_flags = np.stack([sample.token_ids[indices_of_largest_norms], is_first_token])
     _, smallest_ranks, group_sizes = np.unique(
         ids_and_first_flags, axis=1, return_index=True, return_counts=True
     )
     token_groups = []
     for smallest_rank, group_size in sorted(zip(smallest_ranks, group_sizes, strict=True)):
-        token_groups.append((int(indices_by_norm[smallest_rank]), int(group_size)))
+        token_groups.append((int(indices_of_largest_norms[smallest_rank]), int(group_size)))
     return token_groups
 
 

@@ -134,8 +134,10 @@ def _unsupported(raw: Mapping[str, Any], source: str) -> InputError:
     vision_note = " (a model with vision inputs)" if "vision_config" in raw else ""
     supported_family_texts = []
     for model_type, family in FAMILIES.items():
-        text_note = "the text of " if family.is_multimodal else ""
-        supported_family_texts.append(f"{model_type} ({text_note}{family.released_models})")
+        prefix_if_multimodal = "the text of " if family.is_multimodal else ""
+        supported_family_texts.append(
+            f"{model_type} ({prefix_if_multimodal}{family.released_models})"
+        )
     return InputError(
         f"{source}: model_type {raw.get('model_type')!r}{vision_note} is not supported; supported "
         f"are: {', '.join(supported_family_texts)}"

@@ -238,8 +238,8 @@ def compile_step(forward: Forward) -> Step:
     start_time = time.perf_counter()
     with watch_compiling() as check_cache_hit:
         compiled_program = _compile(forward, step_params)
-    cache_note = ", from the cache" if check_cache_hit() else ""
-    log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_note)
+    cache_suffix = ", from the cache" if check_cache_hit() else ""
+    log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_suffix)
     padding_array = np.zeros(forward.shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:

@@ -105,7 +105,9 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     }
     # The shards of all vector types have the same devices, rows and tokens.
     shards_of_a_type = next(iter(device_shards_of_type.values()))
-    host_mesh = Mesh(np.array([shard.device for shard in shards_of_a_type]), ("device",))
+    host_mesh = Mesh(
+        np.array([device_shard.device for device_shard in shards_of_a_type]), ("device",)
+    )
     index_sharding = NamedSharding(host_mesh, PartitionSpec("device"))
     host_array_of_type = {
         vector_type: _array_of_host(host_mesh, shards_of_type)
@@ -225,11 +227,12 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
         mesh: The devices of this host, with the axis "device".
         activations: The activations, (hooks, rows, tokens, width), of which each device has a part
             of the tokens.
-        device_token_indices: The indices of the tokens that each device gathers, (devices, N)
+        device_token_indices: The indices of the N tokens that each device gathers, (devices, N)
             int32. An index counts the tokens in the device's part row by row, from 0.
 
     Returns:
-        The gathered activations, (hooks, devices * N, width).
+        The gathered activations, (hooks, devices * N, width). The tokens of the first device come
+        first.
     """
 
     def take_on_device(device_part: Array, token_indices: Array) -> Array:

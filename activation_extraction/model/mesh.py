@@ -113,9 +113,9 @@ class Layout:
         # ordered by their coordinate along the rectangle's shorter side. Lines of devices with an
         # odd coordinate are traversed backwards. In a rectangle of width two, the ring thus leads
         # along one long side and back along the other.
-        dimensions_by_extent = np.argsort(np.ptp(device_coordinates, axis=0))
+        dimensions_shortest_first = np.argsort(np.ptp(device_coordinates, axis=0))
         short_side_coordinates, long_side_coordinates = device_coordinates.T[
-            dimensions_by_extent[-2:]
+            dimensions_shortest_first[-2:]
         ]
         directed_long_coordinates = np.where(
             short_side_coordinates % 2, -long_side_coordinates, long_side_coordinates

@@ -50,7 +50,7 @@ def revision_of_a_folder(flag_and_path: str, revision: str) -> InputError:
     """Returns the error about --model_revision for a model that is not on the hub.
 
     Args:
-        flag_and_path: The flag and its value, such as `--model_path org/x`.
+        flag_and_path: The flag and its value, a folder, such as `--model_path models/qwen`.
         revision: The value of --model_revision.
     """
     return InputError(

@@ -44,9 +44,10 @@ LOGICAL_AXES = {
     "I": "one",
     "W": "taps",
 }
-# The letters of weights that are not split along the mesh axis fsdp unless they are large. Weights
-# with one axis are never split along this mesh axis. Most layers begin with a product with a weight
-# that is not split. Devices compute this product while they gather the first weight that is split.
+# Weights that are not split along the mesh axis fsdp unless they are large. Each string contains
+# the letters of the axes of such a weight (see LOGICAL_AXES). Weights with one axis are never split
+# along this mesh axis. Most layers begin with a product with a weight that is not split. Devices
+# compute this product while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 SMALL = 2**22  # the largest number of values of a NOT_GATHERED weight that is not split
 # The Flax collection of variables with the weights of all layers, which `StackedWeight` reads.

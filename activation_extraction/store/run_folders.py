@@ -353,12 +353,14 @@ class RunFolders:
             names_of_this_machine = {
                 folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
             }
-            stale_candidates = [""]  # "" is the name of the output folder itself
+            # Names of folders that a run with another number of hosts or machines may have left. ""
+            # is the name of the output folder itself.
+            folder_names_to_check = [""]
             for name_of_folder, host_folder in host_folders(root.listing()).items():
                 machine_number = host_folder.machine
                 if machine_number == worker.machine or machine_number >= worker.machines:
-                    stale_candidates.append(name_of_folder)
-            for name_of_folder in stale_candidates:
+                    folder_names_to_check.append(name_of_folder)
+            for name_of_folder in folder_names_to_check:
                 stale_folder = root.child(name_of_folder)
                 if name_of_folder not in names_of_this_machine and own_files(stale_folder.files()):
                     stale_remedy = (

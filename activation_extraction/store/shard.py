@@ -66,7 +66,10 @@ class Shard:
 
     @property
     def positions(self) -> list[np.ndarray]:
-        """For each sample, the positions of its stored tokens in it, from 0, int32 (tokens,)."""
+        """For each sample, the positions of its stored tokens, int32 (tokens,).
+
+        A position is the index of a token in its sample, from 0.
+        """
         return [sample.positions for sample in self.samples]
 
     @property

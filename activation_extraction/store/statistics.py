@@ -244,7 +244,9 @@ class CodeSums:
 
 @dataclass(frozen=True)
 class SumsOfCodes:
-    """Sums over the codes of some tokens at one hook by kind of token, which can be merged.
+    """Sums over the codes at one hook, separately for first tokens of samples and other tokens.
+
+    The sums over different tokens can be merged.
 
     Attributes:
         sinks: Sums over the first tokens of samples (position 0).
