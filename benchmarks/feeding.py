@@ -168,15 +168,15 @@ def main() -> None:
         if parsed_flags.tokenizer is None:
             make_tokenizer(data_folder)
         (data_folder / "template.jinja").write_text(TEMPLATE)
-        plain_flags = f"--dataset_path {data_folder}/*.parquet"
+        dataset_flags = f"--dataset_path {data_folder}/*.parquet"
         chat_flags = f"--messages_column messages --chat_template {data_folder}/template.jinja"
         flags_of_input_name = {
-            "text": plain_flags,
-            "chat": f"{plain_flags} {chat_flags}",
+            "text": dataset_flags,
+            "chat": f"{dataset_flags} {chat_flags}",
             "mixture": f"--mix {data_folder}/0.parquet=0.7 {data_folder}/1.parquet=0.3",
-            "shuffled": f"{plain_flags} --shuffle_documents 1",
-            "split": f"{plain_flags} --long_documents split",
-            "ids": f"{plain_flags} --ids_column ids",
+            "shuffled": f"{dataset_flags} --shuffle_documents 1",
+            "split": f"{dataset_flags} --long_documents split",
+            "ids": f"{dataset_flags} --ids_column ids",
         }
         speeds_of_input_name: dict[str, list[float]] = {
             input_name: [] for input_name in flags_of_input_name

@@ -355,9 +355,10 @@ class Batches(Iterator[T]):
                 )
             chunks = smaller_chunks
         elif not are_local:
-            max_bytes_ahead = MAX_REQUESTS * MAX_READ_BYTES
+            max_bytes_read_ahead = MAX_REQUESTS * MAX_READ_BYTES
             num_chunks_ahead = max(
-                min(MAX_REQUESTS // hook_count, max_bytes_ahead // (chunk_tokens * row_bytes)), 2
+                min(MAX_REQUESTS // hook_count, max_bytes_read_ahead // (chunk_tokens * row_bytes)),
+                2,
             )
         # A window takes half of the buffer, and contains whole batches.
         num_window_tokens = options.buffer // 2 // options.size * options.size

@@ -59,10 +59,12 @@ class TokenRecords:
             raise IndexError(f"record {record_number}: there are {len(self)}, counted from 0")
         source = self._source
         shard_number = bisect_right(self._first_records, record_number) - 1
-        first_token = (record_number - self._first_records[shard_number]) * self._tokens_per_record
+        first_token_index = (
+            record_number - self._first_records[shard_number]
+        ) * self._tokens_per_record
         shard_tokens = source.shards.commits[shard_number].tokens
-        end_token = min(first_token + self._tokens_per_record, shard_tokens)
-        batch = source.whole_tokens([Chunk(shard_number, first_token, end_token)])
+        end_token_index = min(first_token_index + self._tokens_per_record, shard_tokens)
+        batch = source.whole_tokens([Chunk(shard_number, first_token_index, end_token_index)])
         token_fields = {
             field_name: getattr(batch, field_name)
             for field_name in ("token_ids", "sample_idx", "position")

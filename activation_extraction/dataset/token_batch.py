@@ -310,18 +310,28 @@ def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> N
             which the token is copied, int64 (wanted tokens,).
         target: Batch that is written to.
     """
-    source_rows = _as_slice(block.wanted_rows)
-    target_rows = _as_slice(target_indices)
+    source_row_indices = _as_slice(block.wanted_rows)
+    target_row_indices = _as_slice(target_indices)
     for source_values, target_values in zip(block.tokens.arrays, target.arrays, strict=True):
         has_same_dtype = source_values.dtype == target_values.dtype
         source_bits = _bits_of(source_values)
         target_bits = _bits_of(target_values) if has_same_dtype else target_values
-        if has_same_dtype and isinstance(target_rows, slice) and not isinstance(source_rows, slice):
+        if (
+            has_same_dtype
+            and isinstance(target_row_indices, slice)
+            and not isinstance(source_row_indices, slice)
+        ):
             # With the default mode="raise", NumPy would buffer `out` and copy all rows twice.
-            np.take(source_bits, source_rows, axis=0, out=target_bits[target_rows], mode="clip")
+            np.take(
+                source_bits,
+                source_row_indices,
+                axis=0,
+                out=target_bits[target_row_indices],
+                mode="clip",
+            )
         else:
-            taken_bits = source_bits[source_rows]
-            target_bits[target_rows] = (
+            taken_bits = source_bits[source_row_indices]
+            target_bits[target_row_indices] = (
                 taken_bits if has_same_dtype else taken_bits.view(source_values.dtype)
             )
 

@@ -166,11 +166,13 @@ class Windows:
                         window_batches += [
                             empty_batch(block.tokens, self.max_tokens) for block in part_blocks
                         ]
-                    target_rows = memory_rows[filled_tokens : filled_tokens + stop_row - first_row]
+                    target_row_indices = memory_rows[
+                        filled_tokens : filled_tokens + stop_row - first_row
+                    ]
                     for block, window_batch in zip(part_blocks, window_batches, strict=True):
-                        copy_rows(block, target_rows, window_batch)
+                        copy_rows(block, target_row_indices, window_batch)
                     part_blocks = [
-                        Block(window_batch, target_rows) for window_batch in window_batches
+                        Block(window_batch, target_row_indices) for window_batch in window_batches
                     ]
                 blocks_of_parts.append(part_blocks)
                 filled_tokens += stop_row - first_row

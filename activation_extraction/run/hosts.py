@@ -98,8 +98,8 @@ def join(options: HostOptions) -> Host:
     # Under Slurm, JAX uses one GPU per task, but a task that is alone on its node should use all
     # GPUs of the node. SLURM_STEP_TASKS_PER_NODE is "1(x16)" if there is one task on each of 16
     # nodes.
-    task_counts_of_nodes = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    is_only_task_on_node = re.fullmatch(r"1(\(x\d+\))?", task_counts_of_nodes) is not None
+    task_counts_text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    is_only_task_on_node = re.fullmatch(r"1(\(x\d+\))?", task_counts_text) is not None
     # This program handles SIGTERM itself; JAX's preemption service would swallow the signal.
     jax.config.update("jax_enable_preemption_service", False)
     connection_timer = threading.Timer(

@@ -178,9 +178,12 @@ def read_samples(
     tokens_by_sample = _tokens_of(reader, run_log, commit, sample_indices)
     chosen_samples = []
     for sample_index, tokens in zip(sample_indices, tokens_by_sample, strict=True):
-        start_token, stop_token = reader.offsets[sample_index : sample_index + 2].tolist()
+        start_token_index, stop_token_index = reader.offsets[
+            sample_index : sample_index + 2
+        ].tolist()
         sample_values = [
-            hook.for_user(hook.begin_rows(reader, start_token, stop_token)()) for hook in hooks
+            hook.for_user(hook.begin_rows(reader, start_token_index, stop_token_index)())
+            for hook in hooks
         ]
         location_in_words = f"{where}: sample {tokens.sample_idx}"
         chosen_samples.append(ChosenSample(location_in_words, tokens, hooks, sample_values))
@@ -206,13 +209,13 @@ def _tokens_of(
         return []
     # All tokens from the first sample to the last one are read, because one large range takes less
     # time than many small ones if the shard is in a bucket.
-    start_token = int(reader.offsets[min(sample_indices)])
-    stop_token = int(reader.offsets[max(sample_indices) + 1])
-    token_fields = reader.begin_tokens(start_token, stop_token)()
+    start_token_index = int(reader.offsets[min(sample_indices)])
+    stop_token_index = int(reader.offsets[max(sample_indices) + 1])
+    token_fields = reader.begin_tokens(start_token_index, stop_token_index)()
     stored_samples = []
     for sample_index in sample_indices:
         start_in_range, stop_in_range = (
-            reader.offsets[sample_index : sample_index + 2] - start_token
+            reader.offsets[sample_index : sample_index + 2] - start_token_index
         ).tolist()
         token_ids = token_fields["token_ids"][start_in_range:stop_in_range]
         positions = token_fields["position"][start_in_range:stop_in_range]

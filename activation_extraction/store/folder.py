@@ -134,7 +134,8 @@ class Folder:
             printed or stored.
         url: URL or path of the folder without secrets, for messages and for files.
         patience: Seconds for which a request is repeated after its first failure.
-        by_flag: Name of the flag in parentheses, after a space, for messages; "" without a flag.
+        flag_in_parentheses: Name of the flag that determines `patience`, in parentheses and after a
+            space, for messages; "" without a flag.
         is_local: Whether the folder is on this machine.
         retries: Number of failed attempts so far, over all requests.
 
@@ -148,7 +149,7 @@ class Folder:
         self.url = plain_url(self.full_url)
         self.patience = patience
         self._patience_flag = flag
-        self.by_flag = f" ({flag})" if flag else ""
+        self.flag_in_parentheses = f" ({flag})" if flag else ""
         self.retries = 0
         self._is_failing = False  # whether a request has failed since the last success
         scheme, separator, _ = self.full_url.partition("://")
@@ -488,7 +489,9 @@ class Folder:
                 if folder_error.is_permanent or self.is_local:
                     raise FolderError(error_message) from error
                 self.retries += 1
-                next_action = f"trying again for up to {self.patience:g} s{self.by_flag}"
+                next_action = (
+                    f"trying again for up to {self.patience:g} s{self.flag_in_parentheses}"
+                )
                 if once:
                     next_action = "looking at what is there now"
                 log_at_level = log.debug if self._is_failing else log.warning
@@ -540,7 +543,7 @@ class Attempts:
             raise FolderError(
                 f"{failing_folder.url}: {self._request_name} kept failing for "
                 f"{seconds_since_start:.0f} s"
-                f"{failing_folder.by_flag}: {reason}",
+                f"{failing_folder.flag_in_parentheses}: {reason}",
                 is_permanent=False,
             )
         time.sleep(self._pause_seconds * random.uniform(0.5, 1))

@@ -211,7 +211,8 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
     )
     token_count = int(shard.offsets[-1])
     bytes_of_hooks = [
-        sum(map(hook.bytes_of, shard.values[key])) for key, hook in shard.hooks.items()
+        sum(map(hook_values.bytes_of, shard.values[hook_key]))
+        for hook_key, hook_values in shard.hooks.items()
     ]
     tokens_per_block = max(BLOCK_BYTES * token_count // max(*bytes_of_hooks, 1), 1)
     buffer_ends = np.cumsum([buffer.nbytes for buffer in file_buffers])

@@ -548,8 +548,8 @@ class ActivationStorage:
         hook_values = self._hooks[key]
         dtype_name = hook_values.stored_as(dtype_name)
         # The first sample of a run determines the width and, unless it is a setting, the dtype.
-        expected_if_first = (activation_shape[1], hook_values.stored_dtype or dtype_name)
-        expected_width_and_dtype = self._width_and_dtype_by_key.get(key, expected_if_first)
+        width_and_dtype_if_first = (activation_shape[1], hook_values.stored_dtype or dtype_name)
+        expected_width_and_dtype = self._width_and_dtype_by_key.get(key, width_and_dtype_if_first)
         if (activation_shape[1], dtype_name) != expected_width_and_dtype:
             expected_width, expected_dtype = expected_width_and_dtype
             yield (

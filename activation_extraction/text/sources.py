@@ -342,22 +342,24 @@ class ShuffledRows:
                 ):
                     index_in_block = permuted_indices_in_block[num_rows_read]
                     self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
-                    partition_row = block_rows[index_in_block]
+                    block_row = block_rows[index_in_block]
                     # Hub data sets yield rows as dicts without a position, which is added here.
-                    if not isinstance(partition_row, SourceRow):
+                    if isinstance(block_row, SourceRow):
+                        source_row = block_row
+                    else:
                         row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
                         location_in_words = (
                             f"row {row_number_in_partition} of shard {partition_index} "
                             "(both from 0)"
                         )
                         stored_position = {"shard": partition_index, "row": row_number_in_partition}
-                        partition_row = hub_row(
-                            partition_row,
+                        source_row = hub_row(
+                            block_row,
                             partition_rows.features,
                             location_in_words,
                             stored_position,
                         )
-                    yield partition_row
+                    yield source_row
                 block_number += 1
                 state_at_block_start = {
                     "piece": num_partitions_read,
