@@ -175,20 +175,20 @@ class Agreement:
         """
         num_tokens_of_hook: Counter[str] = Counter()
         comparison = Comparison()
-        for document_number, token_ids, values in stored_documents(folder):
+        for document_number, token_ids, values_of_document in stored_documents(folder):
             num_tokens = len(token_ids)
-            array_lengths = {len(array) for array in values.values()}
+            array_lengths = {len(array) for array in values_of_document.values()}
             if token_ids.tolist() != list(
                 self._token_ids_of_documents[document_number]
             ) or array_lengths != {num_tokens}:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
-            num_tokens_of_hook.update(dict.fromkeys(values, num_tokens))
+            num_tokens_of_hook.update(dict.fromkeys(values_of_document, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
                 reference_values = self._reference_values.setdefault(
-                    (dtype, document_number), values
+                    (dtype, document_number), values_of_document
                 )
                 exact_values = self._reference_values.get(("float32", document_number))
-                comparison.add(values, reference_values, exact_values)
+                comparison.add(values_of_document, reference_values, exact_values)
         if set(num_tokens_of_hook.values()) != {tokens}:
             raise Disagreement(
                 f"{folder.name}: tokens by hook are {num_tokens_of_hook}, expected {tokens}"

@@ -226,12 +226,12 @@ def machine() -> dict[str, Any]:
         if colon:
             cpu_info[field_name.strip()] = field_value.strip()
     supported_extensions = cpu_info.get("flags", "").split()
-    reported_extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    reported_cpu_extensions = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
         "processor": cpu_info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)),
         "extensions": [
-            extension for extension in reported_extensions if extension in supported_extensions
+            extension for extension in reported_cpu_extensions if extension in supported_extensions
         ],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),

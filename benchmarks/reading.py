@@ -85,7 +85,7 @@ class Run(NamedTuple):
         width: Width of the activations at each hook.
         max_shard_bytes: Largest number of bytes of a shard.
         has_conversations: Whether the samples are conversations.
-        sample_tokens: Number of tokens of a sample.
+        tokens_per_sample: Number of tokens of a sample.
     """
 
     hook_bytes: int
@@ -93,7 +93,7 @@ class Run(NamedTuple):
     width: int = 3584
     max_shard_bytes: int = 128_000_000
     has_conversations: bool = False
-    sample_tokens: int = LENGTH
+    tokens_per_sample: int = LENGTH
 
     @property
     def hook_names(self) -> list[str]:
@@ -112,7 +112,7 @@ class Run(NamedTuple):
         All fields are part of the name, so that different runs have different folders.
         """
         chat_suffix = "_chat" if self.has_conversations else ""
-        length_suffix = "" if self.sample_tokens == LENGTH else f"_of_{self.sample_tokens}"
+        length_suffix = "" if self.tokens_per_sample == LENGTH else f"_of_{self.tokens_per_sample}"
         sizes_text = f"{self.num_hooks}x{self.width}_{self.hook_bytes}_by_{self.max_shard_bytes}"
         return sizes_text + chat_suffix + length_suffix
 
@@ -126,7 +126,7 @@ class Run(NamedTuple):
             data="files",
             activation_dtype="bfloat16",
             text=TextOptions(
-                max_seq_length=self.sample_tokens,
+                max_seq_length=self.tokens_per_sample,
                 messages_column="messages" if self.has_conversations else None,
             ),
             storage=StorageOptions(shard_format="safetensors"),
@@ -149,7 +149,7 @@ class Run(NamedTuple):
             facts=run_facts,
         ) as storage:
             # bfloat16 takes 2 bytes.
-            sample_bytes = self.sample_tokens * self.width * 2
+            sample_bytes = self.tokens_per_sample * self.width * 2
             for sample_number in range(0 if storage.complete else self.hook_bytes // sample_bytes):
                 self._add(storage, sample_number, rng, value_pool)
 
@@ -168,7 +168,7 @@ class Run(NamedTuple):
             rng: The generator of random numbers.
             value_pool: The pool of values, (more tokens than a sample has, width).
         """
-        sample_length = self.sample_tokens
+        sample_length = self.tokens_per_sample
         token_ids = rng.integers(0, 150_000, sample_length, np.int32)
         labels_of_tokens = labels_of(rng, sample_length) if self.has_conversations else {}
         sample_facts = SampleFacts(sample_number, {"file": "0.jsonl", "line": sample_number})

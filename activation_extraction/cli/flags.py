@@ -40,7 +40,7 @@ from activation_extraction.cli.values import (
     path_or_default,
     positive,
     positive_or_0,
-    rows,
+    row_count,
     sizes,
     token,
     weighted,
@@ -461,7 +461,7 @@ class ComputingOptions:
         "auto is the same as the default",
         default_is="8 on TPU and GPU; on a CPU 2,048 / --max_seq_length, but at least 1 and at "
         "most 8, rounded up to a multiple of the number of devices",
-        parse=rows,
+        parse=row_count,
         metavar="ROWS|auto",
     )
     mesh_type: str | None = flag(

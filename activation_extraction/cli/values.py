@@ -72,12 +72,12 @@ def integer(least: int) -> Callable[[str], int]:
     return parse
 
 
-def rows(typed: str) -> int | str:
+def row_count(typed: str) -> int | str:
     """Returns a positive number of rows, or "auto"."""
     return typed if typed == "auto" else integer(1)(typed)
 
 
-rows.__name__ = "integer or auto"
+row_count.__name__ = "integer or auto"
 
 
 def token(typed: str) -> int | str:

@@ -79,7 +79,7 @@ def host_memory() -> int:
     It is the memory of the computer, or the smallest limit of a control group that contains this
     process if that is less.
     """
-    group_limits = [group.limit_bytes for group in _limited_groups()]
+    group_limits = [control_group.limit_bytes for control_group in _limited_groups()]
     return min([_computer_memory(), *group_limits])
 
 
@@ -91,8 +91,10 @@ def available_memory() -> int:
     limit that contains this process.
     """
     available_bytes = _computer_memory()
-    for group in _limited_groups():
-        available_bytes = min(available_bytes, max(group.limit_bytes - group.used_bytes, 0))
+    for control_group in _limited_groups():
+        available_bytes = min(
+            available_bytes, max(control_group.limit_bytes - control_group.used_bytes, 0)
+        )
     available_match = re.search(r"MemAvailable: *([0-9]+) kB", _kernel_file(MEMORY_INFO))
     if available_match is not None:
         available_bytes = min(available_bytes, int(available_match[1]) * 1024)

@@ -170,7 +170,7 @@ class Batches(Iterator[T]):
             runs; `part`, the number of this worker of a DataLoader, from 0; and `parts`, the number
             of workers of the DataLoader.
         """
-        loader_worker, num_loader_workers = _loader_worker() or ONLY_WORKER
+        loader_worker_number, num_loader_workers = _loader_worker() or ONLY_WORKER
         fingerprints = "\n".join(source.fingerprint for source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         settings_of_first_run, *settings_of_other_runs = (
@@ -180,7 +180,7 @@ class Batches(Iterator[T]):
             "data": data_digest,
             **settings_of_first_run,
             "others": settings_of_other_runs,
-            "part": loader_worker,
+            "part": loader_worker_number,
             "parts": num_loader_workers,
         }
         json_settings: dict[str, Any] = json.loads(json.dumps(settings))
@@ -336,7 +336,7 @@ class Batches(Iterator[T]):
         num_chunks_ahead = 1
         if are_read_by_ranges:
             num_tokens_of_blocks = [
-                sources[0].shards.block_tokens(chunk.shard, chunk_tokens) for chunk in chunks
+                sources[0].shards.block_tokens(chunk.shard_number, chunk_tokens) for chunk in chunks
             ]
             chunks = [
                 smaller_chunk
@@ -351,7 +351,7 @@ class Batches(Iterator[T]):
             smaller_chunks = list[Chunk]()
             for chunk in chunks:
                 smaller_chunks += shuffled_chunks(
-                    cut_chunk(chunk, chunk_tokens), shuffle_seed, chunk.shard, chunk.start
+                    cut_chunk(chunk, chunk_tokens), shuffle_seed, chunk.shard_number, chunk.start
                 )
             chunks = smaller_chunks
         elif not are_local:
@@ -382,9 +382,9 @@ class Batches(Iterator[T]):
         if self._position != Position() or not filter_texts:
             return
         message = f"no token passes these filters: {', '.join(filter_texts)}"
-        loader_worker, loader_workers = self._loader_worker or ONLY_WORKER
-        worker_number = self.options.worker * loader_workers + loader_worker
-        worker_count = self.options.workers * loader_workers
+        loader_worker_number, num_loader_workers = self._loader_worker or ONLY_WORKER
+        worker_number = self.options.worker * num_loader_workers + loader_worker_number
+        worker_count = self.options.workers * num_loader_workers
         if worker_count == 1:
             raise ValueError(message)
         log.warning("in the share of worker %d of %d, %s", worker_number, worker_count, message)

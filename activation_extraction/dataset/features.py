@@ -204,10 +204,12 @@ def _contexts(
         listed_indices_of_shard = np.flatnonzero(shard_of_token == shard)
         token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
         tokens_in_shard = listed_tokens[listed_indices_of_shard] - first_token_of_shard[shard]
-        sample_of_token = np.searchsorted(shard_reader.offsets, tokens_in_shard, "right") - 1
-        context_starts = np.maximum(shard_reader.offsets[sample_of_token], tokens_in_shard - around)
+        sample_index_of_token = np.searchsorted(shard_reader.offsets, tokens_in_shard, "right") - 1
+        context_starts = np.maximum(
+            shard_reader.offsets[sample_index_of_token], tokens_in_shard - around
+        )
         context_stops = np.minimum(
-            shard_reader.offsets[sample_of_token + 1], tokens_in_shard + around + 1
+            shard_reader.offsets[sample_index_of_token + 1], tokens_in_shard + around + 1
         )
         context_ids = [
             token_fields["token_ids"][start:stop]
@@ -215,7 +217,7 @@ def _contexts(
         ]
         context_columns = {
             "value": listed_values[listed_indices_of_shard],
-            "sample_idx": shard_reader.sample_idx[sample_of_token],
+            "sample_idx": shard_reader.sample_idx[sample_index_of_token],
             "position": token_fields["position"][tokens_in_shard],
             "token_ids": context_ids,
             "token": tokens_in_shard - context_starts,

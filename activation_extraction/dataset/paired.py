@@ -366,7 +366,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         return first_run_tokens, partner_blocks
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
-        aligned_chunk = first_source.whole(chunk.shard) if aligns_whole_shards else chunk
+        aligned_chunk = first_source.whole(chunk.shard_number) if aligns_whole_shards else chunk
         first_run_tokens, partner_blocks = align(aligned_chunk)
         start_row = chunk.start - aligned_chunk.start
         stop_row = start_row + len(chunk)
@@ -427,10 +427,12 @@ def _partners(
     partner_batches = list[TokenBatch]()
     for chunks in other_source.by_shard(other_run_samples):
         other_run_tokens = other_source.tokens(chunks)
-        sample_of_token = first_run_samples[
+        sample_index_of_token = first_run_samples[
             np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
         ]
-        other_sample_and_position_numbers = sample_of_token << 32 | other_run_tokens.tokens.position
+        other_sample_and_position_numbers = (
+            sample_index_of_token << 32 | other_run_tokens.tokens.position
+        )
         _, first_run_indices, other_run_indices = np.intersect1d(
             sample_and_position_numbers, other_sample_and_position_numbers, return_indices=True
         )

@@ -156,7 +156,7 @@ class ShardTokens(NamedTuple):
     """All tokens of some chunks (`Chunk`) of a shard in order, without their activations.
 
     Attributes:
-        shard: Number of the shard.
+        shard_number: Number of the shard, from 0.
         token_indices: Index of each token in the shard, ascending, int64 (tokens,).
         tokens: The tokens, as a batch without hooks.
         sample_indices: For each token, the index of its sample in the run, int64 (tokens,).
@@ -164,7 +164,7 @@ class ShardTokens(NamedTuple):
             are compared when the activations are read.
     """
 
-    shard: int
+    shard_number: int
     token_indices: np.ndarray
     tokens: TokenBatch
     sample_indices: np.ndarray
@@ -305,7 +305,7 @@ class TokenSource:
         Returns:
             A function that waits for the tokens and returns them.
         """
-        shard_number = chunks[0].shard
+        shard_number = chunks[0].shard_number
         first_token = chunks[0].start
         end_token = chunks[-1].stop
         indices_in_shard = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
@@ -314,8 +314,8 @@ class TokenSource:
             wait_for_fields = reader.begin_tokens(first_token, end_token)
 
         def wait() -> ShardTokens:
-            sample_of_token = np.searchsorted(reader.offsets, indices_in_shard, "right") - 1
-            sample_idx_of_token = reader.sample_idx[sample_of_token]
+            sample_index_of_token = np.searchsorted(reader.offsets, indices_in_shard, "right") - 1
+            sample_idx_of_token = reader.sample_idx[sample_index_of_token]
             with as_os_errors():
                 token_fields = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
@@ -324,13 +324,15 @@ class TokenSource:
                 for field_name, values in token_fields.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
-            sample_of_token += self.shards.first_samples[shard_number]
+            sample_index_of_token += self.shards.first_samples[shard_number]
             is_wanted = tokens.position >= self.options.skip_first
             if self.sample_mask is not None:
-                is_wanted &= self.sample_mask[sample_of_token]
+                is_wanted &= self.sample_mask[sample_index_of_token]
             if self.options.roles is not None:
                 is_wanted &= np.isin(field_arrays["role"], [*map(ROLES.index, self.options.roles)])
-            return ShardTokens(shard_number, indices_in_shard, tokens, sample_of_token, is_wanted)
+            return ShardTokens(
+                shard_number, indices_in_shard, tokens, sample_index_of_token, is_wanted
+            )
 
         return wait
 
@@ -370,7 +372,7 @@ class TokenSource:
             _range_of(shard_tokens.token_indices[indices_of_range])
             for indices_of_range in indices_of_ranges
         ]
-        activations = self._begin_activations(shard_tokens.shard, token_ranges)()
+        activations = self._begin_activations(shard_tokens.shard_number, token_ranges)()
         indices_of_read_tokens = np.concatenate(indices_of_ranges)
         tokens = shard_tokens.tokens.map(itemgetter(indices_of_read_tokens))
         tokens = replace(tokens, activations=activations)
@@ -415,7 +417,9 @@ class TokenSource:
     def _all_of(self, chunk: Chunk) -> TokenBatch:
         """Reads all tokens of a chunk and, at the same time, the activations of these tokens."""
         wait_for_tokens = self._begin_tokens([chunk])
-        wait_for_activations = self._begin_activations(chunk.shard, [(chunk.start, chunk.stop)])
+        wait_for_activations = self._begin_activations(
+            chunk.shard_number, [(chunk.start, chunk.stop)]
+        )
         return replace(wait_for_tokens().tokens, activations=wait_for_activations())
 
     def whole_tokens(self, chunks: Sequence[Chunk]) -> TokenBatch:

@@ -35,12 +35,12 @@ class Chunk:
     """Consecutive tokens of a shard, which are read together.
 
     Attributes:
-        shard: Number of the shard.
+        shard_number: Number of the shard, from 0.
         start: Index in the shard of the first token.
         stop: Index in the shard after the last token.
     """
 
-    shard: int
+    shard_number: int
     start: int
     stop: int
 
@@ -253,7 +253,10 @@ def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Ch
         chunk.start + unit_count * part_number // part_count * unit_tokens
         for part_number in range(part_count)
     ]
-    return [Chunk(chunk.shard, start, stop) for start, stop in pairwise([*part_starts, chunk.stop])]
+    return [
+        Chunk(chunk.shard_number, start, stop)
+        for start, stop in pairwise([*part_starts, chunk.stop])
+    ]
 
 
 def shuffled_chunks(chunks: list[Chunk], seed: int | None, *seed_numbers: int) -> list[Chunk]:

@@ -124,10 +124,12 @@ class DelphiFormat(ExportFormat):
                 )
         for token_batch in chunks:
             token_indices = np.arange(read_token_count, read_token_count + len(token_batch))
-            sample_of_token = np.searchsorted(first_token_of_sample, token_indices, "right") - 1
+            sample_index_of_token = (
+                np.searchsorted(first_token_of_sample, token_indices, "right") - 1
+            )
             is_in_whole_row = (
                 token_batch.position
-                < sample_lengths[sample_of_token] // self.tokens_per_row * self.tokens_per_row
+                < sample_lengths[sample_index_of_token] // self.tokens_per_row * self.tokens_per_row
             )
             # Index of each token among the tokens of the run that are in whole rows. The values at
             # other tokens of the chunk are not used.

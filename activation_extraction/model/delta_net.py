@@ -285,8 +285,8 @@ def gated_delta_rule(
     output_dtype = v.dtype
     q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in (q, k, v, log_decay, beta))
     q, k = q.shape[-1] ** -0.5 * inverse_length(q) * q, inverse_length(k) * k
-    rule_arrays = q, k, v, log_decay[..., None], beta[..., None]
-    chunks = _prepare(*map(_in_chunks, (*rule_arrays, segment_ids[..., None])))
+    arrays_of_tokens = q, k, v, log_decay[..., None], beta[..., None]
+    chunks = _prepare(*map(_in_chunks, (*arrays_of_tokens, segment_ids[..., None])))
     initial_state = jnp.zeros(
         (*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
     )

@@ -63,7 +63,7 @@ class HubFiles:
         # are read from the same commit.
         self._revision = revision
         self._keeps_weights = keep
-        self._kind = kind
+        self._repository_kind = kind
         # Name of a file -> its path in the cache; None if the repository lacks it.
         self._path_by_file_name: dict[str, Path | None] = {}
         # Whether the hub accepted connections, but did not answer a request.
@@ -106,9 +106,11 @@ class HubFiles:
         Raises:
             InputError: If the repository has no configuration file.
         """
-        config_path = self.find(self._kind.config_file)
+        config_path = self.find(self._repository_kind.config_file)
         if config_path is None:
-            raise not_read.lacks_file(self._flag_and_path, self._kind.config_file, self.offline)
+            raise not_read.lacks_file(
+                self._flag_and_path, self._repository_kind.config_file, self.offline
+            )
         return config_path
 
     @functools.cached_property
@@ -118,7 +120,9 @@ class HubFiles:
         The files belong to the same commit as the configuration file that was read first.
         """
         return RemoteFiles(
-            f"hf://{self._repository_name}@{self.commit}", self._flag_and_path, self._kind.flag
+            f"hf://{self._repository_name}@{self.commit}",
+            self._flag_and_path,
+            self._repository_kind.flag,
         )
 
     def _download(self, name: str) -> Path | None:
@@ -152,7 +156,7 @@ class HubFiles:
                 return None
             cache_is_empty = self._snapshot() is None
             raise not_read.hub_not_reached(
-                self._flag_and_path, self._kind.flag, name, cache_is_empty, error
+                self._flag_and_path, self._repository_kind.flag, name, cache_is_empty, error
             ) from error
         except EntryNotFoundError:
             return None
@@ -215,17 +219,17 @@ class HubFiles:
             snapshot: The folder of the commit in the cache.
             name: The name of the file that the cache lacks.
         """
-        if self._kind is AUTOENCODER:
+        if self._repository_kind is AUTOENCODER:
             autoencoder_folder = (snapshot / name).parent
             return autoencoder_folder.is_dir() and any(
                 autoencoder_path.name.endswith(AUTOENCODER_WEIGHTS)
                 for autoencoder_path in autoencoder_folder.iterdir()
             )
-        if not (snapshot / self._kind.config_file).is_file():
+        if not (snapshot / self._repository_kind.config_file).is_file():
             return False
-        if (snapshot / self._kind.weights_file).is_file():
+        if (snapshot / self._repository_kind.weights_file).is_file():
             return True
-        if self._kind is not MODEL or not (snapshot / INDEX_FILE).is_file():
+        if self._repository_kind is not MODEL or not (snapshot / INDEX_FILE).is_file():
             return False
         weight_file_names = set(read_index(snapshot / INDEX_FILE).values())
         return all(

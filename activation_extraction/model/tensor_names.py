@@ -71,15 +71,15 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
     Raises:
         InputError: If two tensors have the same name in the language model.
     """
-    checkpoint_name_by_name: dict[str, str] = {}
+    checkpoint_name_by_text_name: dict[str, str] = {}
     for checkpoint_name in checkpoint_names:
         text_tensor_name = text_name(checkpoint_name)
         if text_tensor_name is None:
             continue
-        if text_tensor_name in checkpoint_name_by_name:
+        if text_tensor_name in checkpoint_name_by_text_name:
             raise InputError(
-                f"{source}: {checkpoint_name_by_name[text_tensor_name]} and {checkpoint_name} are "
-                f"both the text model's {text_tensor_name}"
+                f"{source}: {checkpoint_name_by_text_name[text_tensor_name]} and "
+                f"{checkpoint_name} are both the text model's {text_tensor_name}"
             )
-        checkpoint_name_by_name[text_tensor_name] = checkpoint_name
-    return checkpoint_name_by_name
+        checkpoint_name_by_text_name[text_tensor_name] = checkpoint_name
+    return checkpoint_name_by_text_name

@@ -96,14 +96,14 @@ def open_dataset(
         dataset_rows = open_files(dataset_path, row_schema, data_files.files)
         return Dataset((Source(dataset_rows),), FILES, "", data_files)
     hub_name = options.dataset_name
-    hub_config = options.dataset_config
+    hub_config_name = options.dataset_config
     hub_split = options.dataset_split
     assert hub_name is not None  # cli/config.py sets it if no other source is given
-    hub_description = " ".join(filter(None, (hub_name, hub_config, hub_split)))
+    hub_description = " ".join(filter(None, (hub_name, hub_config_name, hub_split)))
     recorded_metadata, recorded_revision = _recorded_metadata(hub_description, earlier_metadata)
     _check_reader(f"--dataset_name {hub_description}", recorded_metadata)
     dataset_rows, dataset_revision = open_hub_dataset(
-        hub_name, hub_config, hub_split, recorded_revision or None
+        hub_name, hub_config_name, hub_split, recorded_revision or None
     )
     return Dataset((Source(dataset_rows),), hub_description, dataset_revision)
 
@@ -222,13 +222,17 @@ def _open_mixture(
             source_rows = open_files(source_text, row_schema, files_of_source)
         else:
             # A hub data set is given as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.
-            hub_name, hub_config, hub_split, *surplus_fields = [*source_text.split(":"), "", ""]
+            hub_name, hub_config_name, hub_split, *surplus_fields = [
+                *source_text.split(":"),
+                "",
+                "",
+            ]
             if any(surplus_fields):
                 raise InputError(f"--mix {source_name}: no such path, and not NAME:CONFIG:SPLIT")
             _check_reader(f"--mix {source_name}", recorded_metadata)
             source_rows, revision_by_source[source_name] = open_hub_dataset(
                 hub_name,
-                hub_config or None,
+                hub_config_name or None,
                 hub_split or DEFAULT_DATASET.split,
                 revision_by_source.get(source_name),
             )

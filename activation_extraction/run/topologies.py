@@ -28,14 +28,15 @@ class ChipKind(NamedTuple):
 
     Attributes:
         chip_name: The key of the chip in `model.devices.CHIPS`.
-        shapes: The shapes of machines with this kind of chip, separated by spaces; "" for GPUs.
+        machine_shapes: The shapes of machines with this kind of chip, separated by spaces; "" for
+            GPUs.
         name_number_per_chip: The number in the name of a machine, divided by the machine's number
             of chips. It is 2 for v4, because v4-32 has 16 chips.
         devices_per_chip: The number of JAX devices per chip.
     """
 
     chip_name: str
-    shapes: str
+    machine_shapes: str
     name_number_per_chip: int
     devices_per_chip: int
 
@@ -104,7 +105,7 @@ class Topology:
     @property
     def is_tpu(self) -> bool:
         """Whether the chips are TPUs. Otherwise they are GPUs."""
-        return bool(self.chip_kind.shapes)
+        return bool(self.chip_kind.machine_shapes)
 
     def describe_devices(self) -> list[Device]:
         """Returns a `Device` for each device of the machine, from which a mesh can be made."""
@@ -161,12 +162,12 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         name_match.groups() if name_match else (name.lower(), None, None)
     )
     chip_kind = CHIP_KINDS.get(kind_name)
-    if chip_kind is None or (shape_in_name and not chip_kind.shapes):
+    if chip_kind is None or (shape_in_name and not chip_kind.machine_shapes):
         raise InputError(
             f"--plan {name}: there are machines of {', '.join(CHIP_KINDS)}, such as v5e:8x8, "
             "v5litepod-64, v4-32 or h100-8"
         )
-    if chip_kind.shapes:
+    if chip_kind.machine_shapes:
         sides_of_shape = _tpu_sides(name, kind_name, chip_kind, number_in_name, shape_in_name)
         num_chips = math.prod(sides_of_shape)
         is_two_dimensional = len(sides_of_shape) == 2
@@ -213,7 +214,7 @@ def _tpu_sides(
             the valid names.
     """
     shape_by_number_in_name = {}
-    for shape_of_kind in kind.shapes.split():
+    for shape_of_kind in kind.machine_shapes.split():
         sides_of_shape = _sides_of_shape(shape_of_kind)
         shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.name_number_per_chip)] = (
             shape_of_kind

@@ -227,7 +227,7 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
         ).tolist()
         return file_buffers[first_buffer_index:stop_buffer_index]
 
-    front_bytes = file_header.tensors["token_ids"].offset
+    num_front_bytes = file_header.tensors["token_ids"].offset
     checksums_by_tensor = dict[str, str]()
     for tensor_name, tensor in file_header.tensors.items():
         if tensor.shape[0] == token_count:
@@ -236,8 +236,8 @@ def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeCh
                 tensor_buffers, tokens_per_block * tensor.row_bytes
             )
     return RangeChecksums(
-        front=front_bytes,
-        front_crc32c=crc_digits(buffers_of_range(0, front_bytes), front_bytes),
+        front=num_front_bytes,
+        front_crc32c=crc_digits(buffers_of_range(0, num_front_bytes), num_front_bytes),
         tokens=tokens_per_block,
         consecutive=all(
             np.array_equal(positions, np.arange(len(positions))) for positions in shard.positions
@@ -357,8 +357,8 @@ class SafetensorsFile:
             The positions, int32 (stop - start,).
         """
         token_indices = np.arange(start, stop)
-        sample_of_token = np.searchsorted(self.offsets, token_indices, "right") - 1
-        return (token_indices - self.offsets[sample_of_token]).astype(np.int32)
+        sample_index_of_token = np.searchsorted(self.offsets, token_indices, "right") - 1
+        return (token_indices - self.offsets[sample_index_of_token]).astype(np.int32)
 
     def begin_rows(self, name: str, start: int, stop: int) -> Callable[[], np.ndarray]:
         """Begins to read consecutive rows of a tensor.

@@ -429,8 +429,8 @@ class Mixture:
 
         while rows_by_dataset_index:
             dataset_index = min(rows_by_dataset_index, key=relative_count)
-            read_row = next(rows_by_dataset_index[dataset_index], None)
-            if read_row is None:
+            document_row = next(rows_by_dataset_index[dataset_index], None)
+            if document_row is None:
                 del rows_by_dataset_index[dataset_index]
                 if rows_by_dataset_index:
                     log.warning(
@@ -439,9 +439,9 @@ class Mixture:
                         counted(num_documents_by_dataset_index[dataset_index], "document"),
                     )
                 continue
-            num_documents_by_dataset_index[dataset_index] += read_row.document is not None
-            stream_states[dataset_index] = read_row.state
-            yield read_row._replace(
+            num_documents_by_dataset_index[dataset_index] += document_row.document is not None
+            stream_states[dataset_index] = document_row.state
+            yield document_row._replace(
                 state={
                     "given": list(num_documents_by_dataset_index),
                     "streams": list(stream_states),
@@ -465,10 +465,12 @@ def check_dataset(dataset: Rows, schema: RowSchema, skip_bad_rows: bool = False)
     num_skipped_rows = 0
     try:
         with hub_requests("the data set"):
-            for read_row in islice(document_stream.read(document_stream.beginning), CHECKED_ROWS):
-                if not read_row.skip_reason:
+            for document_row in islice(
+                document_stream.read(document_stream.beginning), CHECKED_ROWS
+            ):
+                if not document_row.skip_reason:
                     return
-                log_skipped_row(read_row.skip_reason, num_skipped_rows)
+                log_skipped_row(document_row.skip_reason, num_skipped_rows)
                 num_skipped_rows += 1
     except RunError as error:
         # If a column is missing, all rows are unusable. So the message must not recommend

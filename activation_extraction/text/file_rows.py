@@ -346,10 +346,10 @@ class FirstBytes(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        bytes_read = self._source_file.read(min(len(buffer), self._remaining_bytes))
-        buffer[: len(bytes_read)] = bytes_read
-        self._remaining_bytes -= len(bytes_read)
-        return len(bytes_read)
+        read_content = self._source_file.read(min(len(buffer), self._remaining_bytes))
+        buffer[: len(read_content)] = read_content
+        self._remaining_bytes -= len(read_content)
+        return len(read_content)
 
 
 def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:

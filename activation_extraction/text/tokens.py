@@ -66,18 +66,18 @@ class SpecialTokens:
     """The special tokens that are added around a text.
 
     Attributes:
-        front_ids: Ids of the tokens that are added in front of the text.
-        end_ids: Ids of the tokens that are added after the text.
+        front_token_ids: Ids of the tokens that are added in front of the text.
+        end_token_ids: Ids of the tokens that are added after the text.
         description: Description for messages and metadata.json, such as "text + <|endoftext|>"; ""
             if no tokens are added.
     """
 
-    front_ids: tuple[int, ...] = ()
-    end_ids: tuple[int, ...] = ()
+    front_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
     description: str = ""
 
     def __len__(self) -> int:
-        return len(self.front_ids) + len(self.end_ids)
+        return len(self.front_token_ids) + len(self.end_token_ids)
 
     def around(self, tokens: Tokens, characters: int) -> Tokens:
         """Returns the tokens of a text with the special tokens around them.
@@ -87,13 +87,13 @@ class SpecialTokens:
             characters: The number of characters of the text. It becomes the start offset of the
                 special tokens after the text.
         """
-        front_ids = np.array(self.front_ids, np.int32)
-        end_ids = np.array(self.end_ids, np.int32)
-        all_token_ids = np.concatenate([front_ids, tokens.ids, end_ids])
+        front_token_ids = np.array(self.front_token_ids, np.int32)
+        end_token_ids = np.array(self.end_token_ids, np.int32)
+        all_token_ids = np.concatenate([front_token_ids, tokens.ids, end_token_ids])
         start_offsets = tokens.start_offsets
         if start_offsets is not None:
-            front_offsets = np.zeros_like(front_ids)
-            end_offsets = np.full_like(end_ids, characters)
+            front_offsets = np.zeros_like(front_token_ids)
+            end_offsets = np.full_like(end_token_ids, characters)
             start_offsets = np.concatenate([front_offsets, start_offsets, end_offsets])
         return replace(
             tokens,
