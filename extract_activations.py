@@ -120,7 +120,7 @@ def extract(config: Config) -> int:
         )
     host = join_hosts(config)
     watchdog = Watchdog(host_options.stall_timeout)
-    remedy_in_words = how_to_continue(host.count, config.storage.overwrite)
+    remedy_in_words = how_to_continue(host.num_hosts, config.storage.overwrite)
     with explain_abort(host, f"committed shards are safe; {remedy_in_words}"):
         with device_errors():
             run = prepare(config, host, watchdog)

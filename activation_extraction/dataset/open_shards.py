@@ -121,7 +121,7 @@ class OpenShards:
         self.first_samples = [0, *accumulate(commit.count for commit in self.commits)]
         self.can_read_ranges = all(map(read_by_ranges, self.commits))
         self._check_sizes()
-        self._columns: dict[str, np.ndarray] = {}
+        self._values_by_column: dict[str, np.ndarray] = {}
         # The cached functions do not refer to this object, because a cycle of references would keep
         # a decompressed pickle in memory until the garbage collector runs.
         self._read: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
@@ -264,7 +264,9 @@ class OpenShards:
             The stored values by the name of the column, as arrays of objects (samples,). The value
             of a sample that lacks the column is None.
         """
-        unread_names = [column_name for column_name in names if column_name not in self._columns]
+        unread_names = [
+            column_name for column_name in names if column_name not in self._values_by_column
+        ]
         if unread_names:
             sample_tables = list(self.read_all(self.table))
             for column_name in unread_names:
@@ -273,8 +275,10 @@ class OpenShards:
                     for sample_table in sample_tables
                     for column_value in values_of(sample_table, column_name)
                 ]
-                self._columns[column_name] = np.fromiter(column_values, object, len(column_values))
-        return {column_name: self._columns[column_name] for column_name in names}
+                self._values_by_column[column_name] = np.fromiter(
+                    column_values, object, len(column_values)
+                )
+        return {column_name: self._values_by_column[column_name] for column_name in names}
 
     @cached_property
     def statistics(self) -> ByHook[HookStatistics]:

@@ -93,11 +93,12 @@ class HostRows:
         """Copies the activations of this host's rows from its devices to the host.
 
         Args:
-            activations: Vector type -> activations at the hooks, (hooks, rows of all
-                hosts, T, width), with the sharding of `outgoing`.
+            activations: Vector type (a width and a dtype) -> activations at the hooks of this type,
+                (hooks, rows of all hosts, T, width), with the sharding of `outgoing`.
 
         Returns:
-            Vector type -> activations of this host's rows, (hooks, B, T, width).
+            Vector type -> activations of this host's rows at the hooks of this type, (hooks, B, T,
+            width).
         """
         device_shards_of_type = {
             vector_type: shards_of_host(array) for vector_type, array in activations.items()

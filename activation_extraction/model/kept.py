@@ -40,8 +40,8 @@ class KeptBlock(NamedTuple):
     N is the same number for all blocks of a batch.
 
     Attributes:
-        activations: Vector type -> activations at the hooks, (hooks, devices * N,
-            width).
+        activations: Vector type -> activations at the hooks of this type (a width and a dtype),
+            (hooks, devices * N, width).
         indices_in_block: Indices of the kept tokens on the second axis of `activations`. The values
             at other indices are padding.
         indices_among_kept: For each index in `indices_in_block`, the index of the token among all
@@ -58,8 +58,8 @@ class KeptTokens(NamedTuple):
 
     Attributes:
         blocks: Blocks that together contain all kept tokens.
-        shape_of_type: Vector type -> shape of the activations, (hooks, kept tokens of the
-            batch, width).
+        shape_of_type: Vector type (a width and a dtype) -> shape of the activations at the hooks of
+            this type: (hooks, kept tokens of the batch, width).
     """
 
     blocks: list[KeptBlock]
@@ -69,8 +69,8 @@ class KeptTokens(NamedTuple):
         """Copies the activations to the host, and waits for them.
 
         Returns:
-            Vector type -> activations, (hooks, kept tokens of the batch, width). The
-            tokens are ordered by row and position.
+            Vector type -> activations at the hooks of this type (a width and a dtype), (hooks, kept
+            tokens of the batch, width). The tokens are ordered by row and position.
         """
         # All copies are started before the first copy is awaited.
         host_copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
@@ -93,8 +93,8 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     """Starts to gather the activations of kept tokens, without waiting for the devices.
 
     Args:
-        activations: Vector type -> activations at the hooks, (hooks, rows of all
-            hosts, T, width), with the sharding of `HostRows.outgoing`.
+        activations: Vector type (a width and a dtype) -> activations at its hooks, (hooks, rows of
+            all hosts, T, width), with the sharding of `HostRows.outgoing`.
         kept: The mask of the kept tokens of this host's rows, (B, T) bool.
 
     Returns:

@@ -105,7 +105,7 @@ def fit_rows(
             "--batch_size auto: %d rows, the default on %s", request.batch_shape[0], device_kind
         )
         return forward, None
-    num_devices_of_run = len(devices_of_host) * host.count
+    num_devices_of_run = len(devices_of_host) * host.num_hosts
     device_and_mesh = {
         "device": device_kind,
         "devices": num_devices_of_run,

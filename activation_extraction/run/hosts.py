@@ -55,16 +55,16 @@ class Host:
 
     Attributes:
         id: The number of the host among the hosts of the pod, from 0.
-        count: The number of hosts.
+        num_hosts: The number of hosts.
     """
 
     id: int = 0
-    count: int = 1
+    num_hosts: int = 1
 
     @property
     def is_one_of_several(self) -> bool:
         """Whether the run has more than one host."""
-        return self.count > 1
+        return self.num_hosts > 1
 
 
 def join(options: HostOptions) -> Host:

@@ -174,7 +174,7 @@ def check_output(config: Config, host: Host) -> RunFolders:
             run with other numbers of machines or hosts has left folders beside it.
     """
     host_options, output_options = config.hosts, config.output
-    worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.count)
+    worker = Worker(host_options.machine_id, host_options.total_machines, host.id, host.num_hosts)
     run_folders = RunFolders(
         worker,
         Path(output_options.output_dir),

@@ -279,10 +279,10 @@ class Statistics:
         overall_variance: Population variance of all values. Its key in JSON files is "variance".
         mean_norm: Mean Euclidean norm of the tokens.
         max_norm: Largest Euclidean norm of a token.
-        error: Encoding errors by kind of token, "sinks" or "others". Empty if the values are not
-            encoded.
-        codes: Sums over codes by kind of token, "sinks" or "others". Empty if the values are not
-            codes.
+        error: Encoding errors by kind of token: "sinks" (first tokens of samples) or "others".
+            Empty if the values are not encoded.
+        codes: Sums over codes by kind of token: "sinks" (first tokens of samples) or "others".
+            Empty if the values are not codes.
     """
 
     tokens: int = 0
