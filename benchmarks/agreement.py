@@ -126,10 +126,10 @@ class Comparison:
             )
         num_changed_tokens = self.num_changed_tokens or 0
         # Small numbers vary by chance, so 10 more tokens are allowed.
-        max_changed_tokens = MAX_CHANGED_RATIO * self.num_changed_reference_tokens + 10
+        max_num_changed_tokens = MAX_CHANGED_RATIO * self.num_changed_reference_tokens + 10
         if (
             not few_more(self.num_changed_reference_tokens, num_changed_tokens)
-            or num_changed_tokens > max_changed_tokens
+            or num_changed_tokens > max_num_changed_tokens
         ):
             raise Disagreement(
                 f"{name}: {num_changed_tokens} of {self.num_compared_tokens} tokens have other "

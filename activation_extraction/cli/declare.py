@@ -116,7 +116,8 @@ def flag(
         group: Group in --help; None for the group that `part` sets for all flags of the dataclass.
         needs: Name of another flag that this flag needs; "" if it needs none (see `Flag`).
         excluded_flags: Names of flags that cannot be used together with this flag.
-        variables: Environment variables that replace the flag if it is missing; None for none.
+        variables: Environment variables that replace the flag if it is missing; None if there are
+            no such variables.
         collect: Function that turns a list of values into the value of the field (see `Flag`).
         determines_shards: Whether the value of the flag determines the content of shards (see
             `Flag`).

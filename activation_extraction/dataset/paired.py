@@ -537,12 +537,15 @@ def _rows(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
     Raises:
         ValueError: If two samples of the run come from the same row.
     """
-    sample_by_row = dict[str, int]()
+    sample_index_by_row = dict[str, int]()
     for sample_index, row in enumerate(run.shards.columns(["row"])["row"]):
         if row is None:
             continue
-        if sample_by_row.setdefault(json.dumps(row, sort_keys=True), sample_index) != sample_index:
+        if (
+            sample_index_by_row.setdefault(json.dumps(row, sort_keys=True), sample_index)
+            != sample_index
+        ):
             url = without_secrets(run.url)
             raise ValueError(f"{url}: sample {sample_index} has the row of another sample")
     schema = pyarrow.schema({"row": pyarrow.string(), index_column: pyarrow.int64()})
-    return pyarrow.table([[*sample_by_row], [*sample_by_row.values()]], schema=schema)
+    return pyarrow.table([[*sample_index_by_row], [*sample_index_by_row.values()]], schema=schema)

@@ -231,7 +231,7 @@ class TokenSource:
         Args:
             samples: Indices of the samples in the run.
         """
-        sample_mask = np.isin(np.arange(self.shards.first_samples[-1]), samples)
+        sample_mask = np.isin(np.arange(self.shards.first_sample_by_shard[-1]), samples)
         if self.sample_mask is not None:
             sample_mask &= self.sample_mask
         return replace(self, sample_mask=sample_mask)
@@ -249,12 +249,14 @@ class TokenSource:
 
         Shards in which `sample_mask` selects no sample are left out.
         """
-        first_samples = self.shards.first_samples
+        first_sample_by_shard = self.shards.first_sample_by_shard
         return [
             self.whole(shard_index)
             for shard_index, _ in enumerate(self.shards.commits)
             if self.sample_mask is None
-            or self.sample_mask[first_samples[shard_index] : first_samples[shard_index + 1]].any()
+            or self.sample_mask[
+                first_sample_by_shard[shard_index] : first_sample_by_shard[shard_index + 1]
+            ].any()
         ]
 
     def by_shard(self, samples: np.ndarray) -> Iterator[list[Chunk]]:
@@ -266,10 +268,11 @@ class TokenSource:
         Yields:
             A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
-        shard_of_sample = np.searchsorted(self.shards.first_samples, samples, "right") - 1
+        shard_of_sample = np.searchsorted(self.shards.first_sample_by_shard, samples, "right") - 1
         for shard_number in np.unique(shard_of_sample).tolist():
             sample_indices_in_shard = (
-                samples[shard_of_sample == shard_number] - self.shards.first_samples[shard_number]
+                samples[shard_of_sample == shard_number]
+                - self.shards.first_sample_by_shard[shard_number]
             )
             with as_os_errors():
                 token_offsets = self.shards.get(shard_number).offsets
@@ -324,7 +327,7 @@ class TokenSource:
                 for field_name, values in token_fields.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
-            sample_index_of_token += self.shards.first_samples[shard_number]
+            sample_index_of_token += self.shards.first_sample_by_shard[shard_number]
             is_wanted = tokens.position >= self.options.skip_first
             if self.sample_mask is not None:
                 is_wanted &= self.sample_mask[sample_index_of_token]

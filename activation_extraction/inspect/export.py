@@ -179,9 +179,9 @@ def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
     """
     for host_state in host_states(folders):
         if host_state.state != "complete":
-            host_folder = f"{root.url}/{host_state.name}".rstrip("/")
+            host_folder_url = f"{root.url}/{host_state.name}".rstrip("/")
             raise InputError(
-                f"--export: {host_folder} is {host_state.state}; expected a finished run"
+                f"--export: {host_folder_url} is {host_state.state}; expected a finished run"
             )
     try:
         return ActivationDataset(root.full_url)

@@ -95,7 +95,8 @@ class Decoder:
         Returns:
             A tuple of:
                 The residual stream, (1, 1, D).
-                The result of `rotary_table` for this token.
+                The cosines and the sines with which the token's queries and keys are rotated, a
+                tuple of two arrays (1, 1, 1, H) float32.
                 The segment ids, (1, 1) int32.
                 Whether the first layer's attention has a sliding window, () bool; None in a model
                 without windows.

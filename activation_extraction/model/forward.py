@@ -304,7 +304,8 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
         options: Options of the compiler, besides the options of every run.
 
     Returns:
-        The compiled program; see `_compile`.
+        The compiled program, an object of JAX. It is a function that takes weights and a batch, and
+        computes the step (see `_compile`).
 
     Raises:
         JaxRuntimeError: If the program cannot be compiled. The message contains RESOURCE_EXHAUSTED

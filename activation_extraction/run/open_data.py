@@ -56,7 +56,7 @@ class Dataset:
 
     sources: tuple[Source, ...]
     description: str
-    revisions: str
+    revisions: str  # the revision of a hub data set, or names and revisions of several
     files: DataFiles = field(default_factory=DataFiles)
 
 
