@@ -279,7 +279,7 @@ class HookedModel(nn.Module):
 
             Args:
                 carry: A tuple of the residual stream after each stage, (stages, B, T, D), and the
-                    buffers of all stages.
+                    buffers of all stages, which contain the values at hooks.
                 tick_number: The number of the tick, () int32.
 
             Returns:

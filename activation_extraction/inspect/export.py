@@ -116,8 +116,7 @@ def export(
         raise InputError(
             f"{flag_and_format}: {finished_dataset.url} holds "
             f"{counted(finished_dataset.tokens, 'token')}; expected at least "
-            f"{tokens_per_row}, which "
-            "fill a row"
+            f"{tokens_per_row}, which fill a row"
         )
     bytes_per_token = sum(
         export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hooks

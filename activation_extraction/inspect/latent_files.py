@@ -68,8 +68,7 @@ class DelphiFormat(ExportFormat):
         if not (sample_lengths >= self.tokens_per_row).any():
             raise InputError(
                 f"--export delphi: no sample of {dataset.url} has {self.tokens_per_row} tokens, "
-                "which "
-                "a row needs"
+                "which a row needs"
             )
         return exported_hooks
 

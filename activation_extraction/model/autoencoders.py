@@ -636,9 +636,9 @@ class Format(NamedTuple):
 
     Attributes:
         convert_to_fields: The function that converts an autoencoder of this format. Its arguments
-            are the files, the content of the configuration file ({} if there is none), and the
-            tensors of the weights file. It returns the fields of an `Autoencoder`: name of a field
-            -> value.
+            are the files, the content of the configuration file ({} if there is no such file), and
+            the tensors of the weights file. It returns the fields of an `Autoencoder`: name of a
+            field -> value.
         config_file: The name of the configuration file; None if the format has none.
         weights_file: The name of the file with the tensors. "{}" in the name stands for the number
             of the layer; a name without "{}" is the same for all layers.

@@ -268,7 +268,8 @@ class Capture:
         """Returns the values at all hooks after one loop over all layers.
 
         Args:
-            buffers: The buffers, to which all layers have written.
+            buffers: The buffers, to which the loop has written the values at the hooks of all
+                layers.
 
         Returns:
             Vector type -> the values of its hooks, (hooks of this type, B, T, width).

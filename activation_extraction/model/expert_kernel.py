@@ -363,7 +363,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
     """Waits until the copies of rows into a buffer are complete.
 
     Args:
-        buffers: The two buffers, (2, rows of a buffer, D / LANES, LANES).
+        buffers: The two buffers into which rows are copied, (2, rows of a buffer, D / LANES,
+            LANES).
         semaphores: The DMA semaphore of each buffer, (2,).
         buffer: The index of the buffer, 0 or 1.
         count: The number of rows that are copied into the buffer.

@@ -159,7 +159,7 @@ def _quantization(raw: Mapping[str, Any]) -> Any:
         raw: The contents of config.json, or of a section of it.
 
     Returns:
-        The value of quantization_config; None if there is none.
+        The value of quantization_config; None if config.json has no such field.
     """
     quantization_config = raw.get("quantization_config")
     for section_name in ("text_config", "thinker_config"):

@@ -96,7 +96,7 @@ class HookKind:
         dtype: The name of the dtype of the values; None for activations, whose dtype the user
             chooses.
         width_factor: A factor of the width that has no letter, such as the number of most likely
-            tokens in `logits.top_ids`; 1 if there is none.
+            tokens in `logits.top_ids`; 1 if every factor has a letter.
     """
 
     name: str
@@ -194,7 +194,7 @@ class Hook(NamedTuple):
 
     @property
     def module(self) -> str | None:
-        """The name in Hugging Face, such as "model.layers.3.output"; None if there is none."""
+        """The name in Hugging Face, such as "model.layers.3.output"; None for no such name."""
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def names(self) -> list[str]:
@@ -225,7 +225,7 @@ class Hook(NamedTuple):
             sizes: Letter of an axis -> its size in the model.
 
         Returns:
-            A dict with the keys `module` (the name in Hugging Face; None if there is none),
+            A dict with the keys `module` (the name in Hugging Face; None for no such name),
             `aliases` (all other names) and `width`. If the values are not activations, it also has
             `dtype`. If `width` is the product of a number of heads and a head size, it also has
             `heads` and `head_size`. For an attention pattern, it also has `heads` and `keys` (the

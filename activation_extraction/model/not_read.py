@@ -109,7 +109,7 @@ def adapter_in_model(flag_and_path: str, adapter_file: str, base_model: str | No
     Args:
         flag_and_path: The flag and its value, such as `--model_path org/x`.
         adapter_file: The name of the adapter's configuration file.
-        base_model: The name of the base model in this file; None if it names none.
+        base_model: The name of the base model in this file; None if the file names no base model.
     """
     of_base_model = f", of {base_model}" if base_model else ""
     return InputError(

@@ -123,7 +123,8 @@ def _recorded_metadata(
     Returns:
         A tuple of:
             The metadata that names this data set.
-            The revision of the data set in the first such metadata; "" if there is none.
+            The revision of the data set in the first such metadata; "" if no metadata names this
+                data set.
     """
     metadata_of_dataset = [
         metadata

@@ -113,7 +113,8 @@ def meaning_of(status: int, code: str = "") -> Meaning:
     Args:
         status: HTTP status of the answer, which is used if the code is not one of CODES. 0 if only
             the code is available.
-        code: Code in the body of the answer, such as "NoSuchBucket"; "" if there is none.
+        code: Code in the body of the answer, such as "NoSuchBucket"; "" if the body contains no
+            code.
     """
     if code in CODES:
         return CODES[code]
@@ -224,7 +225,7 @@ def _code_and_message(body: str) -> tuple[str, str]:
 
 
 def _xml_field(body: str, tag: str) -> str:
-    """Returns the text of the first XML element `tag` in a body; "" if there is none."""
+    """Returns the text of the first XML element `tag` in a body; "" if it has no such element."""
     element_match = re.search(f"<{tag}>([^<]*)</", body)
     return unescape(element_match[1]) if element_match else ""
 

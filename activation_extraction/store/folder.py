@@ -127,7 +127,7 @@ class Folder:
         url: URL or local path of the folder, which need not exist.
         patience: Seconds for which a request is repeated after its first failure, and for which a
             write to a bucket may make no progress (sending.py).
-        flag: Name of the flag that sets the patience, for messages. "" if there is none.
+        flag: Name of the flag that sets the patience, for messages. "" if no flag sets it.
 
     Attributes:
         full_url: URL or path of the folder with any secrets that it contains. It must not be

@@ -360,7 +360,7 @@ class LocalFolder:
                 not exist. ANY to create or replace it without a condition.
 
         Returns:
-            The new version of the file; None if the kind of folder has no versions.
+            The new version of the file; None if the store of the folder keeps no versions.
 
         Raises:
             ChangedError: If the file has another version than `expected`.

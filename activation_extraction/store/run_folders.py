@@ -374,8 +374,8 @@ class RunFolders:
     def earlier(self) -> list[tuple[str, dict[str, Any]]]:
         """Returns the metadata of the run that is already stored in the output folders.
 
-        In each output folder, metadata.json is read from this worker's folder or, if there is none,
-        from any other folder.
+        In each output folder, metadata.json is read from this worker's folder or, if it contains no
+        metadata.json, from any other folder.
 
         Returns:
             A tuple for each output folder that contains a metadata.json, the local output folder

@@ -192,7 +192,7 @@ class ActivationStorage:
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
         self._incomplete_samples: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
-        # Number of the last sample that has all its activations; -1 if there is none.
+        # Number of the last sample that has all its activations; -1 for no such sample.
         self._last_complete_number = -1
         self._lock_descriptor: int | None = None
         # "planned": the stored shards are known, and this storage has not written anything yet.
