@@ -30,11 +30,11 @@ GPU_PRODUCTS: tuple[Product, ...] = (
 DTYPES = ("bfloat16", "float32")
 
 
-def jax_product(product: Product, dtype: str) -> Callable[[], object]:
+def jax_product(product_sizes: Product, dtype: str) -> Callable[[], object]:
     """Returns a function that computes a product of random matrices with JAX.
 
     Args:
-        product: The sizes of the matrices (see `Product`).
+        product_sizes: The sizes of the matrices (see `Product`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -43,7 +43,7 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
     import jax
     import jax.numpy as jnp
 
-    num_rows, inner_size, num_columns = product
+    num_rows, inner_size, num_columns = product_sizes
     x = jax.random.normal(jax.random.key(0), (num_rows, inner_size), dtype)
     y = jax.random.normal(jax.random.key(1), (num_columns, inner_size), dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == "float32" else jax.lax.Precision.DEFAULT
@@ -59,13 +59,13 @@ def jax_product(product: Product, dtype: str) -> Callable[[], object]:
     return lambda: multiply(x, y).block_until_ready()
 
 
-def torch_product(product: Product, dtype: str) -> Callable[[], object]:
+def torch_product(product_sizes: Product, dtype: str) -> Callable[[], object]:
     """Returns a function that computes a product of random matrices with PyTorch.
 
     PyTorch uses a GPU if there is one, otherwise the CPU.
 
     Args:
-        product: The sizes of the matrices (see `Product`).
+        product_sizes: The sizes of the matrices (see `Product`).
         dtype: The dtype of the matrices, "bfloat16" or "float32".
 
     Returns:
@@ -73,7 +73,7 @@ def torch_product(product: Product, dtype: str) -> Callable[[], object]:
     """
     import torch
 
-    num_rows, inner_size, num_columns = product
+    num_rows, inner_size, num_columns = product_sizes
     device_name = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(num_rows, inner_size, dtype=getattr(torch, dtype), device=device_name)
     y = torch.randn(num_columns, inner_size, dtype=getattr(torch, dtype), device=device_name)
@@ -128,12 +128,12 @@ def measure(
     make_product_function = {"jax": jax_product, "torch": torch_product}[library]
     speeds_of_dtype: dict[str, dict[str, float]] = {dtype: {} for dtype in dtypes}
     for dtype in dtypes:
-        for product in products:
-            num_operations = 2.0 * math.prod(product)
+        for product_sizes in products:
+            num_operations = 2.0 * math.prod(product_sizes)
             flops_per_second = operations_per_second(
-                make_product_function(product, dtype), num_operations, seconds
+                make_product_function(product_sizes, dtype), num_operations, seconds
             )
-            speeds_of_dtype[dtype]["x".join(map(str, product))] = flops_per_second
+            speeds_of_dtype[dtype]["x".join(map(str, product_sizes))] = flops_per_second
     return speeds_of_dtype
 
 

@@ -64,8 +64,8 @@ class StrongestTokens:
     def add(self, feature_ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
         """Adds n values of features, and keeps only the K largest values of each feature.
 
-        K is `tokens_per_feature` of this object. Among equal values, the values that were added
-        first are kept.
+        K is the argument `tokens_per_feature` of this class. Among equal values, the values that
+        were added first are kept.
 
         Args:
             feature_ids: Number of the feature of each value, int32 (n,).

@@ -499,8 +499,8 @@ def _joined(tokens_of_runs: Sequence[Any]) -> Any:
 
     Args:
         tokens_of_runs: A TokenBatch of each run, or a SampleActivations of each run, with the same
-            tokens. The result has the activations of all items. It takes all other arrays, such as
-            the token ids, from the first item.
+            tokens. The result contains the activations of all runs. All of its other arrays, such
+            as the token ids, come from the first run.
     """
     activations = _joined_hooks([tokens.activations for tokens in tokens_of_runs])
     return replace(tokens_of_runs[0], activations=activations)

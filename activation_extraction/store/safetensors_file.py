@@ -309,7 +309,7 @@ class SafetensorsFile:
             )
         self.tensors = file_header.tensors
         # Labels are the roles and turns of tokens, which not every run stores. A hook may have the
-        # same name as a label, but the tensor of a hook has two axes, and of a label one.
+        # same name as a label, but a hook's tensor has two axes, and a label's tensor has one.
         self.labels = [
             label_name
             for label_name in LABELS
