@@ -165,7 +165,7 @@ class OpenShards:
         return sum(self.hooks[hook_name].row_dtype.itemsize for hook_name in hooks)
 
     def block_tokens(self, shard: int, chunk_tokens: int) -> int:
-        """Returns the number of tokens of which the length of a chunk should be a multiple.
+        """Returns the number of tokens by which the length of a chunk should be divisible.
 
         The file of a shard has checksums of blocks of tokens (see RangeChecksums). A bucket is read
         in whole blocks, so that their checksums can be compared. A chunk that consists of whole

@@ -461,7 +461,7 @@ class TokenSource:
         return read
 
     def are_within_limits(self, block: Block) -> np.ndarray:
-        """Returns whether the norms of each wanted token are within `max_norm`, bool (tokens,).
+        """Returns whether the norms of each wanted token do not exceed `max_norm`, bool (wanted,).
 
         Args:
             block: Block whose `wanted_rows` are the wanted tokens, with the activations of all

@@ -284,9 +284,9 @@ def align(
     most_frequent_offsets = distinct_offsets[order_by_frequency[:MAX_PARTS]]
     alignments = []
     for token_offset in most_frequent_offsets.tolist():
-        is_at_offset = np.zeros(len(stored_states), bool)
-        is_at_offset[state_indices[offset_of_match == token_offset]] = True
-        alignments.append(Alignment(row_number, hook, token_offset, is_at_offset))
+        is_matching_state = np.zeros(len(stored_states), bool)
+        is_matching_state[state_indices[offset_of_match == token_offset]] = True
+        alignments.append(Alignment(row_number, hook, token_offset, is_matching_state))
     return alignments
 
 

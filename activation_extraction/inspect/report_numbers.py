@@ -264,8 +264,8 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     the LARGEST tokens with the largest norms are grouped.
 
     Args:
-        sample: The tokens that were read.
-        norms: The norms of their activations at a hook, (tokens,).
+        sample: The tokens on which the report is based.
+        norms: The norms of the tokens' activations at a hook, (tokens,).
 
     Returns:
         A tuple for each group, in descending order of the largest norm. It contains the index of

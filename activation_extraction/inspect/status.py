@@ -117,12 +117,12 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
                 f"empty: {counted(totals_of_run.empty_rows, 'row')} without text, "
                 "which gave no sample"
             )
-        for statistics_line in errors_in_words(totals_of_run.statistics):
-            say(statistics_line)
-        for statistics_line in codes_in_words(totals_of_run.statistics):
-            say(statistics_line)
-        for statistics_line in code_warnings(totals_of_run.statistics):
-            say(f"warning: {statistics_line}")
+        for error_line in errors_in_words(totals_of_run.statistics):
+            say(error_line)
+        for codes_line in codes_in_words(totals_of_run.statistics):
+            say(codes_line)
+        for warning_line in code_warnings(totals_of_run.statistics):
+            say(f"warning: {warning_line}")
         for problem_message in problem_messages:
             say(f"damaged: {problem_message}")
     if writes_totals:
@@ -375,9 +375,11 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         aggregated_metadata: The content of aggregated_metadata.json.
     """
     running_hosts = [host_state for host_state in hosts if host_state.state == "running"]
-    speeds_or_none = [host_state.tokens_per_second for host_state in running_hosts]
+    host_speeds_or_none = [host_state.tokens_per_second for host_state in running_hosts]
     host_speeds = [
-        tokens_per_second for tokens_per_second in speeds_or_none if tokens_per_second is not None
+        tokens_per_second
+        for tokens_per_second in host_speeds_or_none
+        if tokens_per_second is not None
     ]
     expected_end_times = [
         host_state.expected_end

@@ -313,8 +313,9 @@ def check_numbers(
     )
     repeated_sample_numbers = sample_numbers[occurrence_counts > 1]
     if repeated_sample_numbers.size:
-        repeated_in_words = counted(len(repeated_sample_numbers), "sample number")
-        yield f"{repeated_in_words} stored more than once, such as {repeated_sample_numbers[0]}"
+        repeated_numbers_in_words = counted(len(repeated_sample_numbers), "sample number")
+        first_repeated_number = repeated_sample_numbers[0]
+        yield f"{repeated_numbers_in_words} stored more than once, such as {first_repeated_number}"
     for folder_name, run_log in folders.items():
         folder_identity = run_log.identity
         last_shard_number = max(run_log.commits, default=0)

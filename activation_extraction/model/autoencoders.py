@@ -376,8 +376,8 @@ def sae_lens(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
     - rescale_acts_by_decoder_norm scales each feature by the norm of its decoder row.
     - normalize_activations scales or maps the activations before they are encoded.
 
-    In training, SAELens computes the norms from a decoder for normalised activations, which is the
-    stored decoder. Folding normalize_activations changes the decoder, so the norms come first.
+    The stored decoder reconstructs normalised activations, and SAELens computes the norms from this
+    decoder. Folding normalize_activations changes the decoder, so the norms are folded first.
 
     Args:
         files: The files of the autoencoder.

@@ -182,7 +182,7 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         candidate: The function of the kernel.
         trials: The trials.
     """
-    largest_error_of_trials = []
+    largest_errors_of_trials = []
     device_of_exact_result = jax.local_devices()[0]
     # JAX raises RuntimeError if JAX_PLATFORMS excludes the CPU.
     with suppress(RuntimeError):
@@ -207,8 +207,8 @@ def largest_error(candidate: Callable[..., Array], trials: Iterable[Trial]) -> f
         # The exact output of a token without experts has the norm 0. Its error is divided by 1.
         exact_norms[exact_norms == 0] = 1
         error_norms = np.linalg.norm(computed_vectors - exact_vectors, axis=-1)
-        largest_error_of_trials.append(np.max(error_norms / exact_norms))
-    return float(np.max(largest_error_of_trials))
+        largest_errors_of_trials.append(np.max(error_norms / exact_norms))
+    return float(np.max(largest_errors_of_trials))
 
 
 def _as_float32(device: jax.Device, argument: Any) -> Any:

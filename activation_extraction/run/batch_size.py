@@ -79,8 +79,8 @@ def fit_rows(
         host: This host.
         request: The request for a step with the default number of rows.
         forward: The model, made ready to compute this step.
-        earlier: The contents of metadata.json that the run has stored already, in the local folder
-            and in the bucket. Empty for a new run.
+        earlier: The content of each metadata.json that this run has stored already, in the local
+            folder and in the bucket. Empty for a new run.
 
     Returns:
         A tuple of:

@@ -63,8 +63,8 @@ class Text:
         options: The flags about text.
         model: The files of the model.
         vocabulary_size: The number of token ids that the model has.
-        earlier_metadata: The contents of metadata.json that the run has stored already (see
-            `open_dataset`). Empty for a new run.
+        earlier_metadata: The content of each metadata.json that this run has stored already,
+            locally and in the bucket. Empty for a new run.
         source_names: The names of the sources of a mixture. Empty to take them from the flags.
         adapter: The files of the LoRA adapter. None without an adapter.
     """

@@ -71,7 +71,7 @@ def open_dataset(
     Args:
         options: The flags about text.
         row_schema: The settings by which rows become documents.
-        earlier_metadata: The contents of metadata.json that the run has stored already, in the
+        earlier_metadata: The content of each metadata.json that this run has stored already, in the
             local folder and in the bucket. A hub data set is opened at the recorded revision, and
             files must have the recorded content (see `DataFiles.as_recorded`). Empty for a new run.
         source_names: The names of the sources of a mixture, which are the same on all hosts. Empty
@@ -118,7 +118,7 @@ def _recorded_metadata(
 
     Args:
         data_description: The description of the data, as in `Dataset.description`.
-        earlier_metadata: The contents of metadata.json that the run has stored already.
+        earlier_metadata: The content of each metadata.json that this run has stored already.
 
     Returns:
         A tuple of:
@@ -145,8 +145,8 @@ def _check_reader(flag_and_name: str, recorded_metadata: Sequence[Mapping[str, A
 
     Args:
         flag_and_name: The flag and the name of the data set, for the message.
-        recorded_metadata: The contents of metadata.json that the run has stored already. If one of
-            them records no version of `datasets`, it is not compared.
+        recorded_metadata: The content of each metadata.json that this run has stored already. If a
+            file records no version of `datasets`, the version is not compared with it.
 
     Raises:
         InputError: If the run has read the data set with another version before.
@@ -179,8 +179,8 @@ def _open_mixture(
         sources_and_weights: The sources of --mix with their weights. A source is a path, or the
             name of a data set on the hub.
         row_schema: The settings by which rows become documents.
-        earlier_metadata: The contents of metadata.json that the run has stored already (see
-            `open_dataset`).
+        earlier_metadata: The content of each metadata.json that this run has stored already,
+            locally and in the bucket.
         source_names: The names of the sources. Empty for the names in the flags.
 
     Raises:

@@ -351,7 +351,8 @@ class ActivationStorage:
 
         Args:
             batch: Batch whose samples are added. The batches must come in the order in which they
-                were packed, and must not contain samples in `stored_after_mark`.
+                were packed, and must not contain samples that are stored already
+                (`stored_after_mark`).
             activations: Activations of the batch, by the key of the hook. An array has the shape
                 (B, T, width) if all tokens are stored. If `batch.kept_mask` selects the tokens to
                 store, an array contains only these, and has the shape (tokens, width). At hooks
