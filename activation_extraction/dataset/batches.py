@@ -360,7 +360,8 @@ class Batches(Iterator[T]):
                 min(MAX_REQUESTS // hook_count, max_bytes_read_ahead // (chunk_tokens * row_bytes)),
                 2,
             )
-        # A window takes half of the buffer, and contains whole batches.
+        # A window takes half of the buffer, because one window is filled while batches are cut from
+        # another. It contains whole batches.
         num_window_tokens = options.buffer // 2 // options.size * options.size
         max_window_tokens = min(num_window_tokens, sum(map(len, chunks)))
         return Windows(

@@ -20,7 +20,7 @@ from activation_extraction.inspect.export_format import Exported, ExportFormat
 ROW_TOKENS = 64  # number of tokens in a row; delphi shows examples of half a row
 # Usual number of files per hook, the default of delphi's setting n_splits. There are more files if
 # they would otherwise exceed FILE_BYTES, and fewer if the hook has fewer features.
-MIN_FILES = 5
+USUAL_FILES = 5
 FILE_BYTES = 2**30  # approximate largest number of bytes in a file
 SMALLEST_VALUE = 1e-5  # values of this or a smaller magnitude are left out, as in delphi
 # Dtype of a file while it is being written. Each entry is the value of the feature `latent` at the
@@ -218,5 +218,5 @@ def _feature_boundaries(dataset: ActivationDataset, hook: str) -> list[int]:
     """
     feature_count = dataset.hooks[hook]
     max_value_count = dataset.tokens * dataset.shards.hooks[hook].max_values
-    file_count = max(MIN_FILES, -(-max_value_count * ENTRY.itemsize // FILE_BYTES))  # rounded up
+    file_count = max(USUAL_FILES, -(-max_value_count * ENTRY.itemsize // FILE_BYTES))  # rounded up
     return np.linspace(0, feature_count, min(file_count, feature_count) + 1).astype(int).tolist()

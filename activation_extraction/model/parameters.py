@@ -49,7 +49,8 @@ LOGICAL_AXES = {
 # along this mesh axis. Most layers begin with a product with a weight that is not split. Devices
 # compute this product while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
-SMALL = 2**22  # the largest number of values of a NOT_GATHERED weight that is not split
+# The largest number of values of a weight in NOT_GATHERED that is not split along the axis fsdp.
+SMALL = 2**22
 # The Flax collection of variables with the weights of all layers, which `StackedWeight` reads.
 STACKS = "stacks"
 
