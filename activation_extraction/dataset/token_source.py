@@ -245,7 +245,7 @@ class TokenSource:
         return Chunk(shard, 0, self.shards.commits[shard].tokens)
 
     def chunks(self) -> list[Chunk]:
-        """Returns the chunks to read: one chunk with all tokens of a shard, for some shards.
+        """Returns a chunk for each shard that is to be read, with all tokens of the shard.
 
         Shards in which `sample_mask` selects no sample are left out.
         """
