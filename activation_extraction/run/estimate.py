@@ -342,7 +342,9 @@ def token_counts_of(config: Config) -> TokenCounts | None:
 
 
 def tokens_of_a_sample(max_seq_length: int) -> int:
-    """Returns the assumed number of tokens of a sample: an average document, cut to a row.
+    """Returns the assumed number of tokens of a sample.
+
+    It is the number of tokens of an average document, but at most the number of tokens of a row.
 
     Args:
         max_seq_length: The number of tokens of a row.
