@@ -53,15 +53,15 @@ class StrongestTokens:
     Attributes:
         values: Largest values of each feature, float32 (F, K), in descending order; -inf where the
             feature is active on fewer than K tokens.
-        tokens: Numbers of the tokens with these values, counted from 0 over all shards of a
+        token_numbers: Numbers of the tokens with these values, counted from 0 over all shards of a
             dataset, int64 (F, K).
     """
 
     def __init__(self, feature_count: int, tokens_per_feature: int) -> None:
         self.values = np.full((feature_count, tokens_per_feature), -np.inf, np.float32)
-        self.tokens = np.zeros((feature_count, tokens_per_feature), np.int64)
+        self.token_numbers = np.zeros((feature_count, tokens_per_feature), np.int64)
 
-    def add(self, feature_ids: np.ndarray, values: np.ndarray, tokens: np.ndarray) -> None:
+    def add(self, feature_ids: np.ndarray, values: np.ndarray, token_numbers: np.ndarray) -> None:
         """Adds n values of features, and keeps only the K largest values of each feature.
 
         K is the argument `tokens_per_feature` of this class. Among equal values, the values that
@@ -70,14 +70,14 @@ class StrongestTokens:
         Args:
             feature_ids: Number of the feature of each value, int32 (n,).
             values: Values of the features, float32 (n,).
-            tokens: Number of the token of each value, from 0 over all shards, int64 (n,).
+            token_numbers: Number of the token of each value, from 0 over all shards, int64 (n,).
         """
         tokens_per_feature = self.values.shape[1]
         may_be_kept = values > self.values[feature_ids, -1]
         feature_order = np.lexsort((-values[may_be_kept], feature_ids[may_be_kept]))
         feature_ids = feature_ids[may_be_kept][feature_order]
         values = values[may_be_kept][feature_order]
-        tokens = tokens[may_be_kept][feature_order]
+        token_numbers = token_numbers[may_be_kept][feature_order]
         updated_features, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )
@@ -90,18 +90,20 @@ class StrongestTokens:
         candidate_values = np.full(
             (len(updated_features), 2 * tokens_per_feature), -np.inf, np.float32
         )
-        candidate_tokens = np.zeros(candidate_values.shape, np.int64)
+        candidate_token_numbers = np.zeros(candidate_values.shape, np.int64)
         candidate_values[:, :tokens_per_feature] = self.values[updated_features]
-        candidate_tokens[:, :tokens_per_feature] = self.tokens[updated_features]
+        candidate_token_numbers[:, :tokens_per_feature] = self.token_numbers[updated_features]
         indices_in_right_half = (
             candidate_row_of_value[is_candidate],
             tokens_per_feature + value_ranks[is_candidate],
         )
         candidate_values[indices_in_right_half] = values[is_candidate]
-        candidate_tokens[indices_in_right_half] = tokens[is_candidate]
+        candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate]
         best_columns = np.argsort(-candidate_values, axis=1, kind="stable")[:, :tokens_per_feature]
         self.values[updated_features] = np.take_along_axis(candidate_values, best_columns, 1)
-        self.tokens[updated_features] = np.take_along_axis(candidate_tokens, best_columns, 1)
+        self.token_numbers[updated_features] = np.take_along_axis(
+            candidate_token_numbers, best_columns, 1
+        )
 
 
 def feature_table(
@@ -191,7 +193,7 @@ def _contexts(
     """
     is_listed = np.isfinite(strongest_tokens.values)
     listed_values = strongest_tokens.values[is_listed]
-    listed_tokens = strongest_tokens.tokens[is_listed]
+    listed_tokens = strongest_tokens.token_numbers[is_listed]
     first_token_of_shard = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
     shard_of_token = np.searchsorted(first_token_of_shard, listed_tokens, "right") - 1
     decode_ids = None

@@ -215,7 +215,7 @@ class HookReport:
         norms: The quantiles of the norms: the 1 %, 25 %, 50 %, 75 % and 99 % quantiles and the
             largest norm (see LEVELS), float64 (6,).
         by_position: The median norm in each range of `sample.position_ranges`, float64 (ranges,).
-        is_outlier: Whether the norm of each token is an outlier, bool (tokens,).
+        is_outlier_token: Whether the norm of each token is an outlier, bool (tokens,).
         largest_norm_tokens: The tokens with the largest norms, in groups of tokens with the same
             token id (see `largest_tokens`). A tuple contains the index of the group's token with
             the largest norm, and the number of tokens in the group.
@@ -240,7 +240,7 @@ class HookReport:
             for token_indices in sample.position_ranges.values()
         ]
         self.by_position = np.array(median_norms)
-        self.is_outlier = hook_norms > OUTLIER * self.norms[MEDIAN]
+        self.is_outlier_token = hook_norms > OUTLIER * self.norms[MEDIAN]
         self.largest_norm_tokens = largest_tokens(sample, hook_norms)
         dimension_statistics = sampled_statistics.without_first_token
         if not dimension_statistics.tokens:

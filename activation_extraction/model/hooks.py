@@ -512,20 +512,32 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]
-    for layers_word, kind_name, letters, intermediate_path, module_names, alias_names in HOOK_KINDS:
+    for (
+        layers_word,
+        kind_name,
+        letters,
+        intermediate_path,
+        joined_module_names,
+        joined_alias_names,
+    ) in HOOK_KINDS:
         if layers_word not in type_words:
             continue
         # If the model also has layers with experts, `mlp.gate` is the name of their router. So in
         # dense layers, for example the alias "mlp.gate.hook_out" becomes "mlp.dense_gate.hook_out".
         if type_words[layers_word] == (DENSE,):
-            alias_names = re.sub(r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", alias_names)
+            joined_alias_names = re.sub(
+                r"mlp\.(gate|in|out)\.", r"mlp.dense_\1.", joined_alias_names
+            )
         hook_kinds.append(
             HookKind(
                 f"blocks.{{}}.{kind_name}",
                 letters,
                 intermediate_path,
-                tuple(f"model.layers.{{}}.{module_name}" for module_name in module_names.split()),
-                tuple(f"blocks.{{}}.{alias_name}" for alias_name in alias_names.split()),
+                tuple(
+                    f"model.layers.{{}}.{module_name}"
+                    for module_name in joined_module_names.split()
+                ),
+                tuple(f"blocks.{{}}.{alias_name}" for alias_name in joined_alias_names.split()),
                 type_words=type_words[layers_word],
                 dtype=DTYPE_OF_INTERMEDIATE.get(intermediate_path),
             )

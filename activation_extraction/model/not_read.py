@@ -67,8 +67,8 @@ def lacks_file(flag_and_path: str, name: str, offline: bool) -> InputError:
         name: The name of the file.
         offline: Whether the hub could not be reached, so that only its cache was searched.
     """
-    offline_note = "the hub cannot be reached, and its cache here " if offline else ""
-    return InputError(f"{flag_and_path}: {offline_note}has no {name}")
+    offline_problem = "the hub cannot be reached, and its cache here " if offline else ""
+    return InputError(f"{flag_and_path}: {offline_problem}has no {name}")
 
 
 def no_weights(

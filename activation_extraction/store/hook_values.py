@@ -685,9 +685,9 @@ class CodeValues(HookValues):
         }
         sample_codes = Codes(**code_arrays, features=record["shape"][1])
         first_offset, last_offset = sample_codes.indptr[[0, -1]].tolist()
-        feature_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
+        entry_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
         are_offsets_ascending = (np.diff(sample_codes.indptr) >= 0).all()
-        if first_offset != 0 or len(feature_counts) != 1 or not are_offsets_ascending:
+        if first_offset != 0 or len(entry_counts) != 1 or not are_offsets_ascending:
             raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
         return sample_codes
 
