@@ -69,18 +69,20 @@ WAYS = {
 
 
 def batches_of(
-    lengths: Sequence[int], way: Way, batch_size: int, computed_every: int
+    lengths: Sequence[int], way: Way, batch_size: int, computed_batch_interval: int
 ) -> list[list[int]]:
     """Divides documents into batches, and selects the batches that are computed.
 
-    A number above 1 as `computed_every` saves time, because only a part of the batches is selected.
+    A number above 1 as `computed_batch_interval` saves time, because only a part of the batches is
+    selected.
 
     Args:
         lengths: The number of tokens of each document.
         way: The way to batch documents.
         batch_size: The number of documents of a batch. Ignored if the way does not pad batches,
             because each batch is then a single document.
-        computed_every: The number of successive batches of which the middle one is selected.
+        computed_batch_interval: The number of successive batches of which the middle one is
+            selected.
 
     Returns:
         For each selected batch, the indices of its documents in `lengths`.
@@ -94,7 +96,7 @@ def batches_of(
     batches = [
         document_numbers[batch_start : batch_start + batch_size] for batch_start in batch_starts
     ]
-    return batches[min(computed_every // 2, len(batches) - 1) :: computed_every]
+    return batches[min(computed_batch_interval // 2, len(batches) - 1) :: computed_batch_interval]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
@@ -280,19 +282,20 @@ def run(
     documents: Sequence[Sequence[int]],
     batches: Sequence[Sequence[int]],
     shards: Shards,
-    written_every: int,
+    written_document_interval: int,
 ) -> dict[str, float]:
     """Computes all batches, writes some of their documents, and measures the seconds of both.
 
-    Of every `written_every` successive documents, the first one is written. Computing and writing
-    alternate in one thread.
+    Of every `written_document_interval` successive documents, the first one is written. Computing
+    and writing alternate in one thread.
 
     Args:
         forward: The function that computes a batch.
         documents: The token ids of each document.
         batches: For each batch, the indices of its documents in `documents`.
         shards: The shards to which documents are written.
-        written_every: The number of successive computed documents of which one is written.
+        written_document_interval: The number of successive computed documents of which one is
+            written.
 
     Returns:
         A dict with these figures.
@@ -310,7 +313,7 @@ def run(
         for row_in_batch, document_number in enumerate(batch):
             num_tokens = len(documents[document_number])
             run_figures["tokens"] += num_tokens
-            if run_figures["documents"] % written_every == 0:
+            if run_figures["documents"] % written_document_interval == 0:
                 document_values = [
                     hook_values[row_in_batch, :num_tokens] for hook_values in values_of_hooks
                 ]

@@ -584,11 +584,15 @@ class ProgramText:
         else:
             return operand_bytes
         read_bytes = 0
-        for reader in candidate_readers:
-            for position_in_reader, name_of_operand in enumerate(reader.operands):
+        for reading_instruction in candidate_readers:
+            for position_in_reader, name_of_operand in enumerate(reading_instruction.operands):
                 if name_of_operand == operand_name:
                     read_bytes += self._operand_bytes_read(
-                        reader, position_in_reader, operand_bytes, candidate_readers, counted_names
+                        reading_instruction,
+                        position_in_reader,
+                        operand_bytes,
+                        candidate_readers,
+                        counted_names,
                     )
         return min(operand_bytes, read_bytes)
 

@@ -30,7 +30,7 @@ from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.step_cost import link_speed
 from benchmarks.program_text import ProgramText
 
-# Chips whose compiled text contains collectives that program_text.py cannot parse.
+# Chips whose compiled programs contain collectives that program_text.py cannot parse.
 UNPARSABLE_CHIPS = ("TPU7x",)
 # Chips whose matrix units multiply by tiles of 256 x 256 values, not 128 x 128 as on other chips.
 WIDE_TILE_CHIPS = "TPU v6 lite", "TPU7x"

@@ -140,7 +140,7 @@ class Windows:
         """
         chunk_index = begin_position.chunk
         first_row = begin_position.row
-        filled_tokens = 0
+        num_filled_tokens = 0
         window_batches = self._memory_by_parity[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
@@ -150,12 +150,14 @@ class Windows:
         if self.seed is not None:
             np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_rows)
         while (
-            filled_tokens < self.max_tokens
+            num_filled_tokens < self.max_tokens
             and chunk_index < len(self.chunks)
             and not self._is_stopped
         ):
             blocks = self._blocks(chunk_index, thread_pool)
-            stop_row = min(first_row + self.max_tokens - filled_tokens, len(blocks[0].wanted_rows))
+            stop_row = min(
+                first_row + self.max_tokens - num_filled_tokens, len(blocks[0].wanted_rows)
+            )
             if first_row < stop_row:
                 part_blocks = [
                     block._replace(wanted_rows=block.wanted_rows[first_row:stop_row])
@@ -167,7 +169,7 @@ class Windows:
                             empty_batch(block.tokens, self.max_tokens) for block in part_blocks
                         ]
                     target_row_indices = memory_rows[
-                        filled_tokens : filled_tokens + stop_row - first_row
+                        num_filled_tokens : num_filled_tokens + stop_row - first_row
                     ]
                     for block, window_batch in zip(part_blocks, window_batches, strict=True):
                         copy_rows(block, target_row_indices, window_batch)
@@ -175,23 +177,23 @@ class Windows:
                         Block(window_batch, target_row_indices) for window_batch in window_batches
                     ]
                 blocks_of_parts.append(part_blocks)
-                filled_tokens += stop_row - first_row
+                num_filled_tokens += stop_row - first_row
                 first_row = stop_row
             if first_row >= len(blocks[0].wanted_rows):
                 chunk_index += 1
                 first_row = 0
-        if not filled_tokens:
+        if not num_filled_tokens:
             return None
         if self.seed is not None:
             blocks_of_parts = [
                 [
-                    Block(window_batch, np.sort(memory_rows[:filled_tokens]))
+                    Block(window_batch, np.sort(memory_rows[:num_filled_tokens]))
                     for window_batch in window_batches
                 ]
             ]
         return Window(
             [*zip(*blocks_of_parts, strict=True)],
-            filled_tokens,
+            num_filled_tokens,
             Position(begin_position.window + 1, chunk_index, first_row),
         )
 

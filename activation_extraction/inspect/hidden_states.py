@@ -121,13 +121,13 @@ class StatesFolder(ABC):
 
     Attributes:
         program_name: Name of the program that trains on the folder.
-        number_of_block_0: Number that this program gives to the output of the first block.
+        first_block_number: Number that this program gives to the output of the first block.
         path: Path of the folder.
         files: Path of the file of each row, by the number of the row, in ascending order.
     """
 
     program_name: str
-    number_of_block_0: int
+    first_block_number: int
 
     def __init__(self, path: Path, files: dict[int, Path]) -> None:
         self.path = path
@@ -204,7 +204,7 @@ class SpeculatorsFolder(StatesFolder):
     """
 
     program_name = "speculators"
-    number_of_block_0 = 1
+    first_block_number = 1
 
     def last_hook(self, depth: int) -> str:
         return last_stream_hook(depth)
@@ -295,7 +295,7 @@ class SpecForgeFolder(StatesFolder):
     """
 
     program_name = "SpecForge"
-    number_of_block_0 = 0
+    first_block_number = 0
 
     def last_hook(self, depth: int) -> str:
         return FINAL_NORM_HOOK

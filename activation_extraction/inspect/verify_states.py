@@ -496,7 +496,7 @@ def _notes_on_hooks(
         and [expected_hook.name for expected_hook in hooks[:-1]] != default_hooks
     ):
         layer_numbers_in_words = ", ".join(
-            str(default_block_number + folder.number_of_block_0)
+            str(default_block_number + folder.first_block_number)
             for default_block_number in default_block_numbers
         )
         hook_names_in_words = ", ".join(default_hooks)

@@ -260,10 +260,11 @@ class DocumentStream:
         return {"rows": 0, "dataset": None}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker from a place in the data to the end (see `Documents`).
+        """Yields the rows of the worker, each with the state after it (see `Documents`).
 
         Args:
-            state: The place, a JSON object with the keys that the docstring of this class lists.
+            state: The place in the data at which reading begins, a JSON object with the keys `rows`
+                and `dataset`.
         """
         row_number: int = state["rows"]
         if state["dataset"] is not None:
@@ -402,10 +403,11 @@ class Mixture:
         return {"given": [0] * len(stream_states), "streams": stream_states}
 
     def read(self, state: Mapping[str, Any]) -> Iterator[ReadRow]:
-        """Reads the rows of the worker from a place in the data to the end (see `Documents`).
+        """Yields the rows of the worker, each with the state after it (see `Documents`).
 
         Args:
-            state: The place, a JSON object with the keys that the docstring of this class lists.
+            state: The place in the data at which reading begins, a JSON object with the keys
+                `given` and `streams`.
         """
         num_documents_by_dataset_index = list(state["given"])
         stream_states = list(state["streams"])

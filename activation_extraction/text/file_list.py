@@ -462,8 +462,8 @@ def _refuse_named_splits(path: str, root: str, data_paths: Sequence[str]) -> Non
     Raises:
         InputError: If the names of the files name several splits.
     """
-    # Number of the group of SPLIT_WORD that matches the words for a split -> path of a file of this
-    # split.
+    # The keys are the numbers of the groups of the pattern SPLIT_WORD. Each group matches the words
+    # for one split, such as "test" and "eval". The value is the path of a file of this split.
     example_path_by_split_group: dict[int | None, str] = {}
     for data_path in data_paths:
         split_word_match = SPLIT_WORD.search(data_path.removeprefix(root).lower())
