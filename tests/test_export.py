@@ -50,7 +50,7 @@ one_run = pytest.mark.parametrize("run", ["float32"], indirect=True)
 
 
 def test_every_choice_of_the_flag_has_a_format():
-    assert [export_format_of(name).name for name in EXPORTS] == list(EXPORTS)
+    assert [export_format_of(name).flag_value for name in EXPORTS] == list(EXPORTS)
 
 
 def save(run, target, *patterns):

@@ -381,7 +381,7 @@ CLOUDS = {
 @pytest.mark.parametrize("place,address", CLOUDS.items())
 def test_the_host_in_a_url_names_the_account_and_its_cloud(monkeypatch, place, address):
     monkeypatch.delenv("AZURE_STORAGE_ENDPOINT", raising=False)
-    settings = AZURE_KIND.settings(place)
+    settings = AZURE_KIND.make_client_arguments(place)
     assert (settings["container_name"], settings["account_name"]) == ("data", "acct")
     assert settings["endpoint"] == address
 

@@ -186,7 +186,8 @@ def test_verify_recomputes_only_from_the_inputs_of_the_run(started):
 
     gone = {**metadata["configuration"], "mix": [["gone.jsonl", 1.0]]}
     data = str(flags[flags.index("--dataset_path") + 1])
-    assert load(data, configuration=gone).values  # what is given counts, not what is recorded
+    # What is given counts, not what is recorded.
+    assert load(data, configuration=gone).compute_values
     for each in INPUTS:
         told = f"^--[a-z_]+.*: the {each.name_in_messages} is (not|missing,) the one"
         with pytest.raises(InputError, match=told):
