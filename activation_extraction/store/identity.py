@@ -123,7 +123,8 @@ class Identity:
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()
-    encode_most: tuple[int, ...] = ()  # most features per token, by --encode_most or its default
+    # Largest numbers of features of a token, under the name of the flag --encode_most, as stored.
+    encode_most: tuple[int, ...] = ()
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
     activation_dtype: str = ""
