@@ -44,8 +44,8 @@ class HookedModel(nn.Module):
         activation_dtype: The dtype in which activations are stored, or "float8".
         kernels: The functions that compute attention, experts and delta nets.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
-        stages: The number of pipeline stages. All stages have the same number of layers. Layers of
-            zeros, which do not change the residual stream, may fill the last stages.
+        num_stages: The number of pipeline stages. All stages have the same number of layers. Layers
+            of zeros, which do not change the residual stream, may fill the last stages.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class HookedModel(nn.Module):
     activation_dtype: Any = jnp.float32
     kernels: Kernels = Kernels()
     layout: Layout = Layout()
-    stages: int = 1
+    num_stages: int = 1
 
     @property
     def captured_dtype(self) -> Any:
@@ -73,7 +73,7 @@ class HookedModel(nn.Module):
     @property
     def layers_per_stage(self) -> int:
         """The number of layers in each pipeline stage. Without a pipeline, there is one stage."""
-        return stage_length(self.config.layer_types[: self.num_layers], self.stages)
+        return stage_length(self.config.layer_types[: self.num_layers], self.num_stages)
 
     @property
     def runs_to_the_end(self) -> bool:
@@ -112,7 +112,9 @@ class HookedModel(nn.Module):
     def setup(self) -> None:
         self.decoder = decoder(self.config, self.dtype, self.kernels, self.layout)
         self.embed_tokens = Embedding(self.config, self.dtype, self.layout)
-        self.layers = self.param("layers", self.decoder.init, self.layers_per_stage, self.stages)
+        self.layers = self.param(
+            "layers", self.decoder.init, self.layers_per_stage, self.num_stages
+        )
         self.norm = RMSNorm(self.config, self.dtype)
         if not self.config.tie_word_embeddings:
             self.lm_head = Embedding(self.config, self.dtype, self.layout)
@@ -138,7 +140,7 @@ class HookedModel(nn.Module):
             return {}
         axis_sizes = self.config.sizes_with(token_ids.shape[1])
         capture = Capture(self.hooks, axis_sizes, self.captured_dtype, self.layout)
-        run_layers = self._run_in_one_loop if self.stages == 1 else self._run_in_stages
+        run_layers = self._run_in_one_loop if self.num_stages == 1 else self._run_in_stages
         return run_layers(capture, token_ids, segment_ids, positions)
 
     def _declare(self, token_ids: Array) -> None:
@@ -209,7 +211,7 @@ class HookedModel(nn.Module):
             Vector type (the width and the dtype of some hooks) -> the values at these hooks, (hooks
             of the type, B, T, width).
         """
-        stage_count = self.stages
+        stage_count = self.num_stages
         row_count, row_length = token_ids.shape
         micro_batch_count = self.micro_batches(row_count)
 

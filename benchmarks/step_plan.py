@@ -334,7 +334,8 @@ def _padded_flops_of_product(product: Any, tile: int) -> int:
 
     Args:
         product: The equation `dot_general` of a jaxpr.
-        tile: The number of rows and of columns of a tile.
+        tile: The number of rows, and also of columns, of the blocks of a matrix that the unit
+            multiplies at a time.
     """
     (contracted_axes, _), _ = product.params["dimension_numbers"]
     left_operand, right_operand = (operand.aval for operand in product.invars)

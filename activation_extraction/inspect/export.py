@@ -79,7 +79,7 @@ def export(
     Args:
         root: The folder with the output of all hosts.
         export_format: The format of the files.
-        target_folder: The path of the folder, which must not exist.
+        target_folder: The path of the new folder, which must not exist.
         patterns: Names or globs of the hooks to export. None for all hooks that the format accepts.
         load_text: The function that takes the content of metadata.json and loads the text of the
             run. None if the format needs no text.

@@ -115,7 +115,8 @@ def throughput_over_time(axes: Axes, bin_edges: np.ndarray, rates: np.ndarray) -
 
     Args:
         axes: The axes to draw on.
-        bin_edges: The edges of the bins in seconds, without pauses between processes, (bins + 1,).
+        bin_edges: The edges of the bins, (bins + 1,): seconds since the start of the run, without
+            the pauses between its processes.
         rates: The tokens per second in each bin, (bins,).
     """
     seconds_per_unit, time_unit = (3600, "hours") if bin_edges[-1] >= 7200 else (1, "seconds")

@@ -41,7 +41,8 @@ from activation_extraction.store.chosen_samples import RecomputeStates
 # A function that loads the model. Its arguments are the token ids of all samples that may be
 # computed, (tokens,) each, and the width of the stored states.
 LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
-# The result of `match_hooks` for a layer: the match by the name of a hook and a token offset.
+# The comparisons of a stored layer with the states at hooks: (name of a hook, token offset) -> how
+# well the stored states match the states at this hook, shifted by this number of tokens.
 Matches = Mapping[tuple[str, int], HookMatch]
 
 

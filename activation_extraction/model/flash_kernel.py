@@ -49,7 +49,7 @@ def flash_attention(
         q: The queries, (B, T, N, H).
         k: The keys, (B, S, K, H).
         v: The values, (B, S, K, H).
-        segments: The segment number of every query and key.
+        segments: The number of the segment (the sample in its row) of every query and key.
         first_query: The index in the row of the first of the T queries.
         window: The largest number of tokens that a token sees, itself included; None for no limit.
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
@@ -168,8 +168,10 @@ def _attend(
         q_ref: The queries of the block, (QUERIES, H).
         k_ref: All keys of the row, (S, H).
         v_ref: All values of the row, (S, H).
-        query_segments_ref: The segments of the queries, (QUERIES,) int32.
-        key_segments_ref: The segments of the keys, (S,) int32.
+        query_segments_ref: The number of the segment (the sample in the row) of each query of the
+            block, (QUERIES,) int32; 0 for padding.
+        key_segments_ref: The number of the segment of each key of the row, (S,) int32; 0 for
+            padding.
         out_ref: The outputs, (QUERIES, H).
         window: The largest number of tokens that a token sees, itself included; None for no limit.
     """

@@ -315,7 +315,7 @@ def compile_unloaded(program: Program, **options: Any) -> Any:
     param_dtype = jnp.uint16 if program.takes_params_as_bits else model.dtype
     param_shape_by_path = {}
     for parameter_path, weight_spec in program.weights.items():
-        sharding = model.layout.sharding(weight_spec.axes, weight_spec.shape)
+        sharding = model.layout.sharding(weight_spec.logical_axes, weight_spec.shape)
         param_shape_by_path[parameter_path] = jax.ShapeDtypeStruct(
             weight_spec.shape, param_dtype, sharding=sharding
         )
@@ -377,11 +377,11 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         in_words(layout.shape),
         f" ({layout.reason_for_mesh})" if layout.reason_for_mesh else "",
     )
-    if model.stages > 1:
+    if model.num_stages > 1:
         micro_batch_count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
-        idle_percent = 100 * (model.stages - 1) / (micro_batch_count + model.stages - 1)
+        idle_percent = 100 * (model.num_stages - 1) / (micro_batch_count + model.num_stages - 1)
         log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
-        log.info(log_format, model.stages, micro_batch_count, idle_percent)
+        log.info(log_format, model.num_stages, micro_batch_count, idle_percent)
     with tqdm(
         total=parameter_value_count * model.dtype.itemsize,
         unit="B",

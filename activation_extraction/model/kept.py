@@ -103,7 +103,8 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     device_shards_of_type = {
         vector_type: shards_of_host(array) for vector_type, array in activations.items()
     }
-    # The shards of all vector types have the same devices, rows and tokens.
+    # The arrays of all vector types are split alike: their parts on a device have the same rows and
+    # tokens.
     shards_of_a_type = next(iter(device_shards_of_type.values()))
     host_mesh = Mesh(
         np.array([device_shard.device for device_shard in shards_of_a_type]), ("device",)

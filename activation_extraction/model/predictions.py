@@ -18,8 +18,8 @@ from jax import Array, lax
 from activation_extraction.model.mesh import RULES, Layout
 from activation_extraction.model.numerics import einsum, from_bits, to_bits
 
-# The number of tokens of a block on each device. With 151,936 tokens in the vocabulary, the logits
-# of a block take 311 MB in float32.
+# The number of tokens whose logits each device computes at a time (a block). With 151,936 tokens in
+# the vocabulary, the logits of a block take 311 MB in float32.
 TOKENS_OF_A_BLOCK = 512
 # The logical axes of logits, (B, T, V). They are computed for one block of tokens at a time.
 LOGIT_AXES = "batch", "sequence", "head_vocab"

@@ -332,7 +332,7 @@ def _values_on_device(
         unsplit_axis: A mesh axis along which the parameter is not split. None to split it along all
             mesh axes that RULES in mesh.py lists for its logical axes.
     """
-    return math.prod(layout.shard_shape(weight_spec.axes, weight_spec.shape, unsplit_axis))
+    return math.prod(layout.shard_shape(weight_spec.logical_axes, weight_spec.shape, unsplit_axis))
 
 
 def linked_devices(devices: Sequence[Any]) -> int:

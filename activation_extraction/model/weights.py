@@ -67,7 +67,7 @@ class WeightSpec:
 
     Attributes:
         shape: Shape of the parameter.
-        axes: Logical axis of each dimension of the parameter.
+        logical_axes: Logical axis of each dimension of the parameter.
         hf_names: Names of the tensors, in the order of the stack. If there are fewer names than
             layers, the parameter of the last layers is zeros. A layer of zeros only fills up a
             stage of the pipeline; it leaves the residual stream unchanged.
@@ -79,7 +79,7 @@ class WeightSpec:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    logical_axes: tuple[str, ...]
     hf_names: tuple[str, ...]
     num_stacked_axes: int = 0
     tensor_slice: TensorSlice | None = None
@@ -88,7 +88,7 @@ class WeightSpec:
     @property
     def reverses_axes(self) -> bool:
         """Returns whether the tensors have the last two axes of the parameter in reverse order."""
-        return "experts" in self.axes and not self.has_input_axis_first
+        return "experts" in self.logical_axes and not self.has_input_axis_first
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class WeightSpec:
             The start and stop on each axis of the tensor.
         """
         bounds_by_axis: list[tuple[int, int]] = []
-        axis_names = self.axes[self.num_stacked_axes :]
+        axis_names = self.logical_axes[self.num_stacked_axes :]
         axis_lengths = self.shape[self.num_stacked_axes :]
         for axis_name, axis_length, axis_range in zip(
             axis_names, axis_lengths, ranges, strict=True
@@ -181,7 +181,7 @@ class WeightSpec:
             values_at_once // math.prod(parameter_part.shape[first_tensor_axis + 1 :]), 1
         )
         # Tensors of single experts may have their axes in reverse order, so they are read whole.
-        if "experts" in self.axes[:first_tensor_axis]:
+        if "experts" in self.logical_axes[:first_tensor_axis]:
             rows_at_once = len(ranges[first_tensor_axis])
         for first_row in range(0, len(ranges[first_tensor_axis]), rows_at_once):
             row_slice = slice(first_row, first_row + rows_at_once)
@@ -276,7 +276,7 @@ def orient_experts(
     fused_spec_by_path = {
         parameter_path: weight_spec
         for parameter_path, weight_spec in table.items()
-        if "experts" in weight_spec.axes[weight_spec.num_stacked_axes :]
+        if "experts" in weight_spec.logical_axes[weight_spec.num_stacked_axes :]
     }
     input_first_spec_by_path = dict(fused_spec_by_path)
     for parameter_path, weight_spec in fused_spec_by_path.items():
@@ -374,7 +374,7 @@ def load_params(
     stacked_spec_by_path = {
         parameter_path: weight_spec
         for parameter_path, weight_spec in table.items()
-        if weight_spec.axes[0] == "layers"
+        if weight_spec.logical_axes[0] == "layers"
     }
 
     def make_zeros() -> dict[ParamPath, jax.Array]:
@@ -385,7 +385,9 @@ def load_params(
 
     sharding_by_path = {}
     for parameter_path, stacked_spec in stacked_spec_by_path.items():
-        sharding_by_path[parameter_path] = layout.sharding(stacked_spec.axes, stacked_spec.shape)
+        sharding_by_path[parameter_path] = layout.sharding(
+            stacked_spec.logical_axes, stacked_spec.shape
+        )
     array_by_path = jax.jit(make_zeros, out_shardings=sharding_by_path)()
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
@@ -431,7 +433,7 @@ def load_params(
             The layer of each stage, (stages, ...), or the whole parameter.
         """
         weight_spec = table[path]
-        array_axes = weight_spec.axes
+        array_axes = weight_spec.logical_axes
         file_of_first_tensor, _ = checkpoint.locate(weight_spec.hf_names[0])
         ranges_by_axis = [*map(range, weight_spec.shape)]
         if layer is not None:

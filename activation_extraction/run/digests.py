@@ -17,7 +17,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.weight_files import WeightFile
 
-BLOCK = 2**16  # bytes in a sampled block
+BLOCK = 2**16  # bytes of a block of a file, of which its fingerprint covers some blocks
 BLOCKS = 64  # number of sampled blocks; a file of at most BLOCK * BLOCKS bytes is read whole
 BLOCKS_AT_ONCE = 32  # number of blocks or files that are read at the same time
 

@@ -37,7 +37,7 @@ from activation_extraction.store.shard import Shard
 # Regular expression for the number of a shard in a file name, such as "0012" or "12345": at least
 # four digits, without more leading zeros than needed.
 SHARD_NUMBER = "(?!0000)(?:[0-9]{4}|[1-9][0-9]{4,})"
-GZIP_BLOCK_BYTES = 4 * 2**20  # size of a block before compression, in bytes
+GZIP_BLOCK_BYTES = 4 * 2**20  # bytes of a shard's content that one gzip member contains
 MIB = 2**20
 COMPRESSION_LEVEL = 1
 GZIP_WINDOW_BITS = 31  # zlib's `wbits`: a gzip header without a time, 32 KiB window

@@ -121,8 +121,8 @@ class Tolerance:
 class HookValues(ABC):
     """The description of one hook of a run, with the functions for the values at this hook.
 
-    Values are passed as rows, in the user's form, or in the stored form, which the docstring of the
-    module defines.
+    Values are passed in one of three forms, which the docstring of the module defines: as rows (an
+    array with one row per token), in the form that users get, or in the form that files contain.
 
     Attributes:
         key: Key of the hook in pickles: the number of its layer, or the name by which the user

@@ -100,7 +100,7 @@ class LogWriter:
     Attributes:
         folder: Folder of the host.
         id: Id of this process.
-        run: Id of the run; "" until `begin` has written it.
+        run_id: Id of the run; "" until `begin` has written it.
         began: Unix time at which `begin` was last called; before the first call, the time at which
             this object was made.
         new_commits: Commits that this process has written, in order.
@@ -116,7 +116,7 @@ class LogWriter:
     ) -> None:
         self.folder = folder
         self.id = _new_process_id()
-        self.run = ""
+        self.run_id = ""
         self.began = round(time.time(), 3)
         self.new_commits: list[Commit] = []
         self._description = description
@@ -155,7 +155,7 @@ class LogWriter:
         new_run_id = uuid.uuid4().hex
         while True:
             run_log = RunLog.read(self.folder)
-            begins_anew = overwrite and self.run != new_run_id
+            begins_anew = overwrite and self.run_id != new_run_id
             self.follow(StoragePlan() if begins_anew else planner(run_log))
             if self._plan.is_up_to_date:
                 return self._plan
@@ -199,11 +199,11 @@ class LogWriter:
             for shard_number, entry_version in entry_versions.items()
         )
 
-    def begin(self, run: str, version: str | None) -> bool:
+    def begin(self, run_id: str, version: str | None) -> bool:
         """Writes the first metadata.json of this process, which makes it the owner of the folder.
 
         Args:
-            run: Id of the run.
+            run_id: Id of the run.
             version: Version of metadata.json that this process has read; None if there was no file.
 
         Returns:
@@ -211,7 +211,7 @@ class LogWriter:
             this process read it.
         """
         self.began = round(time.time(), 3)
-        metadata_bytes = self._metadata(run, "running")
+        metadata_bytes = self._metadata(run_id, "running")
         write_patience = self.folder.patience_for(metadata_bytes)
         write_attempts = Attempts(self.folder, f"writing {METADATA}", write_patience)
         while True:
@@ -225,7 +225,7 @@ class LogWriter:
                 if current_version != version:
                     return False
                 write_attempts.failed(error)
-        self.run = run
+        self.run_id = run_id
         if self._local_folder is not None:
             self._local_folder.write(METADATA, metadata_bytes, ANY)
         return True
@@ -237,7 +237,7 @@ class LogWriter:
             status: Status of the run: "complete", "interrupted" or "failed".
             upload: Whether to write the file to the bucket, too, if there is one.
         """
-        metadata_bytes = self._metadata(self.run, status)
+        metadata_bytes = self._metadata(self.run_id, status)
         if self._local_folder is not None:
             self._local_folder.write(METADATA, metadata_bytes, ANY)
         if upload or self._local_folder is None:
@@ -334,7 +334,7 @@ class LogWriter:
             shard in the meantime.
         """
         self._reserved_file_name = commit_name(number)
-        return self._write_json(self._reserved_file_name, reservation(self.run, self.id)) is None
+        return self._write_json(self._reserved_file_name, reservation(self.run_id, self.id)) is None
 
     def withdraw(self, number: int, version: str | None) -> bool:
         """Replaces the JSON file of a bad or missing shard by a reservation.
@@ -351,7 +351,7 @@ class LogWriter:
             a commit has arrived since. The new content must be checked before it may be replaced.
         """
         entry_file_name = commit_name(number)
-        reservation_bytes = seal(reservation(self.run, self.id))
+        reservation_bytes = seal(reservation(self.run_id, self.id))
         write_patience = self.folder.patience_for(reservation_bytes)
         write_attempts = Attempts(self.folder, f"writing {entry_file_name}", write_patience)
         while True:
@@ -380,7 +380,7 @@ class LogWriter:
         Returns:
             The commit that was written.
         """
-        commit = replace(commit, run=self.run, owner=self.id, url=self.folder.url)
+        commit = replace(commit, run=self.run_id, owner=self.id, url=self.folder.url)
         if self._local_folder is not None and self._keeps_shards:
             self._local_folder.write(commit.name, seal(commit.to_json()), ANY)
         commit_already_stored = self._write_json(commit.name, commit.to_json())
@@ -422,7 +422,7 @@ class LogWriter:
         """
         with suppress(DamagedError):
             parsed_commit = parse_commit(entry_bytes, "")
-            if parsed_commit is not None and parsed_commit.run == self.run:
+            if parsed_commit is not None and parsed_commit.run == self.run_id:
                 return parsed_commit
         return None
 

@@ -204,7 +204,7 @@ class DocumentStream:
 
         Args:
             dataset: The data set.
-            schema: The columns to read of each row, and their readers.
+            schema: The columns to read of each row, and the readers that make documents of them.
             worker: The worker; None for a worker that reads all rows.
             skip_bad_rows: Whether to skip rows that cannot be used. Otherwise they end the run.
             on_last_row_of_file: A function that is called when the worker has read its last row of

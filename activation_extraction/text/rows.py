@@ -21,7 +21,7 @@ from activation_extraction.common.errors import near_miss
 from activation_extraction.text.sample_facts import DocId
 
 TEMPLATE = ROLES.index("template")
-# The largest size in bytes of the columns of a row that --keep_columns stores, together, as JSON.
+# The largest size in bytes of the JSON of all columns of a row that --keep_columns stores.
 MAX_COLUMN_BYTES = 2**19
 # The largest depth of nested lists and objects in a column that is stored. It limits the recursion
 # of the functions that convert, write and read the values.

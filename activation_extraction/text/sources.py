@@ -96,7 +96,7 @@ class FilePartitions:
         Args:
             partitions: Partitions in the order in which they are read. Each is a file and the
                 number of a row group in the file, which is 0 if the partition is the whole file.
-            schema: Columns to read of each row, and their readers.
+            schema: Columns to read of each row, and the readers that make documents of them.
         """
         self._partitions = tuple(partitions)
         self._row_schema = schema
