@@ -88,20 +88,20 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
     }
 
 
-def multiply(source: Path, folder: Path, shards: int) -> None:
+def multiply(source: Path, folder: Path, num_shards: int) -> None:
     """Makes a run of many equal shards, unless the folder already contains the run.
 
     Args:
         source: The folder of a run with one shard.
         folder: The folder of the new run. All files in it are hard links, except the JSON files.
-        shards: The number of shards.
+        num_shards: The number of shards.
     """
     if (folder / METADATA).exists():
         return
     folder.mkdir()
     source_commit = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
     file_facts = source_commit["files"]
-    for shard_number in range(1, shards + 1):
+    for shard_number in range(1, num_shards + 1):
         # Name of a file of the only shard in `source` -> name of the link to this file.
         link_name_of_file = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
@@ -119,7 +119,7 @@ def multiply(source: Path, folder: Path, shards: int) -> None:
         }
         (folder / commit_name(shard_number)).write_bytes(seal(new_commit))
     run_metadata = unseal((source / METADATA).read_bytes(), METADATA)
-    (folder / METADATA).write_bytes(seal({**run_metadata, "shards": shards}))
+    (folder / METADATA).write_bytes(seal({**run_metadata, "shards": num_shards}))
 
 
 def passing_fraction(folder: Path, scenario: Scenario) -> float:

@@ -180,10 +180,10 @@ def _add_flag(argument_group: "argparse._ArgumentGroup", name: str, flag: Flag) 
     argparse_options = flag.argparse_options
     if "type" in argparse_options:
         argparse_options = {**argparse_options, "type": _for_argparse(argparse_options["type"])}
-    if flag.opposite is None:
+    if flag.opposite_name_and_help is None:
         argument_group.add_argument(f"--{name}", **argparse_options)
         return
-    opposite_name, opposite_help = flag.opposite
+    opposite_name, opposite_help = flag.opposite_name_and_help
     exclusive_group = argument_group.add_mutually_exclusive_group()
     exclusive_group.add_argument(f"--{name}", **argparse_options)
     exclusive_group.add_argument(
@@ -269,7 +269,7 @@ def _names_of_flags(values: Mapping[str, Any]) -> set[str]:
     """
     names_of_set_flags = set()
     for flag_name, flag_value in values.items():
-        opposite_name_and_help = FLAGS[flag_name].opposite
+        opposite_name_and_help = FLAGS[flag_name].opposite_name_and_help
         names_of_set_flags.add(
             flag_name if opposite_name_and_help is None or flag_value else opposite_name_and_help[0]
         )

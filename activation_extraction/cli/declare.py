@@ -68,8 +68,8 @@ class Flag:
         excluded_flags: Names of flags that cannot be used together with this flag.
         variables: Environment variables that replace the flag if it is missing; None if there are
             no such variables.
-        opposite: Name and help text of the flag that sets the field to False; None if there is no
-            such flag.
+        opposite_name_and_help: Name and help text of the flag that sets the field to False; None if
+            there is no such flag.
         collect: Function that turns the list of values after the flag into the value of the field.
             Only flags that take several values use it.
         determines_shards: Whether the value of the flag determines the content of shards. A run
@@ -82,7 +82,7 @@ class Flag:
     needs: str = ""
     excluded_flags: tuple[str, ...] = ()
     variables: Variables | None = None
-    opposite: tuple[str, str] | None = None
+    opposite_name_and_help: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False
     may_differ_by_host: bool = False
@@ -212,7 +212,7 @@ def pair(
     flag_declaration = Flag(
         argparse_options,
         group,
-        opposite=(opposite, opposite_help),
+        opposite_name_and_help=(opposite, opposite_help),
         determines_shards=determines_shards,
     )
     return field(default=True, metadata={"flag": flag_declaration})

@@ -251,11 +251,11 @@ class TokenSource:
         """
         first_sample_by_shard = self.shards.first_sample_by_shard
         return [
-            self.whole(shard_index)
-            for shard_index, _ in enumerate(self.shards.commits)
+            self.whole(shard_number)
+            for shard_number, _ in enumerate(self.shards.commits)
             if self.sample_mask is None
             or self.sample_mask[
-                first_sample_by_shard[shard_index] : first_sample_by_shard[shard_index + 1]
+                first_sample_by_shard[shard_number] : first_sample_by_shard[shard_number + 1]
             ].any()
         ]
 

@@ -59,26 +59,26 @@ class StoredRow:
 
     Attributes:
         token_ids: Token ids of the sample, int64 (tokens,).
-        layers: Hidden states of each layer in the stored dtype, (states, width). There is a state
-            for each token, unless the file is wrong.
+        states_by_layer: Hidden states of each layer in the stored dtype, (states, width). There is
+            a state for each token, unless the file is wrong.
         scales: Scale of each token, by which its float8 values in all layers are multiplied,
             float32 (states, 1). None if the states are not float8.
     """
 
     token_ids: np.ndarray
-    layers: Sequence[np.ndarray]
+    states_by_layer: Sequence[np.ndarray]
     scales: np.ndarray | None = None
 
     @property
     def dtype(self) -> str:
         """The name of the stored dtype, FLOAT8 for e4m3."""
-        dtype_name = self.layers[0].dtype.name
+        dtype_name = self.states_by_layer[0].dtype.name
         return FLOAT8 if dtype_name == VALUE_DTYPE.name else dtype_name
 
     @property
     def width(self) -> int:
         """The width of the model: the number of values of a hidden state."""
-        return self.layers[0].shape[1]
+        return self.states_by_layer[0].shape[1]
 
     def states(self, layer: int) -> np.ndarray:
         """Returns the decoded hidden states of a layer, float32 (states, width).
@@ -86,7 +86,7 @@ class StoredRow:
         Args:
             layer: Index of the layer in the file.
         """
-        float32_states = self.layers[layer].astype(np.float32)
+        float32_states = self.states_by_layer[layer].astype(np.float32)
         return float32_states if self.scales is None else float32_states * self.scales
 
     def as_if_stored(self, values: np.ndarray, first_state: int) -> np.ndarray:

@@ -92,7 +92,7 @@ class RowCheck:
             layer: Index of the layer.
             hook: Name of the hook.
         """
-        if len(self.row.layers[layer]) != len(self.row.token_ids):
+        if len(self.row.states_by_layer[layer]) != len(self.row.token_ids):
             return False
         expected_match = self.matches_of_layers[layer][hook, 0]
         nearest_error = min(
@@ -137,7 +137,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             f"{folder.path}: none of {counted(len(chosen_row_numbers), 'chosen file')} can be used"
         )
     first_row_read = next(iter(row_by_number.values()))
-    layer_count = len(first_row_read.layers)
+    layer_count = len(first_row_read.states_by_layer)
     token_ids_by_row = _neighbours(folder, row_by_number) | {
         row_number: row.token_ids for row_number, row in row_by_number.items()
     }
@@ -212,9 +212,9 @@ def _read_rows(
             problem_messages.append(f"row {row_number}: {error}")
             continue
         first_row = next(iter(row_by_number.values()), stored_row)
-        layer_count, width = len(stored_row.layers), stored_row.width
-        first_layer_count, first_width = len(first_row.layers), first_row.width
-        if not len(stored_row.token_ids) or not len(stored_row.layers[0]):
+        layer_count, width = len(stored_row.states_by_layer), stored_row.width
+        first_layer_count, first_width = len(first_row.states_by_layer), first_row.width
+        if not len(stored_row.token_ids) or not len(stored_row.states_by_layer[0]):
             problem_messages.append(
                 f"row {row_number}: {folder.file_name(row_number)}: holds no tokens or states"
             )
@@ -283,7 +283,7 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
             stored_row,
             Limits.of(stored_row.dtype, model.dtype, model.has_experts),
         )
-        for layer in range(len(stored_row.layers)):
+        for layer in range(len(stored_row.states_by_layer)):
             row_check.matches_of_layers.append(
                 match_hooks(stored_row, layer, states_by_hook, row_check.limits)
             )
@@ -388,7 +388,7 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
         hook: Hook that the layer should contain.
         checks: Checks of all compared rows.
     """
-    layer_in_words = f"layer {layer + 1} of {len(checks[0].row.layers)}"
+    layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_by_layer)}"
     if not hook.is_certain:
         return f"{layer_in_words}: no row matches a hook"
     right_matches = []
