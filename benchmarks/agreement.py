@@ -97,9 +97,9 @@ class Comparison:
             self.num_changed_reference_tokens += int((~same_experts(reference, exact_values)).sum())
         if values is not reference and has_same_experts.any():
             self.deviations += [
-                deviation(array[has_same_experts], reference[hook][has_same_experts])
-                for hook, array in values.items()
-                if not _is_expert_hook(hook)
+                deviation(hook_values[has_same_experts], reference[hook_name][has_same_experts])
+                for hook_name, hook_values in values.items()
+                if not _is_expert_hook(hook_name)
             ]
 
     @property

@@ -234,17 +234,17 @@ class Shards:
         array_bytes = sum(array.nbytes for array in hook_arrays)
         if self._collected_array_bytes and self._collected_array_bytes + array_bytes > SHARD_BYTES:
             self.flush()
-        for hook, array in zip(self.hooks, hook_arrays, strict=True):
+        for hook_name, hook_array in zip(self.hooks, hook_arrays, strict=True):
             shard_record = {
                 "sample_idx": document_number,
-                "hook": hook,
-                "activation": array,
-                "shape": array.shape,
+                "hook": hook_name,
+                "activation": hook_array,
+                "shape": hook_array.shape,
                 "text_preview": "",
                 "token_ids": np.array(token_ids, np.int32),
                 "doc_id": None,
             }
-            self._records_of_hook.setdefault(hook, []).append(shard_record)
+            self._records_of_hook.setdefault(hook_name, []).append(shard_record)
         self._collected_array_bytes += array_bytes
 
     def flush(self) -> None:
@@ -364,7 +364,7 @@ def main() -> None:
     shards = Shards(parsed_flags.output, parsed_flags.hooks, way)
     run_figures = run(forward, token_ids_of_documents, batches, shards, parsed_flags.written_every)
     version_of_package = {
-        package: version(package) for package in ("torch", "transformers", "isal")
+        package_name: version(package_name) for package_name in ("torch", "transformers", "isal")
     }
     print(json.dumps(run_figures | {"load_seconds": load_seconds, "versions": version_of_package}))
 

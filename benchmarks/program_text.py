@@ -417,7 +417,7 @@ class ProgramText:
             for collective in sending_collectives
         )
         sending_axes = {
-            axis for collective in sending_collectives for axis in self._axes(collective)
+            mesh_axis for collective in sending_collectives for mesh_axis in self._axes(collective)
         }
         return Move(
             instruction_kind,
@@ -426,7 +426,7 @@ class ProgramText:
             hbm_bytes,
             sent_bytes,
             is_hidden=sent_bytes > 0 and instruction_kind == "product",
-            axes=tuple(axis for axis in self.mesh if axis in sending_axes),
+            axes=tuple(mesh_axis for mesh_axis in self.mesh if mesh_axis in sending_axes),
             flops=sum(
                 self._flops(instruction_or_callee)
                 for instruction_or_callee in instruction_and_callees
@@ -807,8 +807,8 @@ def device_groups(line: str) -> np.ndarray:
     # The devices of a group differ along the axes of the group. These axes become the last axes, so
     # that they can be joined to one.
     group_axis_indices = [
-        mesh_axis_names.index(axis) for axis in re.findall(r"'(\w+)'", groups_match[4])
+        mesh_axis_names.index(axis_name) for axis_name in re.findall(r"'(\w+)'", groups_match[4])
     ]
-    group_size = math.prod(mesh_shape[axis] for axis in group_axis_indices)
+    group_size = math.prod(mesh_shape[axis_index] for axis_index in group_axis_indices)
     device_mesh = np.moveaxis(device_mesh, group_axis_indices, range(-len(group_axis_indices), 0))
     return device_mesh.reshape(-1, group_size)

@@ -445,12 +445,14 @@ def _partners(
             first_run_tokens.is_wanted[first_run_indices]
             & other_run_tokens.is_wanted[other_run_indices]
         )
-        block = other_source.with_activations(other_run_tokens, other_run_indices[is_wanted])
-        if (is_within_limits := other_source.are_within_limits(block)).any():
-            partner_rows[first_run_indices[is_wanted][is_within_limits]] = block.wanted_rows[
-                is_within_limits
-            ] + sum(map(len, partner_batches))
-            partner_batches.append(block.tokens)
+        partner_block = other_source.with_activations(
+            other_run_tokens, other_run_indices[is_wanted]
+        )
+        if (is_within_limits := other_source.are_within_limits(partner_block)).any():
+            partner_rows[first_run_indices[is_wanted][is_within_limits]] = (
+                partner_block.wanted_rows[is_within_limits] + sum(map(len, partner_batches))
+            )
+            partner_batches.append(partner_block.tokens)
     return Block(concatenate_batches(partner_batches or [first_run_tokens.tokens]), partner_rows)
 
 
@@ -502,7 +504,7 @@ def _joined(tokens_of_runs: Sequence[Any]) -> Any:
             tokens. The result contains the activations of all runs. All of its other arrays, such
             as the token ids, come from the first run.
     """
-    activations = _joined_hooks([tokens.activations for tokens in tokens_of_runs])
+    activations = _joined_hooks([tokens_of_run.activations for tokens_of_run in tokens_of_runs])
     return replace(tokens_of_runs[0], activations=activations)
 
 

@@ -75,7 +75,7 @@ class ByHook(dict[str, T]):
             matching_hooks = [
                 hook
                 for hook, names_of_hook in names_by_hook.items()
-                if any(fnmatchcase(name, pattern) for name in names_of_hook)
+                if any(fnmatchcase(name_of_hook, pattern) for name_of_hook in names_of_hook)
             ]
             if not matching_hooks:
                 raise ValueError(f"{run_name}: has no hook {pattern!r}; it has {', '.join(self)}")

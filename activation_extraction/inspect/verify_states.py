@@ -688,8 +688,8 @@ def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> s
 def _stream_names(depth: int) -> Iterator[str]:
     """Yields the names of all residual streams of a model, in the order of the computation."""
     yield "blocks.0.hook_resid_pre"
-    for block in range(depth):
-        yield f"blocks.{block}.hook_resid_post"
+    for block_number in range(depth):
+        yield f"blocks.{block_number}.hook_resid_post"
 
 
 def _describe_parts(

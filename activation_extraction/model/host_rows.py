@@ -101,7 +101,8 @@ class HostRows:
             width).
         """
         device_shards_of_type = {
-            vector_type: shards_of_host(array) for vector_type, array in activations.items()
+            vector_type: shards_of_host(activations_of_type)
+            for vector_type, activations_of_type in activations.items()
         }
         # All copies are started before the first copy is awaited.
         host_copies_of_type = {}

@@ -74,7 +74,9 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     logical_axes = tuple(LOGICAL_AXES[letter] for letter in letters)
     parameter_shape = tuple(module.config.sizes[letter] for letter in letters)
     if len(letters) == 1 or (letters in NOT_GATHERED and math.prod(parameter_shape) <= SMALL):
-        logical_axes = tuple("hidden" if axis == "embed" else axis for axis in logical_axes)
+        logical_axes = tuple(
+            "hidden" if logical_axis == "embed" else logical_axis for logical_axis in logical_axes
+        )
     initialize_zeros = nn.with_logical_partitioning(nn.initializers.zeros, logical_axes)
     return module.param(name, initialize_zeros, parameter_shape, module.dtype)
 

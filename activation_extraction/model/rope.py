@@ -174,11 +174,11 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     rope_settings = rope_entry if isinstance(rope_entry, dict) else {}
     if _rope_type(rope_settings, source) not in ("llama3", "yarn"):
         return  # other types do not use the length of the trained context
-    for settings in (section, rope_settings):
-        if settings.get(TRAINED) is not None:
-            positive_field(settings, TRAINED, source)
+    for fields_by_name in (section, rope_settings):
+        if fields_by_name.get(TRAINED) is not None:
+            positive_field(fields_by_name, TRAINED, source)
         else:
-            settings.pop(TRAINED, None)
+            fields_by_name.pop(TRAINED, None)
 
 
 def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:

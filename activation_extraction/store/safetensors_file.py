@@ -168,8 +168,8 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     }
     for label_name in shard.samples[0].labels:
         arrays_by_tensor[label_name] = [sample.labels[label_name] for sample in shard.samples]
-    for key, hook in shard.hooks.items():
-        arrays_by_tensor |= hook.tensors(shard.values[key])
+    for hook_key, hook_values in shard.hooks.items():
+        arrays_by_tensor |= hook_values.tensors(shard.values[hook_key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
     dtypes_and_shapes = {
         tensor_name: (
@@ -184,7 +184,9 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         for array in arrays_of_tensor
     )
     array_buffers = (
-        array.reshape(-1).view(np.uint8).data for array in contiguous_arrays if array.size
+        contiguous_array.reshape(-1).view(np.uint8).data
+        for contiguous_array in contiguous_arrays
+        if contiguous_array.size
     )
     return [memoryview(pack_header(dtypes_and_shapes, header_metadata)), *array_buffers]
 

@@ -146,19 +146,20 @@ class ShardBytes:
                 )
                 self._is_mib_unchecked[block_number] = False
             return lambda: requested_bytes
-        blocks = blocks or self._mib_blocks
-        first_block = (start - blocks.start) // blocks.block_bytes
-        stop_block = -(-(stop - blocks.start) // blocks.block_bytes)
-        blocks_start = blocks.start + first_block * blocks.block_bytes
-        request_count = max((stop_block - first_block) * blocks.block_bytes // REQUEST_BYTES, 1)
+        read_blocks = blocks or self._mib_blocks
+        first_block = (start - read_blocks.start) // read_blocks.block_bytes
+        stop_block = -(-(stop - read_blocks.start) // read_blocks.block_bytes)
+        blocks_start = read_blocks.start + first_block * read_blocks.block_bytes
+        num_requested_bytes = (stop_block - first_block) * read_blocks.block_bytes
+        request_count = max(num_requested_bytes // REQUEST_BYTES, 1)
         request_edges = np.linspace(
             first_block, stop_block, min(request_count, stop_block - first_block) + 1
         ).astype(int)
         submit_request = request_threads(
-            os.getpid(), (stop_block - first_block) * blocks.block_bytes <= SMALL_REQUEST_BYTES
+            os.getpid(), num_requested_bytes <= SMALL_REQUEST_BYTES
         ).submit
         request_futures = [
-            submit_request(self._read, blocks, first_block_of_request, stop_block_of_request)
+            submit_request(self._read, read_blocks, first_block_of_request, stop_block_of_request)
             for first_block_of_request, stop_block_of_request in pairwise(request_edges.tolist())
         ]
 
