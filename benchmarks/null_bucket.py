@@ -48,7 +48,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
 
     Attributes:
         objects: Name of an object -> the object.
-        generations: Iterator over the generation numbers of the next writes.
+        generation_numbers: Iterator over the generation numbers of the next writes.
         write_lock: Lock for comparing a generation and writing an object in one step.
     """
 
@@ -56,7 +56,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
     # With Nagle's algorithm, the body of a response would be sent 40 ms after its headers.
     disable_nagle_algorithm = True
     objects: dict[str, StoredObject] = {}
-    generations = count(1)
+    generation_numbers = count(1)
     write_lock = Lock()
 
     def log_message(self, *_: object) -> None:
@@ -101,7 +101,7 @@ class NullBucketHandler(BaseHTTPRequestHandler):
                 != previous_generation
             ):
                 return self._send(412)
-            stored_object = StoredObject(body_size, next(self.generations), body_content)
+            stored_object = StoredObject(body_size, next(self.generation_numbers), body_content)
             self.objects[self.object_name] = stored_object
         self._send(200, b"", stored_object)
 

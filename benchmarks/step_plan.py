@@ -211,15 +211,17 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         if layer_type in model_config.layer_types
     ]
     fraction_by_layer_type = [layer_count / sum(layer_counts) for layer_count in layer_counts]
-    routed_share = 1 / program.layout.size("expert")
-    count_passes_of_kernel = partial(passes_of_expert_kernel, routed_share=routed_share)
+    computed_share_of_pairs = 1 / program.layout.size("expert")
+    count_passes_of_kernel = partial(
+        passes_of_expert_kernel, computed_share_of_pairs=computed_share_of_pairs
+    )
     return ProgramText(
         compiled.as_text() or "", mesh.shape, fraction_by_layer_type, count_passes_of_kernel
     )
 
 
 def passes_of_expert_kernel(
-    name: str, shapes: list[list[int]], routed_share: float
+    name: str, shapes: list[list[int]], computed_share_of_pairs: float
 ) -> list[float] | None:
     """Returns how often a kernel of expert_kernel.py reads its operands and writes its result.
 
@@ -230,8 +232,8 @@ def passes_of_expert_kernel(
     Args:
         name: The name of the kernel in the compiled text.
         shapes: The shapes of the operands, followed by the shape of the result.
-        routed_share: The fraction of all pairs of a token and one of its experts that this device
-            computes. It is estimated as if all experts got equally many tokens.
+        computed_share_of_pairs: The fraction of all pairs of a token and one of its experts that
+            this device computes. It is estimated as if all experts got equally many tokens.
 
     Returns:
         The average number of reads of each operand, followed by the number of writes of the result.
@@ -239,7 +241,7 @@ def passes_of_expert_kernel(
     """
     if name == ADDED:
         _, fetches_shape, expert_rows_shape, _ = shapes
-        num_rows_fetched = routed_share * fetches_shape[0] * fetches_shape[-1]
+        num_rows_fetched = computed_share_of_pairs * fetches_shape[0] * fetches_shape[-1]
         return [1, 1, num_rows_fetched / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
@@ -248,7 +250,7 @@ def passes_of_expert_kernel(
         (num_layers, num_experts, num_inputs, num_outputs),
         result_shape,
     ) = shapes
-    num_full_tiles = routed_share * (result_shape[0] - num_experts * ROWS) / ROWS
+    num_full_tiles = computed_share_of_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
     # The last tile of each expert is half full on average.
     computed_share = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:

@@ -179,8 +179,8 @@ class Codes:
         indptr = np.cumsum([0, *feature_counts], dtype=np.int64)
         # The number that is added to an index in the new `indices` and `data` to get the index in
         # the present arrays. It is the same for all entries of a token, which are consecutive.
-        token_shifts = self.indptr[:-1][tokens] - indptr[:-1]
-        entry_indices = np.arange(indptr[-1]) + np.repeat(token_shifts, feature_counts)
+        entry_shift_of_token = self.indptr[:-1][tokens] - indptr[:-1]
+        entry_indices = np.arange(indptr[-1]) + np.repeat(entry_shift_of_token, feature_counts)
         return Codes(
             indptr=indptr,
             indices=self.indices[entry_indices],

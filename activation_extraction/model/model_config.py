@@ -69,7 +69,7 @@ class ExpertsConfig:
     """
 
     count: int
-    per_token: int
+    per_token: int  # number of experts that a token uses; also a key in metadata.json
     width: int
     shared_width: int
     renormalise: bool
@@ -157,7 +157,7 @@ class ModelConfig:
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
     chunk: int | None = None
-    weights: str | None = None
+    weights: str | None = None  # description of float8 weights; also a key in metadata.json
 
     @property
     def sizes(self) -> dict[str, int]:

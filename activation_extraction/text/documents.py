@@ -230,7 +230,7 @@ class DocumentStream:
             self._rows_in_order = ShuffledRows(self._dataset, shuffle)
         self._row_schema = schema
         self._on_last_row_of_file = on_last_row_of_file
-        self._source_in_position = {} if source is None else {"source": source}
+        self._source_field_of_position = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
         """Divides the rows of the stream into shares, and keeps only one of the shares.
@@ -355,7 +355,7 @@ class DocumentStream:
             if not self.skip_bad_rows:
                 raise unusable_row(skip_reason) from error
             return None, skip_reason
-        stored_position = {**self._source_in_position}
+        stored_position = {**self._source_field_of_position}
         # A row of a hub data set is counted within the partitions that the worker reads, so its
         # position must also name these partitions.
         if self._subset_name and "file" not in row.stored_position:

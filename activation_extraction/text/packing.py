@@ -91,7 +91,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         except RunError as error:
             read_error = error
 
-    placements: list[PlacedSample] = []
+    placed_samples: list[PlacedSample] = []
     num_filled_rows = 0  # the number of rows of the next batch that contain tokens
     for sample_group in _sample_groups(samples_before_error(), length):
         sample_indices_of_rows = best_fit(
@@ -103,23 +103,26 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
             for sample_index in sample_indices:
                 # A run may continue after the group once the sample that is placed last is stored.
                 # Before that, it continues from the beginning of the group.
-                mark_of_placement = (
+                mark_of_placed_sample = (
                     sample_group[-1].mark_after
                     if sample_index == index_of_last_placed_sample
                     else sample_group[0].mark
                 )
-                placements.append(
+                placed_samples.append(
                     PlacedSample(
-                        sample_group[sample_index], num_filled_rows, start_in_row, mark_of_placement
+                        sample_group[sample_index],
+                        num_filled_rows,
+                        start_in_row,
+                        mark_of_placed_sample,
                     )
                 )
-                start_in_row = placements[-1].stop
+                start_in_row = placed_samples[-1].stop
             num_filled_rows += start_in_row > 0
-            if num_filled_rows == rows or len(placements) >= GROUP_SAMPLES:
-                yield _batch_of_placements(placements, rows, length)
-                placements, num_filled_rows = [], 0
-    if placements:
-        yield _batch_of_placements(placements, rows, length)
+            if num_filled_rows == rows or len(placed_samples) >= GROUP_SAMPLES:
+                yield _batch_of_placed_samples(placed_samples, rows, length)
+                placed_samples, num_filled_rows = [], 0
+    if placed_samples:
+        yield _batch_of_placed_samples(placed_samples, rows, length)
     if read_error is not None:
         raise read_error
     return mark_at_end
@@ -196,29 +199,37 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     return sorted(map(sorted, sample_indices_of_rows))
 
 
-def _batch_of_placements(
-    placements: Sequence[PlacedSample], num_rows: int, row_length: int
+def _batch_of_placed_samples(
+    placed_samples: Sequence[PlacedSample], num_rows: int, row_length: int
 ) -> Batch:
     """Returns the batch that contains placed samples.
 
     Args:
-        placements: The samples with their places.
+        placed_samples: The samples with their places.
         num_rows: The number of rows of the batch.
         row_length: The number of tokens of a row.
     """
     token_ids, segment_ids, positions = np.zeros((3, num_rows, row_length), np.int32)
     # For each row, the number of samples with tokens that are already placed in the row.
     num_segments_of_rows = [0] * num_rows
-    keeps_all_tokens = all(placement.sample.kept_subset is None for placement in placements)
+    keeps_all_tokens = all(
+        placed_sample.sample.kept_subset is None for placed_sample in placed_samples
+    )
     kept_mask = None if keeps_all_tokens else np.zeros((num_rows, row_length), bool)
-    for placement in placements:
-        row_and_columns = placement.row_index, slice(placement.start_in_row, placement.stop)
-        num_segments_of_rows[placement.row_index] += placement.stop > placement.start_in_row
-        token_ids[row_and_columns] = placement.sample.token_ids
-        segment_ids[row_and_columns] = num_segments_of_rows[placement.row_index]
-        positions[row_and_columns] = np.arange(placement.stop - placement.start_in_row)
+    for placed_sample in placed_samples:
+        row_and_columns = (
+            placed_sample.row_index,
+            slice(placed_sample.start_in_row, placed_sample.stop),
+        )
+        num_segments_of_rows[placed_sample.row_index] += (
+            placed_sample.stop > placed_sample.start_in_row
+        )
+        token_ids[row_and_columns] = placed_sample.sample.token_ids
+        segment_ids[row_and_columns] = num_segments_of_rows[placed_sample.row_index]
+        positions[row_and_columns] = np.arange(placed_sample.stop - placed_sample.start_in_row)
         if kept_mask is not None:
             kept_mask[
-                placement.row_index, placement.start_in_row + placement.sample.kept_positions
+                placed_sample.row_index,
+                placed_sample.start_in_row + placed_sample.sample.kept_positions,
             ] = True
-    return Batch(token_ids, segment_ids, positions, tuple(placements), kept_mask)
+    return Batch(token_ids, segment_ids, positions, tuple(placed_samples), kept_mask)
