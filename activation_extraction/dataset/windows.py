@@ -76,7 +76,7 @@ class Window(NamedTuple):
             after the other, are the tokens of the window in the order of the batches. All runs have
             the same tokens.
         token_count: Number of tokens in the window.
-        end: Position of an iteration whose next window begins after this one.
+        end: Position at which an iteration continues after this window.
     """
 
     blocks_of_runs: list[tuple[Block, ...]]

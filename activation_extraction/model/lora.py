@@ -300,10 +300,11 @@ class LoraAdapter:
         """Groups the keys of the adapter's tensors by module.
 
         Returns:
-            Path of a module -> a dict: suffix of a key -> key. The suffix is the part of the key
-            after "lora_"; it is "" if the tensor of the key replaces a whole tensor of the base
-            model. A module for fused experts may have two entries, one for each of its two fused
-            tensors; one of the two paths then contains "base_layer" in addition.
+            Path of a module -> a dict: suffix of a key -> key, where a key is the name of a tensor
+            in the adapter. The suffix is the part of the key after "lora_"; it is "" if the tensor
+            of the key replaces a whole tensor of the base model. A module for fused experts may
+            have two entries, one for each of its two fused tensors; one of the two paths then
+            contains "base_layer" in addition.
 
         Raises:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
@@ -330,7 +331,8 @@ class LoraAdapter:
 
         Args:
             path: The path of the module.
-            keys: Suffix of a key -> key, for the keys of this module (see `_modules`).
+            keys: The keys (names) of the module's tensors in the adapter, each by its suffix, which
+                is the part after "lora_"; "" if the tensor replaces a whole tensor.
 
         Returns:
             The keys of the module's tensors that change no tensor of the base model. Empty if there

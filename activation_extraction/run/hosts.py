@@ -310,10 +310,11 @@ def raise_together(
 
 
 def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
-    """Returns a message about the first field that differs, with its contents and their hosts.
+    """Returns a message about the first field that differs, with its content on each host.
 
     Args:
-        fields_of_hosts: The contents of the fields by name, for each host.
+        fields_of_hosts: For each host, a dict: name of a field -> content. At least one field
+            differs.
     """
     for field_name in chain(*fields_of_hosts):
         host_numbers_by_content: dict[str, list[str]] = {}
