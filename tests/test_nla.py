@@ -102,7 +102,7 @@ def expected_rows(dataset, tokenizer):
 def test_a_row_has_the_text_up_to_a_token_and_its_stream(
     case, run_of, model, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(NlaFormat, "max_chunk_tokens", ROW_GROUP)
+    monkeypatch.setattr(NlaFormat, "max_tokens_per_chunk", ROW_GROUP)
     folder = run_of(case)
     target = tmp_path / "target"
     capsys.readouterr()

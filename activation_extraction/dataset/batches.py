@@ -318,30 +318,31 @@ class Batches(Iterator[T]):
         are_local = all(source.shards.is_local for source in sources)
         are_read_by_ranges = all(source.shards.can_read_ranges for source in sources)
         max_chunk_bytes = MAX_READ_BYTES
-        min_chunk_tokens = 1
+        min_tokens_per_chunk = 1
         if not are_local:
             max_chunk_bytes = hook_count * (
                 MAX_ORDERED_READ_BYTES if shuffle_seed is None else MAX_READ_BYTES
             )
-            min_chunk_tokens = min(
+            min_tokens_per_chunk = min(
                 MIN_READ_BYTES * hook_count // row_bytes, options.buffer // MIN_BUCKET_CHUNKS
             )
         min_buffer_chunks = MIN_ORDERED_CHUNKS if shuffle_seed is None else MIN_SHUFFLED_CHUNKS
-        chunk_tokens = max(
+        tokens_per_chunk = max(
             min(max_chunk_bytes // row_bytes, options.buffer // min_buffer_chunks),
-            min_chunk_tokens,
+            min_tokens_per_chunk,
             1,
         )
         chunks = sources[0].chunks()
         num_chunks_ahead = 1
         if are_read_by_ranges:
             num_tokens_of_blocks = [
-                sources[0].shards.block_tokens(chunk.shard_number, chunk_tokens) for chunk in chunks
+                sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
+                for chunk in chunks
             ]
             chunks = [
                 smaller_chunk
                 for chunk, num_block_tokens in zip(chunks, num_tokens_of_blocks, strict=True)
-                for smaller_chunk in cut_chunk(chunk, chunk_tokens, num_block_tokens)
+                for smaller_chunk in cut_chunk(chunk, tokens_per_chunk, num_block_tokens)
             ]
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), options.worker, options.workers
@@ -351,13 +352,19 @@ class Batches(Iterator[T]):
             smaller_chunks = list[Chunk]()
             for chunk in chunks:
                 smaller_chunks += shuffled_chunks(
-                    cut_chunk(chunk, chunk_tokens), shuffle_seed, chunk.shard_number, chunk.start
+                    cut_chunk(chunk, tokens_per_chunk),
+                    shuffle_seed,
+                    chunk.shard_number,
+                    chunk.start,
                 )
             chunks = smaller_chunks
         elif not are_local:
             max_bytes_read_ahead = MAX_REQUESTS * MAX_READ_BYTES
             num_chunks_ahead = max(
-                min(MAX_REQUESTS // hook_count, max_bytes_read_ahead // (chunk_tokens * row_bytes)),
+                min(
+                    MAX_REQUESTS // hook_count,
+                    max_bytes_read_ahead // (tokens_per_chunk * row_bytes),
+                ),
                 2,
             )
         # A window takes half of the buffer, because one window is filled while batches are cut from

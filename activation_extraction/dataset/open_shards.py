@@ -164,7 +164,7 @@ class OpenShards:
         """
         return sum(self.hooks[hook_name].row_dtype.itemsize for hook_name in hooks)
 
-    def block_tokens(self, shard: int, chunk_tokens: int) -> int:
+    def tokens_per_block(self, shard: int, tokens_per_chunk: int) -> int:
         """Returns the number of tokens by which the length of a chunk should be divisible.
 
         The file of a shard has checksums of blocks of tokens (see RangeChecksums). A bucket is read
@@ -173,7 +173,7 @@ class OpenShards:
 
         Args:
             shard: Number of the shard, from 0.
-            chunk_tokens: Number of tokens in a chunk.
+            tokens_per_chunk: Number of tokens in a chunk.
 
         Returns:
             The number of tokens in a block; 1 if the file is on this machine, if the shard has no
@@ -181,7 +181,7 @@ class OpenShards:
         """
         commit = self.commits[shard]
         range_checksums = commit.files[commit.file].ranges
-        if self.is_local or range_checksums is None or range_checksums.tokens > chunk_tokens:
+        if self.is_local or range_checksums is None or range_checksums.tokens > tokens_per_chunk:
             return 1
         return range_checksums.tokens
 

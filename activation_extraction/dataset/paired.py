@@ -139,7 +139,7 @@ class AlignedRuns:
         runs_and_hooks = list(zip(self.runs, hooks, strict=True))
         row_bytes = sum(run.shards.row_bytes(hook_names) for run, hook_names in runs_and_hooks)
         are_local = all(run.shards.is_local for run in self.runs)
-        buffer_tokens = options.buffer or default_buffer(
+        num_buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), row_bytes, are_local
         )
         unread_hooks_with_limits = (
@@ -159,7 +159,7 @@ class AlignedRuns:
             sample_filter_of_run = options.where if callable(options.where) or not sources else None
             options_of_run = dict(
                 hooks=hook_names,
-                buffer=buffer_tokens,
+                buffer=num_buffer_tokens,
                 max_norm=norm_limits_of_run,
                 where=sample_filter_of_run,
             )

@@ -586,9 +586,9 @@ def default_buffer(options: BatchOptions, hook_count: int, token_bytes: int, is_
     buffer_bytes = (
         BUFFER_BYTES if is_local else min(bytes_per_hook * max(hook_count, 1), BUFFER_BYTES)
     )
-    buffer_tokens = buffer_bytes // max(token_bytes, 1)
+    num_buffer_tokens = buffer_bytes // max(token_bytes, 1)
     return max(
-        min(BUFFER_BATCHES * options.size, buffer_tokens) if is_local else buffer_tokens,
+        min(BUFFER_BATCHES * options.size, num_buffer_tokens) if is_local else num_buffer_tokens,
         2 * options.size,
     )
 

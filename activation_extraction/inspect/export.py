@@ -121,10 +121,10 @@ def export(
     bytes_per_token = sum(
         export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hooks
     )
-    chunk_tokens = max(CHUNK_BYTES // bytes_per_token // tokens_per_row, 1) * tokens_per_row
-    chunk_tokens = min(chunk_tokens, export_format.max_chunk_tokens or chunk_tokens)
+    tokens_per_chunk = max(CHUNK_BYTES // bytes_per_token // tokens_per_row, 1) * tokens_per_row
+    tokens_per_chunk = min(tokens_per_chunk, export_format.max_tokens_per_chunk or tokens_per_chunk)
     token_chunks = _chunks(
-        finished_dataset, exported_hooks, chunk_tokens, export_format.sample_columns
+        finished_dataset, exported_hooks, tokens_per_chunk, export_format.sample_columns
     )
     if export_format.needs_text:
         run_text = _load_text(finished_dataset, flag_and_format, load_text)
@@ -257,21 +257,24 @@ def _new_folder(target_folder: str, needed_bytes: int) -> Iterator[Path]:
 
 
 def _chunks(
-    dataset: ActivationDataset, hooks: Sequence[str], chunk_tokens: int, columns: Sequence[str] = ()
+    dataset: ActivationDataset,
+    hooks: Sequence[str],
+    tokens_per_chunk: int,
+    columns: Sequence[str] = (),
 ) -> Iterator[TokenBatch]:
     """Yields all tokens of a run in stored order, in chunks, and shows a progress bar.
 
     Args:
         dataset: The run.
         hooks: The names of the hooks whose values the chunks contain.
-        chunk_tokens: The number of tokens of each chunk but the last.
+        tokens_per_chunk: The number of tokens of each chunk but the last.
         columns: The names of the columns of the table of samples that the chunks contain. Empty
             for none.
     """
     progress_bar_settings = dict(unit=" tokens", unit_scale=True, desc="exporting", disable=None)
     with (
         closing(
-            dataset.batches(chunk_tokens, hooks, buffer=2 * chunk_tokens, columns=columns)
+            dataset.batches(tokens_per_chunk, hooks, buffer=2 * tokens_per_chunk, columns=columns)
         ) as batch_iterator,
         tqdm(total=dataset.tokens, **progress_bar_settings) as progress_bar,
     ):

@@ -45,8 +45,8 @@ class ExportFormat(ABC):
         rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
             the ends of samples are left out. Otherwise only the last tokens of the run are left
             out.
-        max_chunk_tokens: The largest number of tokens in a chunk, which is a batch of tokens that
-            is written at once. None if only memory limits the number.
+        max_tokens_per_chunk: The largest number of tokens in a chunk, which is a batch of tokens
+            that is written at once. None if only memory limits the number.
     """
 
     flag_value: ClassVar[str]
@@ -57,7 +57,7 @@ class ExportFormat(ABC):
     sample_columns: ClassVar[tuple[str, ...]] = ()
     tokens_per_row: ClassVar[int] = 1
     rows_end_with_samples: ClassVar[bool] = False
-    max_chunk_tokens: ClassVar[int | None] = None
+    max_tokens_per_chunk: ClassVar[int | None] = None
 
     @abstractmethod
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:

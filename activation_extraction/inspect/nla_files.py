@@ -129,7 +129,7 @@ class NlaFormat(ExportFormat):
     accepted_hooks_in_words = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
     needs_text = True
     sample_columns = ID_COLUMNS
-    max_chunk_tokens = ROW_GROUP
+    max_tokens_per_chunk = ROW_GROUP
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:
         """Returns whether the hook is the output of a block."""

@@ -241,7 +241,7 @@ def list_hooks(
     model_config: Any,
     dtype: Any,
     positions: Positions,
-    sample_tokens: int,
+    max_sample_tokens: int,
     encoders: Sequence[Encoder] = (),
 ) -> list[str]:
     """Returns the lines of --list_hooks: a table of a model's hooks, and notes below it.
@@ -254,11 +254,11 @@ def list_hooks(
         model_config: The configuration of the model.
         dtype: The dtype of stored activations.
         positions: The rule of --positions.
-        sample_tokens: The number of tokens of the longest possible sample.
+        max_sample_tokens: The number of tokens of the longest possible sample.
         encoders: The autoencoders of --encode.
     """
     num_layers = model_config.num_hidden_layers
-    size_of_letter = model_config.sizes_with(sample_tokens)
+    size_of_letter = model_config.sizes_with(max_sample_tokens)
     table_rows: list[tuple[str, ...]] = [COLUMNS]
     for hook_kind in table.kinds:
         vector_type = hook_kind.vector_type(size_of_letter, dtype)
@@ -293,10 +293,10 @@ def list_hooks(
     if model_config.weights:
         table_lines.append(f"the checkpoint has {model_config.weights}")
     if positions != Positions():
-        num_expected_kept_tokens = positions.expected(sample_tokens)
+        num_expected_kept_tokens = positions.expected(max_sample_tokens)
         table_lines.append(
             f"--positions {positions} keeps about {num_expected_kept_tokens:,.0f} of a sample's "
-            f"{sample_tokens:,} tokens"
+            f"{max_sample_tokens:,} tokens"
         )
     return [table_line.rstrip() for table_line in table_lines]
 
