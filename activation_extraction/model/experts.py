@@ -67,7 +67,7 @@ ExpertSum = Callable[..., Array]
 #           meaningless
 #   sizes   the number of rows of each expert, (E,) int32
 #   stacks  the `Stacks` with the weights of the experts
-SortedRows = Callable[[Array, Array, Stacks], Array]
+RunSortedRows = Callable[[Array, Array, Stacks], Array]
 
 
 def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
@@ -303,7 +303,7 @@ def _sum_in_ring(
 
 
 def in_sorted_rows(
-    compute: SortedRows,
+    run_sorted_rows: RunSortedRows,
     x: Array,
     routing_weights: Array,
     chosen_experts: Array,
@@ -318,7 +318,7 @@ def in_sorted_rows(
     Letters: T tokens, D hidden, X experts of a token.
 
     Args:
-        compute: The function that runs the experts on the sorted rows. See `SortedRows`.
+        run_sorted_rows: The function that runs the experts on the sorted rows. See `RunSortedRows`.
         x: The tokens, (T, D).
         routing_weights: The routing weights of each token's experts, (T, X) float32.
         chosen_experts: The numbers of each token's experts, (T, X) int32.
@@ -338,7 +338,7 @@ def in_sorted_rows(
         :expert_count
     ].astype(jnp.int32)
     sorted_rows = from_bits(to_bits(x)[sorted_row_order // experts_per_token], x.dtype)
-    expert_result_bits = to_bits(compute(sorted_rows, row_counts_by_expert, stacks))
+    expert_result_bits = to_bits(run_sorted_rows(sorted_rows, row_counts_by_expert, stacks))
     # For each expert of a token, the number of its row in the sorted order, (T, X).
     sorted_row_numbers = (
         jnp.zeros_like(sorted_row_order).at[sorted_row_order].set(jnp.arange(sorted_row_order.size))
@@ -383,7 +383,7 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
         stacks: The weights of the experts.
 
     Returns:
-        The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
+        The result of each row's expert, (n, D) in the dtype of x. See `RunSortedRows`.
     """
     layer_number, gate, up, down = stacks
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -416,7 +416,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         stacks: The weights of the experts.
 
     Returns:
-        The result of each row's expert, (n, D) in the dtype of x. See `SortedRows`.
+        The result of each row's expert, (n, D) in the dtype of x. See `RunSortedRows`.
     """
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))

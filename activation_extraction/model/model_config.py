@@ -101,7 +101,7 @@ class DeltaNet:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The sizes and settings of a model.
+    """The sizes and settings of a model. metadata.json stores them under the names of the fields.
 
     Attributes:
         model_type: Name of the model's family in config.json, such as "qwen2".

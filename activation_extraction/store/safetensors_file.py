@@ -296,12 +296,12 @@ class SafetensorsFile:
         self._begin_bytes = begin
         self._file_location = where
         self._checksums = checksums
-        # `_front` contains the first bytes of the file, uint8, from which the header, `sample_idx`
-        # and `offsets` are read.
+        # `_first_bytes` contains the first bytes of the file, uint8, from which the header,
+        # `sample_idx` and `offsets` are read.
         if checksums is not None:
-            self._front = begin(0, checksums.front, checksums.front_blocks)()
+            self._first_bytes = begin(0, checksums.front, checksums.front_blocks)()
         else:
-            self._front = begin(0, min(front, size), None)()
+            self._first_bytes = begin(0, min(front, size), None)()
         file_header = read_header(self._read, size, where, RunError)
         format_version = file_header.metadata.get("format")
         if format_version != FORMAT:
@@ -320,7 +320,7 @@ class SafetensorsFile:
         self.sample_idx = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
         # `sample_idx` and `offsets` are copies, so the memory of the first bytes can be released.
-        self._front = np.empty(0, np.uint8)
+        self._first_bytes = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:
         """Begins to read the ids, positions and labels of consecutive tokens.
@@ -415,22 +415,22 @@ class SafetensorsFile:
     def _read(self, start: int, stop: int) -> bytes:
         """Reads a range of bytes of the file, for the header.
 
-        The first bytes of the file are in memory already (`_front`). If the range begins within
-        them and ends after them, only its part in memory is returned.
+        The first bytes of the file are in memory already (`_first_bytes`). If the range begins
+        within them and ends after them, only its part in memory is returned.
 
         Args:
             start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
         """
-        if start < len(self._front):
-            stop = min(stop, len(self._front))
+        if start < len(self._first_bytes):
+            stop = min(stop, len(self._first_bytes))
         return self._begin(start, stop, None)().tobytes()
 
     def _begin(self, start: int, stop: int, blocks: Blocks | None) -> Callable[[], np.ndarray]:
         """Begins to read a range of bytes.
 
-        A range that lies within the first bytes of the file (`_front`) is not read again, because
-        these bytes are in memory already.
+        A range that lies within the first bytes of the file (`_first_bytes`) is not read again,
+        because these bytes are in memory already.
 
         Args:
             start: Offset of the first byte in the file.
@@ -440,7 +440,7 @@ class SafetensorsFile:
         Returns:
             A function that waits for the bytes and returns them, uint8 (stop - start,).
         """
-        front_content = self._front
+        front_content = self._first_bytes
         if stop > len(front_content):
             return self._begin_bytes(start, stop, blocks)
         return lambda: front_content[start:stop]
