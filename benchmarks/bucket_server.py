@@ -91,7 +91,7 @@ class Server(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Connection)
         self.latency_seconds = latency / 1e3
         self.bytes_per_second = rate * 1e6
-        self.counts = Counts(0, 0)
+        self.answer_counts = Counts(0, 0)
         self.counts_lock = Lock()
         self.objects = {
             path.relative_to(folder).as_posix(): Object.of(path)
@@ -110,7 +110,9 @@ class Server(socketserver.ThreadingTCPServer):
             answer_bytes: The number of bytes of the listing or object in the answer.
         """
         with self.counts_lock:
-            self.counts = Counts(self.counts.requests + 1, self.counts.bytes + answer_bytes)
+            self.answer_counts = Counts(
+                self.answer_counts.requests + 1, self.answer_counts.bytes + answer_bytes
+            )
 
     def listing(self, prefix: str, delimiter: str, last_entry: str) -> bytes:
         """Returns one page of a sorted listing, as XML.
@@ -172,7 +174,7 @@ class Connection(socketserver.StreamRequestHandler):
             headers: Name of a header in small letters -> content of the header.
         """
         if request_target == "/counts":
-            return self.send(200, json.dumps(self.server.counts._asdict()).encode())
+            return self.send(200, json.dumps(self.server.answer_counts._asdict()).encode())
         time.sleep(self.server.latency_seconds)
         requested_url = urlsplit(request_target)
         bucket_name, _, object_name = unquote(requested_url.path).lstrip("/").partition("/")

@@ -345,11 +345,11 @@ def make_texts() -> list[str]:
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
     first_word_indices = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]
-    texts = []
+    document_texts = []
     for first_word_index in first_word_indices:
         word_count = rng.choice(range(61))
-        texts.append(" ".join(words[first_word_index : first_word_index + word_count]))
-    return texts
+        document_texts.append(" ".join(words[first_word_index : first_word_index + word_count]))
+    return document_texts
 
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
@@ -373,13 +373,13 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     template_path = folder / "template.jinja"
     template_path.write_text(QWEN2_5)
 
-    texts = make_texts()
+    document_texts = make_texts()
     documents: list[dict[str, Any]] = [
-        {"text": text, "id": document_number} for document_number, text in enumerate(texts)
+        {"text": text, "id": document_number} for document_number, text in enumerate(document_texts)
     ]
     conversations = []
     token_rows = []
-    for text in filter(None, texts):
+    for text in filter(None, document_texts):
         system_message = {"role": "system", "content": "Hm."}
         conversations.append({"messages": [system_message, {"role": "user", "content": text}]})
         token_ids = [ord(character) % 128 for character in text[:80]]

@@ -98,7 +98,11 @@ class FinishedProcess:
         Raises:
             StopIteration: If no line of stderr contains the text.
         """
-        return next(seconds for seconds, stderr_line in self.stderr_lines if words in stderr_line)
+        return next(
+            seconds_since_start
+            for seconds_since_start, stderr_line in self.stderr_lines
+            if words in stderr_line
+        )
 
 
 def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess:

@@ -484,10 +484,12 @@ class ProgramText:
             return []
         # One array for each mesh axis: the coordinates of all devices along the axis, (groups,
         # devices of a group).
-        coordinates = np.unravel_index(device_groups(collective.line), [*self.mesh.values()])
+        coordinates_of_axes = np.unravel_index(
+            device_groups(collective.line), [*self.mesh.values()]
+        )
         return [
             axis
-            for axis, axis_coordinates in zip(self.mesh, coordinates, strict=True)
+            for axis, axis_coordinates in zip(self.mesh, coordinates_of_axes, strict=True)
             if (axis_coordinates != axis_coordinates[:, :1]).any()
         ]
 

@@ -171,10 +171,10 @@ class Batches(Iterator[T]):
             of workers of the DataLoader.
         """
         loader_worker_number, num_loader_workers = _loader_worker() or ONLY_WORKER
-        fingerprints = "\n".join(source.fingerprint for source in self._sources)
+        fingerprints = "\n".join(token_source.fingerprint for token_source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         settings_of_first_run, *settings_of_other_runs = (
-            source.options.setting for source in self._sources
+            token_source.options.setting for token_source in self._sources
         )
         settings = {
             "data": data_digest,
@@ -272,8 +272,8 @@ class Batches(Iterator[T]):
         sources_and_blocks = zip(self._sources, window.blocks_of_runs, strict=True)
         batch = self._make_batch(
             [
-                source.take(blocks, num_taken_tokens, stop_token)
-                for source, blocks in sources_and_blocks
+                token_source.take(blocks, num_taken_tokens, stop_token)
+                for token_source, blocks in sources_and_blocks
             ]
         )
         if stop_token < window.token_count:
@@ -310,13 +310,15 @@ class Batches(Iterator[T]):
         only be read whole, the shards are divided instead, and each worker then cuts its shards
         into chunks.
         """
-        sources = self._sources
-        options = self.options
-        shuffle_seed = options.shuffle
-        hook_count = max(sum(len(source.options.hooks) for source in sources), 1)
-        row_bytes = max(sum(source.row_bytes for source in sources), 1)
-        are_local = all(source.shards.is_local for source in sources)
-        are_read_by_ranges = all(source.shards.can_read_ranges for source in sources)
+        token_sources = self._sources
+        batch_options = self.options
+        shuffle_seed = batch_options.shuffle
+        hook_count = max(sum(len(token_source.options.hooks) for token_source in token_sources), 1)
+        row_bytes = max(sum(token_source.row_bytes for token_source in token_sources), 1)
+        are_local = all(token_source.shards.is_local for token_source in token_sources)
+        are_read_by_ranges = all(
+            token_source.shards.can_read_ranges for token_source in token_sources
+        )
         max_chunk_bytes = MAX_READ_BYTES
         min_tokens_per_chunk = 1
         if not are_local:
@@ -324,19 +326,19 @@ class Batches(Iterator[T]):
                 MAX_ORDERED_READ_BYTES if shuffle_seed is None else MAX_READ_BYTES
             )
             min_tokens_per_chunk = min(
-                MIN_READ_BYTES * hook_count // row_bytes, options.buffer // MIN_BUCKET_CHUNKS
+                MIN_READ_BYTES * hook_count // row_bytes, batch_options.buffer // MIN_BUCKET_CHUNKS
             )
         min_buffer_chunks = MIN_ORDERED_CHUNKS if shuffle_seed is None else MIN_SHUFFLED_CHUNKS
         tokens_per_chunk = max(
-            min(max_chunk_bytes // row_bytes, options.buffer // min_buffer_chunks),
+            min(max_chunk_bytes // row_bytes, batch_options.buffer // min_buffer_chunks),
             min_tokens_per_chunk,
             1,
         )
-        chunks = sources[0].chunks()
+        chunks = token_sources[0].chunks()
         num_chunks_ahead = 1
         if are_read_by_ranges:
             num_tokens_of_blocks = [
-                sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
+                token_sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
                 for chunk in chunks
             ]
             chunks = [
@@ -345,7 +347,7 @@ class Batches(Iterator[T]):
                 for smaller_chunk in cut_chunk(chunk, tokens_per_chunk, num_block_tokens)
             ]
         chunks = chunks_of_worker(
-            shuffled_chunks(chunks, shuffle_seed), options.worker, options.workers
+            shuffled_chunks(chunks, shuffle_seed), batch_options.worker, batch_options.workers
         )
         chunks = chunks_of_worker(chunks, *(self._loader_worker or ONLY_WORKER))
         if not are_read_by_ranges:
@@ -369,7 +371,7 @@ class Batches(Iterator[T]):
             )
         # A window takes half of the buffer, because one window is filled while batches are cut from
         # another. It contains whole batches.
-        num_window_tokens = options.buffer // 2 // options.size * options.size
+        num_window_tokens = batch_options.buffer // 2 // batch_options.size * batch_options.size
         max_window_tokens = min(num_window_tokens, sum(map(len, chunks)))
         return Windows(
             chunks, self._make_reader(), num_chunks_ahead, max_window_tokens, shuffle_seed
@@ -385,7 +387,9 @@ class Batches(Iterator[T]):
             ValueError: If one worker reads all data, and no token passes the filters.
         """
         filter_texts = dict.fromkeys(
-            filter_text for source in self._sources for filter_text in source.options.filters
+            filter_text
+            for token_source in self._sources
+            for filter_text in token_source.options.filters
         )
         if self._position != Position() or not filter_texts:
             return

@@ -425,8 +425,8 @@ def _partners(
     )
     partner_rows = np.full(len(sample_and_position_numbers), -1)
     partner_batches = list[TokenBatch]()
-    for chunks in other_source.by_shard(other_run_samples):
-        other_run_tokens = other_source.tokens(chunks)
+    for chunks_of_shard in other_source.by_shard(other_run_samples):
+        other_run_tokens = other_source.tokens(chunks_of_shard)
         sample_index_of_token = first_run_samples[
             np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
         ]

@@ -96,9 +96,9 @@ class RowCheck:
             return False
         expected_match = self.matches_of_layers[layer][hook, 0]
         nearest_error = min(
-            match.row_error
-            for match in self.matches_of_layers[layer].values()
-            if match.token_offset == 0
+            hook_match.row_error
+            for hook_match in self.matches_of_layers[layer].values()
+            if hook_match.token_offset == 0
         )
         return (
             expected_match.within(self.limits)

@@ -101,7 +101,8 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
         The activations that are being gathered. `KeptTokens.receive` waits for them.
     """
     device_shards_of_type = {
-        vector_type: shards_of_host(array) for vector_type, array in activations.items()
+        vector_type: shards_of_host(stacked_activations)
+        for vector_type, stacked_activations in activations.items()
     }
     # The arrays of all vector types are split alike: their parts on a device have the same rows and
     # tokens.
@@ -118,8 +119,8 @@ def take_kept(activations: Mapping[VectorType, Array], kept: np.ndarray) -> Kept
     for block_plan in _block_plans(kept, rows_and_tokens(shards_of_a_type)):
         device_token_indices = jax.device_put(block_plan.device_token_indices, index_sharding)
         gathered_array_of_type = {
-            vector_type: take(host_mesh, array, device_token_indices)
-            for vector_type, array in host_array_of_type.items()
+            vector_type: take(host_mesh, host_array, device_token_indices)
+            for vector_type, host_array in host_array_of_type.items()
         }
         kept_blocks.append(
             KeptBlock(

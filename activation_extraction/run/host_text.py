@@ -196,7 +196,9 @@ class Text:
             return document_streams[0]
         source_names = [str(data_source.name_in_mixture) for data_source in data_sources]
         return Mixture(
-            document_streams, source_names, [data_source.weight for data_source in data_sources]
+            document_streams,
+            source_names,
+            [data_source.weight_in_mixture for data_source in data_sources],
         )
 
     def open(

@@ -29,13 +29,13 @@ class Source(NamedTuple):
     Attributes:
         row_stream: The stream of the rows of the data set.
         name_in_mixture: The name of the source in a mixture. None if there is no mixture.
-        weight: The weight of the source in a mixture. The number of documents from a source is
-            proportional to its weight.
+        weight_in_mixture: The weight of the source in a mixture. The number of documents from a
+            source is proportional to its weight.
     """
 
     row_stream: Rows
     name_in_mixture: str | None = None
-    weight: float = 1.0
+    weight_in_mixture: float = 1.0
 
 
 @dataclass(frozen=True)
