@@ -160,7 +160,10 @@ class Bench:
         )
 
     def flags(self) -> list[str]:
-        """Returns the flags for extract_activations.py, without --dtype and --output_dir."""
+        """Returns the flags with which extract_activations.py is measured.
+
+        The flags --dtype and --output_dir differ between measurements and are not included.
+        """
         extraction_flags = [
             "--model_path",
             str(self.folder / "model"),

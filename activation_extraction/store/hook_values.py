@@ -362,10 +362,11 @@ class HookValues(ABC):
         """Converts the values of tokens to the form that users get.
 
         Args:
-            rows: Values as an array with one row per token.
+            rows: Values as an array with one row per token. At a hook with codes, each row is a
+                record of codes (common/codes.py).
 
         Returns:
-            An array (tokens, width), or `Codes`.
+            An array (tokens, width), or `Codes` at a hook with codes.
         """
         return rows
 

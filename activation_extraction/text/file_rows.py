@@ -78,7 +78,7 @@ class DataFile:
 
     @property
     def is_local(self) -> bool:
-        """Returns whether the file is on this machine."""
+        """Whether the file is on this machine."""
         return "://" not in self.url
 
     @property
