@@ -188,7 +188,8 @@ class Bench:
                 transformers in competitors.py.
 
         Returns:
-            The sampling, which tells how many of successive batches and documents are left out.
+            The sampling: of how many successive batches one is computed, and of how many successive
+            computed documents one is written.
         """
         return EVERYTHING if self.parsed_flags.whole else SAMPLINGS[contender]
 

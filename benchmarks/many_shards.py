@@ -73,7 +73,7 @@ def scenarios(shard_bytes: int) -> dict[str, Scenario]:
         )
 
     shuffle_options = {"shuffle": 0}
-    short_samples = run(1, 896, has_conversations=True, sample_tokens=SHORT_SAMPLE_TOKENS)
+    short_samples = run(1, 896, has_conversations=True, tokens_per_sample=SHORT_SAMPLE_TOKENS)
     role_options = {**shuffle_options, "roles": ["system", "user", "assistant"]}
     return {
         "one of one, width 896, shuffled": Scenario(run(1, 896), shuffle_options),
