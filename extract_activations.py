@@ -310,7 +310,7 @@ def take_steps(
 
     can_store_batches = True
     try:
-        for batch, activations, vote_sums in one_step_behind(map(start, lockstep)):
+        for batch, activations, sums_of_votes in one_step_behind(map(start, lockstep)):
             with clock.measure("compute"):
                 jax.block_until_ready(activations)
             if batch is not None and can_store_batches:
@@ -333,7 +333,7 @@ def take_steps(
                     lockstep.fail(error)
                     can_store_batches = False
             run.watchdog.reset()
-            lockstep.learn(np.asarray(vote_sums))
+            lockstep.learn(np.asarray(sums_of_votes))
     finally:
         try:
             progress.close()

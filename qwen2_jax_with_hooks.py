@@ -356,8 +356,10 @@ class HookedModel(nn.Module):
                 buffers, plan.with_slots(slots), bits_by_kind, micro_batch_number
             )
 
-        keep_bits = partial(capture.bits_of, plan.kinds)
-        return self.decoder.scan(layers, run_layer, (x, buffers), plan.slots_by_kind, keep_bits)
+        values_to_bits = partial(capture.bits_of, plan.kinds)
+        return self.decoder.scan(
+            layers, run_layer, (x, buffers), plan.slots_by_kind, values_to_bits
+        )
 
     def _end_values(
         self, capture: Capture, x: Array, token_ids: Array, positions: Array

@@ -87,16 +87,17 @@ def batches_of(
     Returns:
         For each selected batch, the indices of its documents in `lengths`.
     """
-    document_numbers = list(range(len(lengths)))
+    document_indices = list(range(len(lengths)))
     if way.sorts_by_length:
-        document_numbers.sort(key=lambda number: lengths[number])
+        document_indices.sort(key=lambda document_index: lengths[document_index])
     if not way.pads_batches:
         batch_size = 1
-    batch_starts = range(0, len(document_numbers), batch_size)
-    batches = [
-        document_numbers[batch_start : batch_start + batch_size] for batch_start in batch_starts
+    batch_starts = range(0, len(document_indices), batch_size)
+    document_indices_of_batches = [
+        document_indices[batch_start : batch_start + batch_size] for batch_start in batch_starts
     ]
-    return batches[min(computed_batch_interval // 2, len(batches) - 1) :: computed_batch_interval]
+    first_selected_batch = min(computed_batch_interval // 2, len(document_indices_of_batches) - 1)
+    return document_indices_of_batches[first_selected_batch::computed_batch_interval]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:

@@ -138,19 +138,19 @@ def main() -> None:
         ("by length", sorted(document_lengths)),
     ):
         batch_starts = range(0, len(document_lengths), parsed_flags.rows)
-        batches = [
+        lengths_of_batches = [
             ordered_lengths[batch_start : batch_start + parsed_flags.rows]
             for batch_start in batch_starts
         ]
         # The batches are computed in random order, so that a random sample of them is measured if
         # the time is over before all of them are computed.
-        random.Random(0).shuffle(batches)
+        random.Random(0).shuffle(lengths_of_batches)
         speed_by_document_order[document_order] = tokens_per_second(
-            model, batches, output_of_layer, host_memory, parsed_flags.seconds
+            model, lengths_of_batches, output_of_layer, host_memory, parsed_flags.seconds
         )
-    full_row_batches = [[parsed_flags.length] * parsed_flags.rows]
+    lengths_of_full_batch = [parsed_flags.length] * parsed_flags.rows
     speed_by_document_order["full rows"] = tokens_per_second(
-        model, full_row_batches, output_of_layer, host_memory, parsed_flags.seconds
+        model, [lengths_of_full_batch], output_of_layer, host_memory, parsed_flags.seconds
     )
     version_of_package = {package: version(package) for package in ("torch", "transformers")}
     print(

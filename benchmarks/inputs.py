@@ -52,8 +52,11 @@ def evenly_spaced(count: int, depth: int) -> list[int]:
         count: The number of layers to choose. If it is `depth` or more, all layers are chosen.
         depth: The number of layers of the model.
     """
-    count = min(count, depth)
-    return [depth * num_chosen // count - 1 for num_chosen in range(1, count + 1)]
+    num_chosen_layers = min(count, depth)
+    return [
+        depth * chosen_number // num_chosen_layers - 1
+        for chosen_number in range(1, num_chosen_layers + 1)
+    ]
 
 
 SHAPES: dict[str, Any] = {

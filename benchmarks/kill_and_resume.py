@@ -341,7 +341,7 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
 
 def make_texts() -> list[str]:
-    """Returns as many random texts as DOCUMENTS says, each of 0 to 60 words."""
+    """Returns DOCUMENTS texts of 0 to 60 consecutive words, chosen at random from the demo."""
     rng = random.Random(0)
     words = (ROOT / "activation_extraction/run/demo_texts.txt").read_text(encoding="utf-8").split()
     first_word_indices = [rng.randrange(len(words)) for _ in range(DOCUMENTS)]

@@ -446,17 +446,22 @@ class ProgramText:
             kernel, which then counts like any other instruction.
         """
         operand_texts = [self.instructions[operand_name].result for operand_name in kernel.operands]
-        array_matches = [ARRAY.search(array_text) for array_text in (*operand_texts, kernel.result)]
-        kernel_arrays = [array_match for array_match in array_matches if array_match]
+        # The result of an operand or of the kernel may contain no array. Its match is then None.
+        matches_or_none = [
+            ARRAY.search(result_text) for result_text in (*operand_texts, kernel.result)
+        ]
+        kernel_array_matches = [
+            array_match for array_match in matches_or_none if array_match is not None
+        ]
         kernel_name = kernel.name.strip("%").partition(".")[0]
         pass_counts = self._count_kernel_passes(
-            kernel_name, [_shape(kernel_array) for kernel_array in kernel_arrays]
+            kernel_name, [_shape(array_match) for array_match in kernel_array_matches]
         )
         if pass_counts is None:
             return None
         kernel_bytes = 0.0
-        for kernel_array, pass_count in zip(kernel_arrays, pass_counts, strict=True):
-            kernel_bytes += _padded_hbm_bytes(kernel_array) * pass_count
+        for array_match, pass_count in zip(kernel_array_matches, pass_counts, strict=True):
+            kernel_bytes += _padded_hbm_bytes(array_match) * pass_count
         return round(kernel_bytes)
 
     def _flops(self, product: Instruction) -> float:
@@ -697,49 +702,49 @@ def _instructions(body: str) -> list[Instruction]:
     return parsed_instructions
 
 
-def _padded_hbm_bytes(array: re.Match[str]) -> int:
+def _padded_hbm_bytes(array_match: re.Match[str]) -> int:
     """Returns the bytes of an array in HBM, padded to the tiles of its minor dimensions.
 
     Args:
-        array: A match of the pattern ARRAY in the text of the program.
+        array_match: A match of the pattern ARRAY in the text of the program.
 
     Returns:
         The number of bytes. 0 for an array in another memory.
     """
-    _, _, axis_order, tiling_text = array.groups(default="")
+    _, _, axis_order, tiling_text = array_match.groups(default="")
     if OTHER_MEMORY in tiling_text:
         return 0
-    padded_shape = _shape(array)
+    padded_shape = _shape(array_match)
     tile_match = re.match(r"T\(([\d,]+)\)", tiling_text)
     if tile_match and axis_order:
         minor_first_axes = [int(axis) for axis in axis_order.split(",")]
         tile_sizes = [int(size_text) for size_text in tile_match[1].split(",")]
         for axis, tile_size in zip(minor_first_axes, reversed(tile_sizes), strict=False):
             padded_shape[axis] = -(-padded_shape[axis] // tile_size) * tile_size
-    return math.prod(padded_shape) * _bits(array) // 8
+    return math.prod(padded_shape) * _bits(array_match) // 8
 
 
-def _bytes_of_elements(array: re.Match[str]) -> int:
+def _bytes_of_elements(array_match: re.Match[str]) -> int:
     """Returns the bytes of an array's elements without padding, in any memory.
 
     Args:
-        array: A match of the pattern ARRAY in the text of the program.
+        array_match: A match of the pattern ARRAY in the text of the program.
     """
-    return math.prod(_shape(array)) * _bits(array) // 8
+    return math.prod(_shape(array_match)) * _bits(array_match) // 8
 
 
-def _bits(array: re.Match[str]) -> int:
+def _bits(array_match: re.Match[str]) -> int:
     """Returns the number of bits of an element of an array, such as 16 for the dtype "bf16".
 
     Args:
-        array: A match of the pattern ARRAY in the text of the program.
+        array_match: A match of the pattern ARRAY in the text of the program.
     """
-    dtype_name = array[1]
+    dtype_name = array_match[1]
     return 8 if dtype_name == "pred" else int(re.sub(r"\D", "", dtype_name))
 
 
-def _shape(array: re.Match[str]) -> list[int]:
-    return [int(size_text) for size_text in array[2].split(",") if size_text]
+def _shape(array_match: re.Match[str]) -> list[int]:
+    return [int(size_text) for size_text in array_match[2].split(",") if size_text]
 
 
 def _element_count(result: str) -> int:
@@ -748,8 +753,8 @@ def _element_count(result: str) -> int:
     Args:
         result: The text of an instruction's result (see `Instruction`).
     """
-    first_array = ARRAY.search(result)
-    return math.prod(_shape(first_array)) if first_array else 0
+    first_array_match = ARRAY.search(result)
+    return math.prod(_shape(first_array_match)) if first_array_match else 0
 
 
 def _unpadded_bytes(result: str) -> int:
@@ -760,8 +765,8 @@ def _unpadded_bytes(result: str) -> int:
     Args:
         result: The text of an instruction's result (see `Instruction`).
     """
-    first_array = ARRAY.search(result)
-    return _bytes_of_elements(first_array) if first_array else 0
+    first_array_match = ARRAY.search(result)
+    return _bytes_of_elements(first_array_match) if first_array_match else 0
 
 
 def device_groups(line: str) -> np.ndarray:

@@ -312,7 +312,7 @@ class ActivationDataset(Samples):
         """Returns the pieces of a document as one sample.
 
         Args:
-            piece_indices: Indices in the dataset of the samples that are the pieces, in order.
+            piece_indices: The index of each piece in the dataset, in the order of the document.
             piece_starts: For each piece, the position in the document of its first token.
         """
         first_piece_facts = self.shards.facts(piece_indices[0])
@@ -482,7 +482,7 @@ class ActivationDataset(Samples):
         chosen_roles = [roles] if isinstance(roles, str) else list(roles)
         stored_roles = self.identity.text.roles or ROLES
         roles_of_run_text = "has no roles; only runs of conversations do"
-        if not len(self) or "role" in self.shards.get(0).labels:
+        if not len(self) or "role" in self.shards.get(0).label_names:
             roles_of_run_text = f"has tokens of {', '.join(stored_roles)}"
             if chosen_roles and set(chosen_roles) <= {*stored_roles}:
                 return tuple(role for role in ROLES if role in chosen_roles)

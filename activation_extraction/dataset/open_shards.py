@@ -303,12 +303,13 @@ class OpenShards:
 
     @cached_property
     def sums(self) -> dict[str, Sums]:
-        """The sums over the tokens of all shards (`store.statistics.Sums`), by hook name.
+        """Name of a hook -> the sums of its values and norms over the tokens of all shards.
 
-        Hooks with codes are left out, because such sums are not stored for them.
+        `store.statistics.Sums` describes the sums. Hooks with codes are left out, because shards
+        contain no sums of codes. The dict is empty for a run without shards.
 
         The sums of the shards are merged in the order of the shards, so that rounding does not
-        depend on the timing of threads. The dict is empty for a run without shards.
+        depend on the timing of threads.
         """
         names_of_array_hooks = [
             hook_name for hook_name, hook_values in self.hooks.items() if hook_values.is_array

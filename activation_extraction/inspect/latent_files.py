@@ -132,7 +132,7 @@ class DelphiFormat(ExportFormat):
             )
             # Index of each token among the tokens of the run that are in whole rows. The values at
             # other tokens of the chunk are not used.
-            index_in_whole_rows = row_token_count + np.cumsum(is_in_whole_row) - 1
+            indices_in_whole_rows = row_token_count + np.cumsum(is_in_whole_row) - 1
             token_ids_of_chunks.append(token_batch.token_ids[is_in_whole_row])
             for hook_name, hook_codes in token_batch.items():
                 token_of_value = np.repeat(np.arange(len(token_batch)), np.diff(hook_codes.indptr))
@@ -141,7 +141,7 @@ class DelphiFormat(ExportFormat):
                     np.count_nonzero(is_in_whole_row[token_of_value] & is_small_value)
                 )
                 is_kept_value = is_in_whole_row[token_of_value] & ~is_small_value
-                token_index_of_value = index_in_whole_rows[token_of_value[is_kept_value]]
+                token_index_of_value = indices_in_whole_rows[token_of_value[is_kept_value]]
                 row_of_value, position_in_row = np.divmod(token_index_of_value, self.tokens_per_row)
                 entry_columns = [
                     row_of_value,

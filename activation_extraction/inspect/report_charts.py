@@ -63,11 +63,32 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
     layer_numbers = [hook_report.layer for hook_report in hooks]
     # Quantiles of the norms, with a row for each probability in LEVELS, (6, hooks).
     norm_quantiles = np.transpose([hook_report.norms for hook_report in hooks])
-    percentile_1, quartile_1, medians, quartile_3, percentile_99, maxima = norm_quantiles
-    axes.vlines(layer_numbers, percentile_1, percentile_99, color=BLUE, linewidth=1.2, alpha=0.55)
-    axes.vlines(layer_numbers, quartile_1, quartile_3, color=BLUE, linewidth=4.5, alpha=0.55)
-    axes.plot(layer_numbers, medians, "o", color=BLUE, markersize=4.5)
-    axes.plot(layer_numbers, maxima, "x", color=RED, markersize=4.5)
+    (
+        percentile_1_norms,
+        first_quartile_norms,
+        median_norms,
+        third_quartile_norms,
+        percentile_99_norms,
+        max_norms,
+    ) = norm_quantiles
+    axes.vlines(
+        layer_numbers,
+        percentile_1_norms,
+        percentile_99_norms,
+        color=BLUE,
+        linewidth=1.2,
+        alpha=0.55,
+    )
+    axes.vlines(
+        layer_numbers,
+        first_quartile_norms,
+        third_quartile_norms,
+        color=BLUE,
+        linewidth=4.5,
+        alpha=0.55,
+    )
+    axes.plot(layer_numbers, median_norms, "o", color=BLUE, markersize=4.5)
+    axes.plot(layer_numbers, max_norms, "x", color=RED, markersize=4.5)
     axes.set(xlabel=_label(hooks), ylabel="norm")
     _norm_scale(axes, norm_quantiles)
 

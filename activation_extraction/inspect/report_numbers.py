@@ -85,27 +85,29 @@ class TokenSample:
             for range_number in np.unique(range_of_token)
         }
 
-    def around(self, token: int, max_neighbours: int) -> slice:
+    def around(self, token_index: int, max_neighbours: int) -> slice:
         """Returns the range of indices of a token and its neighbours in the same document.
 
         Args:
-            token: The index of the token in `token_ids`.
+            token_index: The index of the token in `token_ids`.
             max_neighbours: The largest number of neighbours on each side. There are fewer near the
                 ends of the document. Neighbours beyond a token that is not stored are left out.
         """
-        start_token = max(token - max_neighbours, 0)
-        stop_token = min(token + max_neighbours + 1, len(self.positions))
+        start_token_index = max(token_index - max_neighbours, 0)
+        stop_token_index = min(token_index + max_neighbours + 1, len(self.positions))
         # The difference between position and index is equal for two tokens if no token is missing
         # between them.
-        position_minus_index = self.positions[start_token:stop_token] - np.arange(
-            start_token, stop_token
+        position_minus_index = self.positions[start_token_index:stop_token_index] - np.arange(
+            start_token_index, stop_token_index
         )
-        is_connected = position_minus_index == position_minus_index[token - start_token]
+        is_connected = position_minus_index == position_minus_index[token_index - start_token_index]
         is_connected &= (
-            self.document_indices[start_token:stop_token] == self.document_indices[token]
+            self.document_indices[start_token_index:stop_token_index]
+            == self.document_indices[token_index]
         )
         return slice(
-            start_token + int(is_connected.argmax()), stop_token - int(is_connected[::-1].argmax())
+            start_token_index + int(is_connected.argmax()),
+            stop_token_index - int(is_connected[::-1].argmax()),
         )
 
 

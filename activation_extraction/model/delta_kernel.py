@@ -325,14 +325,16 @@ def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
     row_indices, column_indices, _ = _indices()
     log_decay = _side_by_side(log_decay)
     log_decay_between_tokens = jnp.where(row_indices > column_indices, log_decay, 0)
-    row_distance = 1
+    distance_of_added_row = 1
     # Each row becomes the sum of itself and all rows above it. After a pass of this loop, a row
     # contains the sum of twice as many rows as before.
-    while row_distance < CHUNK:
+    while distance_of_added_row < CHUNK:
         log_decay_between_tokens += jnp.where(
-            row_indices >= row_distance, pltpu.roll(log_decay_between_tokens, row_distance, 0), 0
+            row_indices >= distance_of_added_row,
+            pltpu.roll(log_decay_between_tokens, distance_of_added_row, 0),
+            0,
         )
-        row_distance *= 2
+        distance_of_added_row *= 2
     # Row i of a chunk's first column is now the sum of the log decays of the chunk's tokens 1 to i.
     # The log decay of token 0 completes the sum since the beginning of the chunk.
     log_decay_since_chunk_begin = log_decay_between_tokens + log_decay[:1]

@@ -376,11 +376,11 @@ def _prepare(
         The arrays of all chunks.
     """
     decay_between_tokens, decay_since_chunk_begin = _decays(log_decay, segments)
-    key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
-    query_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
+    key_key_products = einsum("NBKID,NBKJD->NBKIJ", k, k)[:, :, :, None]
+    query_key_products = einsum("NBKID,NBKJD->NBKIJ", q, k)[:, :, :, None]
     q, k = q[:, :, :, None], k[:, :, :, None]
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
-    inverses = _inverse(beta * key_products * decay_between_tokens)
+    inverses = _inverse(beta * key_key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
     # The vectors that tokens add to S are initial_vectors - state_readers_of_vectors @ S.
     initial_vectors, state_readers_of_vectors = jnp.split(solution, [v.shape[-1]], axis=-1)
@@ -389,7 +389,7 @@ def _prepare(
         state_readers=jnp.concatenate(
             [state_readers_of_vectors, decay_since_chunk_begin * q], axis=-2
         ),
-        output_factors=query_products * decay_between_tokens,
+        output_factors=query_key_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
         state_decay=decay_since_chunk_begin[..., -1:, :],
     )

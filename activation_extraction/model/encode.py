@@ -192,7 +192,7 @@ def make_encoders(
     depth: int,
     sizes: Mapping[str, int],
 ) -> tuple[Encoder, ...]:
-    """Returns the autoencoders at their hooks, in the order in which these hooks are computed.
+    """Returns an encoder for each autoencoder, in the order in which their hooks are computed.
 
     Args:
         autoencoders: The autoencoders.

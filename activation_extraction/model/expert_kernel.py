@@ -441,8 +441,10 @@ def _multiply_down(
 def _run_added(rows: Array, fetches: Array, counts: Array) -> Array:
     """Adds up the results of each token's experts, for the tokens of some groups.
 
-    A group is TOKENS consecutive tokens, and a row is the result of one expert for one token,
-    multiplied by its routing weight.
+    A row is the result of one expert for one token, multiplied by its routing weight. The rows are
+    stored in tiles, and a tile contains rows of a single expert. A group is TOKENS consecutive
+    tokens. The kernel fetches the rows of a group from the tiles to a buffer, and adds up the rows
+    of each token there.
 
     Letters: n' rows of all tiles, X experts of a token.
 

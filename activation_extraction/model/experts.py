@@ -60,13 +60,13 @@ class Stacks(NamedTuple):
 #                    are computed one after the other, so that the first sums can be sent early
 ExpertSum = Callable[..., Array]
 
-# A function that runs experts on sorted rows. It maps (rows, sizes, stacks) to the result of each
-# row's expert, (n, D) in the dtype of the rows:
-#   rows    the rows, (n, D): the first sizes[0] belong to expert 0, the next sizes[1] to expert 1,
-#           and so on; rows after the rows of the last expert have no expert, and their results are
-#           meaningless
-#   sizes   the number of rows of each expert, (E,) int32
-#   stacks  the `Stacks` with the weights of the experts
+# A function that runs experts on sorted rows. It maps (rows, row_counts, stacks) to the result of
+# each row's expert, (n, D) in the dtype of the rows:
+#   rows        the rows, (n, D): the first row_counts[0] belong to expert 0, the next row_counts[1]
+#               to expert 1, and so on; rows after the rows of the last expert have no expert, and
+#               their results are meaningless
+#   row_counts  the number of rows of each expert, (E,) int32
+#   stacks      the `Stacks` with the weights of the experts
 RunSortedRows = Callable[[Array, Array, Stacks], Array]
 
 
@@ -368,7 +368,7 @@ def in_sorted_rows(
     )
 
 
-def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
+def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     """Runs experts on sorted rows with `lax.ragged_dot`, for which XLA has a kernel on TPUs.
 
     `lax.ragged_dot` gets the weights of all layers, because a slice of them would be a copy. The
@@ -379,7 +379,7 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
     Args:
         x: The rows, sorted by expert, (n, D).
-        sizes: The number of rows of each expert, (E,) int32.
+        row_counts: The number of rows of each expert, (E,) int32.
         stacks: The weights of the experts.
 
     Returns:
@@ -389,7 +389,10 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layer_count, expert_count = gate.shape[:2]
     sizes_of_all_experts = (
-        jnp.zeros((layer_count, expert_count), jnp.int32).at[layer_number].set(sizes).reshape(-1)
+        jnp.zeros((layer_count, expert_count), jnp.int32)
+        .at[layer_number]
+        .set(row_counts)
+        .reshape(-1)
     )
 
     def product(x: Array, stack: Array, dtype: Any) -> Array:
@@ -401,7 +404,7 @@ def _run_with_ragged_dot(x: Array, sizes: Array, stacks: Stacks) -> Array:
     return product(gated_values.astype(x.dtype), down, x.dtype)
 
 
-def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
+def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     """Runs one expert after the other on its rows, a tile of TILE rows at a time.
 
     A row is one expert of one token: the values of the token that this expert gets. The last tile
@@ -412,7 +415,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
 
     Args:
         x: The rows, sorted by expert, (n, D).
-        sizes: The number of rows of each expert, (E,) int32.
+        row_counts: The number of rows of each expert, (E,) int32.
         stacks: The weights of the experts.
 
     Returns:
@@ -420,7 +423,7 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
     """
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
-    first_row_by_expert = jnp.cumsum(sizes) - sizes
+    first_row_of_experts = jnp.cumsum(row_counts) - row_counts
     layer_number, *bits_of_stacks = map(to_bits, stacks)
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -435,17 +438,17 @@ def _run_in_tiles(x: Array, sizes: Array, stacks: Stacks) -> Array:
         gate, up, down = (
             from_bits(stack[layer_number, expert], x.dtype) for stack in bits_of_stacks
         )
-        tile_count = (sizes[expert] + TILE - 1) // TILE
+        tile_count = (row_counts[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
-            return compute_tile(y, first_row_by_expert[expert] + tile * TILE, gate, up, down)
+            return compute_tile(y, first_row_of_experts[expert] + tile * TILE, gate, up, down)
 
         return lax.fori_loop(0, tile_count, compute_next_tile, y)
 
     def compute_expert_with_rows(expert: Array, y: Array) -> Array:
-        return lax.cond(sizes[expert] > 0, compute_expert, lambda _, y: y, expert, y)
+        return lax.cond(row_counts[expert] > 0, compute_expert, lambda _, y: y, expert, y)
 
-    y = lax.fori_loop(0, len(sizes), compute_expert_with_rows, jnp.zeros_like(padded_row_bits))
+    y = lax.fori_loop(0, len(row_counts), compute_expert_with_rows, jnp.zeros_like(padded_row_bits))
     return from_bits(y[:row_count], x.dtype)
 
 

@@ -362,12 +362,12 @@ class Scales:
                 table_indices = np.add(
                     chunk_value_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
-                row_table_offsets = (
+                table_offset_of_rows = (
                     (chunk_scale_numbers - chunk_scale_numbers[0])
                     * lookup_table_size
                     * scales_per_row
                 )
-                table_indices += row_table_offsets.astype(index_dtype)[:, None]
+                table_indices += table_offset_of_rows.astype(index_dtype)[:, None]
                 # In its default mode, "raise", np.take would copy the values once more.
                 np.take(
                     value_table,

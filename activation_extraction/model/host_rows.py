@@ -100,29 +100,33 @@ class HostRows:
             Vector type -> activations of this host's rows at the hooks of this type, (hooks, B, T,
             width).
         """
-        device_shards_of_type = {
+        device_shards_by_vector_type = {
             vector_type: shards_of_host(activations_of_type)
             for vector_type, activations_of_type in activations.items()
         }
         # All copies are started before the first copy is awaited.
-        host_copies_of_type = {}
-        for vector_type, shards_of_type in device_shards_of_type.items():
-            host_copies_of_type[vector_type] = [to_host(shard.data) for shard in shards_of_type]
-        received_array_of_type = {}
-        for vector_type, copied_shards in host_copies_of_type.items():
+        host_copies_by_vector_type = {}
+        for vector_type, shards_of_type in device_shards_by_vector_type.items():
+            host_copies_by_vector_type[vector_type] = [
+                to_host(shard.data) for shard in shards_of_type
+            ]
+        received_array_by_vector_type: dict[VectorType, np.ndarray] = {}
+        for vector_type, copied_shards in host_copies_by_vector_type.items():
             if len(copied_shards) == 1:
-                received_array_of_type[vector_type] = np.asarray(copied_shards[0])
+                received_array_by_vector_type[vector_type] = np.asarray(copied_shards[0])
                 continue
-            slices_of_shards = rows_and_tokens(device_shards_of_type[vector_type])
+            slices_of_shards = rows_and_tokens(device_shards_by_vector_type[vector_type])
             num_hooks = len(copied_shards[0])
             num_rows = max(row_slice.stop for row_slice, _ in slices_of_shards)
             received_shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
-            received_array_of_type[vector_type] = np.empty(received_shape, copied_shards[0].dtype)
+            received_array_by_vector_type[vector_type] = np.empty(
+                received_shape, copied_shards[0].dtype
+            )
             for (row_slice, token_slice), copied_shard in zip(
                 slices_of_shards, copied_shards, strict=True
             ):
-                received_array_of_type[vector_type][:, row_slice, token_slice] = copied_shard
-        return received_array_of_type
+                received_array_by_vector_type[vector_type][:, row_slice, token_slice] = copied_shard
+        return received_array_by_vector_type
 
 
 def count_hosts(devices: Sequence[Any]) -> int:

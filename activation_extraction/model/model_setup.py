@@ -257,10 +257,10 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
         devices, mesh_choice.shape, config.num_key_value_heads, mesh_choice.reason_for_mesh
     )
     check_divisibility(layout, num_rows_of_step, row_length, config.sizes)
-    preferred_kernel_of_field = {}
+    preferred_kernel_by_kernel_field = {}
     for kernel_field, candidates in candidates_for(platform).items():
-        preferred_kernel_of_field[kernel_field] = next(iter(candidates.values()))
-    kernels = Kernels(**preferred_kernel_of_field)
+        preferred_kernel_by_kernel_field[kernel_field] = next(iter(candidates.values()))
+    kernels = Kernels(**preferred_kernel_by_kernel_field)
     model = create_model_with_hooks(
         config, computed_hooks, model_dtype, activation_dtype, kernels, layout
     )

@@ -21,7 +21,7 @@ from jax import Array
 from activation_extraction.model.model_config import ModelConfig
 from activation_extraction.model.numerics import from_bits
 
-# The logical axis that each letter stands for.
+# Letter of an axis of a weight -> its logical axis (see mesh.RULES).
 LOGICAL_AXES = {
     "D": "embed",
     "N": "heads",

@@ -203,7 +203,7 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
         return x.reshape(num_rows, num_blocks, block_length, *x.shape[2:]).swapaxes(0, 1)
 
     def join_blocks(x: Array) -> Array:
-        """Joins blocks (blocks, B, tokens of a block, ...) to an array (B, T, ...)."""
+        """Turns an array (blocks, B, tokens of a block, ...) into an array (B, T, ...)."""
         x = x.swapaxes(0, 1)
         return x.reshape(num_rows, num_blocks * block_length, *x.shape[3:])[:, :row_length]
 

@@ -340,7 +340,7 @@ def _blended_indices(
         inverse_frequency = trained_length / (turns * 2 * math.pi)
         return num_rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
-    turns_at_ends_of_range = []
+    turns_at_ends_of_range: list[float] = []
     for beta_field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
         turns_at_ends_of_range.append(
             positive_field(rope, beta_field, source) if rope.get(beta_field) else default_turns

@@ -205,7 +205,7 @@ def _in_recorded_order(
         InputError: If a recorded file is missing, or if a file was not recorded.
     """
     file_by_name = {data_file.name: data_file for data_file in files}
-    recorded_file_names = {data_file.name for data_file in records}
+    recorded_file_names = {recorded_file.name for recorded_file in records}
     unrecorded_files = [
         data_file for data_file in files if data_file.name not in recorded_file_names
     ]

@@ -378,15 +378,17 @@ def estimate_totals(
     if run.token_counts is not None:
         stored_terabytes = run.token_counts.num_stored_tokens * token_bytes / 1e12
         if fastest_mesh is not None:
+            # The speed of a mesh counts computed tokens. The speed that a user gives counts stored
+            # tokens.
             if config.planning.tokens_per_second is None:
-                num_tokens_of_run = run.token_counts.num_computed_tokens
+                num_timed_tokens = run.token_counts.num_computed_tokens
                 tokens_per_second = fastest_mesh["tokens_per_second"]
             else:
-                num_tokens_of_run = run.token_counts.num_stored_tokens
+                num_timed_tokens = run.token_counts.num_stored_tokens
                 tokens_per_second = [config.planning.tokens_per_second * run.topology.num_hosts]
             hours_range = [
-                num_tokens_of_run / max(tokens_per_second) / 3600,
-                num_tokens_of_run / min(tokens_per_second) / 3600,
+                num_timed_tokens / max(tokens_per_second) / 3600,
+                num_timed_tokens / min(tokens_per_second) / 3600,
             ]
         if hours_range is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars

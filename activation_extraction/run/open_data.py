@@ -24,7 +24,7 @@ FILES = "files"
 
 
 class Source(NamedTuple):
-    """An open data set.
+    """An open data set, which may be one of the sources of a mixture.
 
     Attributes:
         row_stream: The stream of the rows of the data set.
@@ -210,7 +210,7 @@ def _open_mixture(
                 )
     refuse_repeated(files_of_path_sources)
     files_of_mixture = DataFiles.as_recorded(files_of_path_sources, recorded_metadata)
-    opened_sources = []
+    opened_sources: list[Source] = []
     for source_number, (source_text, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
         if is_path(source_text):

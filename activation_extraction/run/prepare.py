@@ -377,7 +377,8 @@ def with_inputs_of_demo(config: Config, folder: Path) -> Config:
     """
     if not config.demo:
         return config
-    build_model(step_request(config), parse_model_config(MODEL_CONFIG))  # checks the flags
+    # Building the model raises InputError for flags that do not fit it, before files are written.
+    build_model(step_request(config), parse_model_config(MODEL_CONFIG))
     log.info("demo: making a tiny Qwen2 model and sample documents")
     model_folder, documents_file = make_demo(folder)
     return replace(

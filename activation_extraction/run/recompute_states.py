@@ -65,10 +65,10 @@ def load_for_hidden_states(
             f"the stored ones have {width}"
         )
     largest_token_id = max(
-        (int(sample_ids.max()) for sample_ids in token_ids if len(sample_ids)), default=0
+        (int(ids_of_sample.max()) for ids_of_sample in token_ids if len(ids_of_sample)), default=0
     )
     smallest_token_id = min(
-        (int(sample_ids.min()) for sample_ids in token_ids if len(sample_ids)), default=0
+        (int(ids_of_sample.min()) for ids_of_sample in token_ids if len(ids_of_sample)), default=0
     )
     if smallest_token_id < 0 or largest_token_id >= model_config.vocab_size:
         invalid_token_id = smallest_token_id if smallest_token_id < 0 else largest_token_id

@@ -303,7 +303,7 @@ def list_hooks(
 
 def ranges_in_words(numbers: Iterable[int]) -> str:
     """Returns ascending numbers in words, such as "1-3, 7" for 1, 2, 3 and 7."""
-    # The first and the last number of each range, or its only number.
+    # One list for each range: its first and its last number, or its only number.
     number_range_bounds: list[list[int]] = []
     for next_number in numbers:
         if number_range_bounds and next_number == number_range_bounds[-1][-1] + 1:

@@ -213,7 +213,8 @@ def _tpu_sides(
             or more chips than the largest TPU of this kind, or if both are None. The message lists
             the valid names.
     """
-    shape_by_number_in_name = {}
+    # Number in the name of a machine, as text -> shape of the machine, such as "64" -> "8x8".
+    shape_by_number_in_name: dict[str, str] = {}
     for shape_of_kind in kind.machine_shapes.split():
         sides_of_shape = _sides_of_shape(shape_of_kind)
         shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.name_number_per_chip)] = (

@@ -290,7 +290,9 @@ def stored_after(
             f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
             f"stored; {repair_remedy}"
         )
-    # For example, a lost JSON file was put back after a repair had stored its samples again.
+    # More samples are stored than there are sample numbers, so some are stored twice. This happens
+    # if, for example, a repair stored the samples of a lost JSON file again, and the file was put
+    # back afterwards.
     if missing_count < 0:
         raise InputError(
             f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "

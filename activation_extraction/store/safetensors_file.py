@@ -296,8 +296,8 @@ class SafetensorsFile:
         self._begin_bytes = begin
         self._file_location = where
         self._checksums = checksums
-        # `_first_bytes` contains the first bytes of the file, uint8, from which the header,
-        # `sample_idx` and `offsets` are read.
+        # The first bytes of the file, uint8, contain the header, `sample_idx` and `offsets`. The
+        # methods that read these take the bytes from `_first_bytes` instead of the file.
         if checksums is not None:
             self._first_bytes = begin(0, checksums.front, checksums.front_blocks)()
         else:
@@ -312,7 +312,7 @@ class SafetensorsFile:
         self.tensors = file_header.tensors
         # Labels are the roles and turns of tokens, which not every run stores. A hook may have the
         # same name as a label, but a hook's tensor has two axes, and a label's tensor has one.
-        self.labels = [
+        self.label_names = [
             label_name
             for label_name in LABELS
             if label_name in self.tensors and len(self.tensors[label_name].shape) == 1
@@ -331,7 +331,7 @@ class SafetensorsFile:
 
         Returns:
             A function that waits for the arrays and returns them by name, int32 (stop - start,)
-            each. The names are `token_ids`, `position`, and the names in `labels`.
+            each. The names are `token_ids`, `position`, and the names in `label_names`.
         """
         wait_function_by_tensor = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
@@ -339,7 +339,7 @@ class SafetensorsFile:
             wait_function_by_tensor["position"] = lambda: self._consecutive_positions(start, stop)
         else:
             wait_function_by_tensor["position"] = self.begin_rows("position", start, stop)
-        for label_name in self.labels:
+        for label_name in self.label_names:
             wait_function_by_tensor[label_name] = self.begin_rows(label_name, start, stop)
         return lambda: {
             tensor_name: wait_function()

@@ -164,7 +164,7 @@ def _is_sending_at(_tick: int) -> bool | None:
 
 def _own_sockets() -> set[str]:
     """Returns the inodes of the sockets that this process has open."""
-    socket_inodes = set()
+    socket_inodes = set[str]()
     for descriptor_name in os.listdir(OPEN_FILES):
         with suppress(OSError):  # the descriptor may have been closed since the folder was listed
             file_type, _, inode_in_brackets = os.readlink(OPEN_FILES / descriptor_name).partition(
@@ -177,7 +177,7 @@ def _own_sockets() -> set[str]:
 
 def _sockets_with_unsent_bytes() -> set[str]:
     """Returns the inodes of the TCP connections of this machine that have unacknowledged bytes."""
-    sending_inodes = set()
+    inodes_of_sending_sockets = set[str]()
     for tcp_table in TCP_TABLES:
         for table_line in tcp_table.read_text().splitlines()[1:] if tcp_table.exists() else ():
             # The columns are: number, local address, remote address, state, bytes to send and bytes
@@ -187,8 +187,8 @@ def _sockets_with_unsent_bytes() -> set[str]:
             unacknowledged_bytes = int(table_columns[4].split(":")[0], 16)
             socket_inode = table_columns[9]
             if connection_state == CONNECTED and unacknowledged_bytes:
-                sending_inodes.add(socket_inode)
-    return sending_inodes
+                inodes_of_sending_sockets.add(socket_inode)
+    return inodes_of_sending_sockets
 
 
 @lru_cache(1)

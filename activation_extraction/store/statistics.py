@@ -406,12 +406,12 @@ class DimensionStatistics:
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
-        """Returns the statistics over attention sinks, over other tokens, or over both together.
+        """Returns the statistics of every dimension over the tokens of the selected kinds.
 
         Args:
             sums: Sums over attention sinks and over other tokens.
-            kinds: Slice of the first axis of `sums.counts` that selects the tokens. Attention sinks
-                are at index SINK of this axis, other tokens at index OTHER.
+            kinds: Slice of the kinds of tokens, whose indices are SINK (attention sinks) and OTHER
+                (all other tokens).
         """
         token_count = int(sums.counts[kinds].sum())
         with np.errstate(invalid="ignore"):

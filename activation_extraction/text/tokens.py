@@ -120,14 +120,16 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
             "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
             "texts or leaves them out; give --special_tokens none, which adds no tokens"
         )
-    index_of_text = encoding_with_special_tokens.special_tokens_mask.index(0)
+    index_of_text_token = encoding_with_special_tokens.special_tokens_mask.index(0)
     token_ids = tuple(encoding_with_special_tokens.ids)
     if len(token_ids) == 1:
         return SpecialTokens()
     token_names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in token_ids]
-    token_names[index_of_text] = "text"
+    token_names[index_of_text_token] = "text"
     return SpecialTokens(
-        token_ids[:index_of_text], token_ids[index_of_text + 1 :], " + ".join(token_names)
+        token_ids[:index_of_text_token],
+        token_ids[index_of_text_token + 1 :],
+        " + ".join(token_names),
     )
 
 
@@ -262,11 +264,11 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
         must not be cut.
     """
     allowed_cut_patterns = []
-    for cut_pattern, (endings, beginnings) in CUT_TRIALS.items():
-        ending_beginning_pairs = product(endings, beginnings)
+    for cut_pattern, (texts_before_cut, texts_after_cut) in CUT_TRIALS.items():
+        text_pairs = product(texts_before_cut, texts_after_cut)
         if all(
-            _keeps_words(tokenizer, ending, beginning)
-            for ending, beginning in ending_beginning_pairs
+            _keeps_words(tokenizer, text_before_cut, text_after_cut)
+            for text_before_cut, text_after_cut in text_pairs
         ):
             allowed_cut_patterns.append(cut_pattern)
     if not allowed_cut_patterns:
