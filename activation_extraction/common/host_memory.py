@@ -135,8 +135,8 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
     # Type of the file system of a tree ("cgroup2" or "cgroup") -> path of this process's group from
     # the root of the tree.
     group_path_by_tree_type = {}
-    for group_line in _kernel_file(GROUPS).splitlines():
-        tree_number, controllers, group_path = group_line.split(":", 2)
+    for control_group_line in _kernel_file(GROUPS).splitlines():
+        tree_number, controllers, group_path = control_group_line.split(":", 2)
         if tree_number == "0" and not controllers:
             group_path_by_tree_type["cgroup2"] = group_path
         elif "memory" in controllers.split(","):

@@ -37,7 +37,7 @@ def hub_requests(requested: str) -> Iterator[None]:
     Args:
         requested: Description of the requested object, such as "the data set", for the warning.
     """
-    has_warned = False
+    has_warned_of_retry = False
 
     def is_not_retry(record: logging.LogRecord) -> bool:
         """Returns whether a library's message is about something else than a retry.
@@ -48,10 +48,10 @@ def hub_requests(requested: str) -> Iterator[None]:
         Args:
             record: The message.
         """
-        nonlocal has_warned
+        nonlocal has_warned_of_retry
         retry_match = RETRY_LINE.search(record.getMessage())
-        if retry_match and not has_warned:
-            has_warned = True
+        if retry_match and not has_warned_of_retry:
+            has_warned_of_retry = True
             log.warning(
                 "%s: the hub is not answering%s; trying again for about half a minute",
                 requested,

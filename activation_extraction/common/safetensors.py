@@ -147,11 +147,11 @@ def read_header(
             tensor_of_name[tensor_name] = _parse_tensor(tensor_fields, header_end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise error_type(f"{file_name}: not a safetensors file: {error!r}") from error
-    file_bytes_by_header = max(
+    described_file_bytes = max(
         (tensor.end for tensor in tensor_of_name.values()), default=header_end
     )
-    if file_bytes_by_header != size:
-        raise error_type(f"{incomplete_file_message} describes {file_bytes_by_header:,}")
+    if described_file_bytes != size:
+        raise error_type(f"{incomplete_file_message} describes {described_file_bytes:,}")
     return Header(tensor_of_name, metadata, header_end)
 
 

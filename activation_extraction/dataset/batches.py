@@ -337,14 +337,14 @@ class Batches(Iterator[T]):
         chunks = token_sources[0].chunks()
         num_chunks_ahead = 1
         if are_read_by_ranges:
-            num_tokens_of_blocks = [
+            tokens_per_block_of_chunks = [
                 token_sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
                 for chunk in chunks
             ]
             chunks = [
                 smaller_chunk
-                for chunk, num_block_tokens in zip(chunks, num_tokens_of_blocks, strict=True)
-                for smaller_chunk in cut_chunk(chunk, tokens_per_chunk, num_block_tokens)
+                for chunk, tokens_per_block in zip(chunks, tokens_per_block_of_chunks, strict=True)
+                for smaller_chunk in cut_chunk(chunk, tokens_per_chunk, tokens_per_block)
             ]
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), batch_options.worker, batch_options.workers

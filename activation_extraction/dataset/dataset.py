@@ -424,8 +424,8 @@ class ActivationDataset(Samples):
             max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(activation_hooks, max_norm)
         )
         max_norm_by_hook = {
-            self.hooks.aliases.get(hook_name, hook_name): limit
-            for hook_name, limit in max_norm_by_hook.items()
+            self.hooks.aliases.get(hook_name, hook_name): norm_limit
+            for hook_name, norm_limit in max_norm_by_hook.items()
         }
         for hook_name in max_norm_by_hook:
             if hook_name not in activation_hooks:
@@ -434,9 +434,9 @@ class ActivationDataset(Samples):
                     f"norm; {', '.join(activation_hooks) or 'none'} can have a limit"
                 )
         return {
-            hook_name: float(limit)
-            for hook_name, limit in max_norm_by_hook.items()
-            if limit is not None
+            hook_name: float(norm_limit)
+            for hook_name, norm_limit in max_norm_by_hook.items()
+            if norm_limit is not None
         }
 
     def join(self, other: Any) -> JoinedRuns:
@@ -504,7 +504,7 @@ class ActivationDataset(Samples):
         """
         chosen_columns = (columns,) if isinstance(columns, str) else tuple(columns)
         if chosen_columns and len(self):
-            stored_columns = self.shards.table(0).column_names
+            stored_columns = self.shards.sample_table(0).column_names
             for column_name in chosen_columns:
                 if column_name not in stored_columns:
                     raise ValueError(

@@ -31,25 +31,25 @@ class TokenRecords:
         tokens_per_record = index(tokens)
         if tokens_per_record < 1:
             raise ValueError(f"tokens {tokens_per_record}: expected 1 or more tokens in a record")
-        self._source = source
+        self._token_source = source
         self._tokens_per_record = tokens_per_record
         record_counts = (
             -(-commit.tokens // tokens_per_record)  # this division rounds up
             for commit in source.shards.commits
         )
-        # For each shard, the number of its first record. One further item at the end is the number
-        # of all records.
-        self._first_records = [0, *accumulate(record_counts)]
+        # For each shard, the index of its first record among all records. One more item at the end
+        # is the number of all records.
+        self._first_record_indices = [0, *accumulate(record_counts)]
 
     def __len__(self) -> int:
-        return self._first_records[-1]
+        return self._first_record_indices[-1]
 
     def __repr__(self) -> str:
         # grain restores a saved state only if the `repr` of the source is unchanged since then.
-        source = self._source
-        hooks = list(source.options.hooks)
+        token_source = self._token_source
+        hooks = list(token_source.options.hooks)
         return (
-            f"TokenRecords(data={source.fingerprint}, hooks={hooks}, "
+            f"TokenRecords(data={token_source.fingerprint}, hooks={hooks}, "
             f"tokens={self._tokens_per_record})"
         )
 
@@ -57,14 +57,14 @@ class TokenRecords:
         record_number = index(record_number)
         if not 0 <= record_number < len(self):
             raise IndexError(f"record {record_number}: there are {len(self)}, counted from 0")
-        source = self._source
-        shard_number = bisect_right(self._first_records, record_number) - 1
+        token_source = self._token_source
+        shard_number = bisect_right(self._first_record_indices, record_number) - 1
         first_token_index = (
-            record_number - self._first_records[shard_number]
+            record_number - self._first_record_indices[shard_number]
         ) * self._tokens_per_record
-        shard_tokens = source.shards.commits[shard_number].tokens
+        shard_tokens = token_source.shards.commits[shard_number].tokens
         end_token_index = min(first_token_index + self._tokens_per_record, shard_tokens)
-        batch = source.whole_tokens([Chunk(shard_number, first_token_index, end_token_index)])
+        batch = token_source.whole_tokens([Chunk(shard_number, first_token_index, end_token_index)])
         token_fields = {
             field_name: getattr(batch, field_name)
             for field_name in ("token_ids", "sample_idx", "position")

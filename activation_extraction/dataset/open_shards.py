@@ -138,7 +138,7 @@ class OpenShards:
             partial(self._read, lambda folder, commit: open_shard(folder, commit, hook_values))
         )
         max_tables = MAX_TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
-        self.table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
+        self.sample_table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
             partial(self._read, read_table)
         )
 
@@ -214,7 +214,7 @@ class OpenShards:
         """
         shard_number = self.shard_of(sample)
         index_in_shard = sample - self.first_sample_by_shard[shard_number]
-        sample_row = self.table(shard_number).slice(index_in_shard, 1)
+        sample_row = self.sample_table(shard_number).slice(index_in_shard, 1)
         return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
@@ -230,7 +230,7 @@ class OpenShards:
         """
         for shard_number, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
-                shard_sample_idx = self.table(shard_number)["sample_idx"].to_numpy()
+                shard_sample_idx = self.sample_table(shard_number)["sample_idx"].to_numpy()
                 index_in_shard = int(np.searchsorted(shard_sample_idx, sample_idx))
                 if shard_sample_idx[index_in_shard] == sample_idx:
                     return self.first_sample_by_shard[shard_number] + index_in_shard
@@ -252,7 +252,7 @@ class OpenShards:
     @cached_property
     def samples(self) -> pyarrow.Table:
         """The table with a row for each sample of the run, in the order of the shards."""
-        return concatenate_tables(self.read_all(self.table))
+        return concatenate_tables(self.read_all(self.sample_table))
 
     def columns(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns columns of the table of all samples, and keeps them in memory.
@@ -268,7 +268,7 @@ class OpenShards:
             column_name for column_name in names if column_name not in self._values_by_column
         ]
         if unread_names:
-            sample_tables = list(self.read_all(self.table))
+            sample_tables = list(self.read_all(self.sample_table))
             for column_name in unread_names:
                 column_values = [
                     column_value

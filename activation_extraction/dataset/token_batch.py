@@ -35,7 +35,7 @@ class ByHook(dict[str, T]):
 
     def __init__(self, values: Mapping[str, T], aliases: Mapping[str, str] | None = None) -> None:
         super().__init__(values)
-        self.aliases = dict(aliases or {})
+        self.aliases: dict[str, str] = dict(aliases or {})  # other name of a hook -> canonical name
 
     def __missing__(self, name: str) -> T:
         canonical_name = self.aliases.get(name)

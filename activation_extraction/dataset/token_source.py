@@ -320,19 +320,21 @@ class TokenSource:
             sample_index_of_token = np.searchsorted(reader.offsets, indices_in_shard, "right") - 1
             sample_idx_of_token = reader.sample_idx[sample_index_of_token]
             with as_os_errors():
-                token_fields = wait_for_fields()
+                range_values_by_field = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
-            field_arrays: dict[str, Any] = {
-                field_name: values[indices_in_shard - first_token]
-                for field_name, values in token_fields.items()
+            values_by_field: dict[str, Any] = {
+                field_name: range_values[indices_in_shard - first_token]
+                for field_name, range_values in range_values_by_field.items()
             }
-            tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **field_arrays)
+            tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **values_by_field)
             sample_index_of_token += self.shards.first_sample_by_shard[shard_number]
             is_wanted = tokens.position >= self.options.skip_first
             if self.sample_mask is not None:
                 is_wanted &= self.sample_mask[sample_index_of_token]
             if self.options.roles is not None:
-                is_wanted &= np.isin(field_arrays["role"], [*map(ROLES.index, self.options.roles)])
+                is_wanted &= np.isin(
+                    values_by_field["role"], [*map(ROLES.index, self.options.roles)]
+                )
             return ShardTokens(
                 shard_number, indices_in_shard, tokens, sample_index_of_token, is_wanted
             )
@@ -488,12 +490,12 @@ class TokenSource:
         """
         hooks = self.shards.hooks
         options = self.options
-        converted_dtypes = {
+        requested_dtype_by_hook = {
             hook_name: options.dtype
             for hook_name in options.hooks
             if options.dtype and hooks[hook_name].are_activations
         }
-        batch = empty_batch(blocks[0].tokens, stop - start, converted_dtypes)
+        batch = empty_batch(blocks[0].tokens, stop - start, requested_dtype_by_hook)
         num_preceding_tokens = 0  # number of wanted tokens in earlier blocks
         for block in blocks:
             start_in_block = max(start - num_preceding_tokens, 0)
@@ -510,7 +512,7 @@ class TokenSource:
                         batch,
                     )
             num_preceding_tokens += len(block.wanted_rows)
-        for hook_name in converted_dtypes:
+        for hook_name in requested_dtype_by_hook:
             converted_values = batch[hook_name]
             was_converted_to_float16 = (
                 hooks[hook_name].dtype != converted_values.dtype == np.float16

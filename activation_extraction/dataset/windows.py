@@ -146,9 +146,9 @@ class Windows:
         # contains the tokens of this part.
         blocks_of_parts = list[list[Block]]()
         # Rows of the window's memory, in the order in which tokens are copied to them.
-        memory_rows = np.arange(self.max_tokens)
+        memory_row_indices = np.arange(self.max_tokens)
         if self.seed is not None:
-            np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_rows)
+            np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_row_indices)
         while (
             num_filled_tokens < self.max_tokens
             and chunk_index < len(self.chunks)
@@ -168,7 +168,7 @@ class Windows:
                         window_batches += [
                             empty_batch(block.tokens, self.max_tokens) for block in part_blocks
                         ]
-                    target_row_indices = memory_rows[
+                    target_row_indices = memory_row_indices[
                         num_filled_tokens : num_filled_tokens + stop_row - first_row
                     ]
                     for block, window_batch in zip(part_blocks, window_batches, strict=True):
@@ -187,7 +187,7 @@ class Windows:
         if self.seed is not None:
             blocks_of_parts = [
                 [
-                    Block(window_batch, np.sort(memory_rows[:num_filled_tokens]))
+                    Block(window_batch, np.sort(memory_row_indices[:num_filled_tokens]))
                     for window_batch in window_batches
                 ]
             ]

@@ -90,12 +90,12 @@ def size_category(num_samples: int) -> str:
     """
     # SIZE_LIMITS begins with 1,000, which has four digits. Each next limit has one digit more. So a
     # number of d digits is below the limit with the index d - 3.
-    index_of_upper_limit = len(str(num_samples)) - 3
-    if index_of_upper_limit <= 0:
+    upper_size_limit_index = len(str(num_samples)) - 3
+    if upper_size_limit_index <= 0:
         return f"n<{SIZE_LIMITS[0]}"
-    if index_of_upper_limit >= len(SIZE_LIMITS):
+    if upper_size_limit_index >= len(SIZE_LIMITS):
         return f"n>{SIZE_LIMITS[-1]}"
-    return f"{SIZE_LIMITS[index_of_upper_limit - 1]}<n<{SIZE_LIMITS[index_of_upper_limit]}"
+    return f"{SIZE_LIMITS[upper_size_limit_index - 1]}<n<{SIZE_LIMITS[upper_size_limit_index]}"
 
 
 def model_name(dataset: ActivationDataset) -> str:

@@ -38,7 +38,8 @@ CHUNK_BYTES = 256 * 2**20
 # Names of hooks that may become names of folders, such as "blocks.4.hook_resid_post". A run that
 # somebody else stored may contain any text as the name of a hook, such as "../x".
 FOLDER_NAME = re.compile(r"(?!\.)[\w .:+@-]{1,200}")
-# A function that takes the content of metadata.json and returns the functions for the run's text.
+# A function that takes the content of metadata.json. It returns a `RunText`, whose functions decode
+# token ids, and read the text of the run's samples again.
 LoadText = Callable[[dict[str, Any]], RunText]
 
 

@@ -146,7 +146,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
             first_chosen_document + documents_per_shard, first_document_of_shard[shard_index + 1]
         )
         is_chosen_document[first_chosen_document:stop_chosen_document] = True
-        document_table = dataset.shards.table(shard_index).slice(
+        document_table = dataset.shards.sample_table(shard_index).slice(
             first_index_in_shard, documents_per_shard
         )
         chosen_documents += [

@@ -330,15 +330,17 @@ def check_numbers(
             mark = furthest_mark(run_log.commits.values())
             sample_numbers = sample_numbers[: 0 if mark is None else mark.samples]
         worker = folder_identity.worker
-        expected_numbers = worker.sample_idx(0) + worker.stride * np.arange(len(sample_numbers))
-        wrong_indices = np.flatnonzero(sample_numbers != expected_numbers)
+        expected_sample_numbers = worker.sample_idx(0) + worker.stride * np.arange(
+            len(sample_numbers)
+        )
+        wrong_indices = np.flatnonzero(sample_numbers != expected_sample_numbers)
         if wrong_indices.size:
             first_wrong_index = wrong_indices[0]
             sample_number = sample_numbers[first_wrong_index]
-            expected_number = expected_numbers[first_wrong_index]
+            expected_sample_number = expected_sample_numbers[first_wrong_index]
             folder_in_words = shown_name(folder_name)
-            if sample_number > expected_number:
-                yield f"{folder_in_words}: sample {expected_number} is missing"
+            if sample_number > expected_sample_number:
+                yield f"{folder_in_words}: sample {expected_sample_number} is missing"
             else:
                 yield f"{folder_in_words}: sample {sample_number} belongs to another host"
 

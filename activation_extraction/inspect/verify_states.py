@@ -78,7 +78,7 @@ class RowCheck:
     matches_of_layers: list[Matches] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
-        """Returns the match of a layer that has the smallest error, at any hook and token offset.
+        """Returns a layer's match with the smallest error among all hooks and token offsets.
 
         Args:
             layer: Index of the layer.
@@ -270,7 +270,7 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
     from tqdm import tqdm
 
     row_numbers = [*rows]
-    checks_by_number: dict[int, RowCheck] = {}
+    check_by_row_number: dict[int, RowCheck] = {}
     states_of_rows = model.compute_states(
         [rows[row_number].token_ids for row_number in row_numbers]
     )
@@ -287,8 +287,8 @@ def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[R
             row_check.matches_of_layers.append(
                 match_hooks(stored_row, layer, states_by_hook, row_check.limits)
             )
-        checks_by_number[row_check.row_number] = row_check
-    return [checks_by_number[row_number] for row_number in row_numbers]
+        check_by_row_number[row_check.row_number] = row_check
+    return [check_by_row_number[row_number] for row_number in row_numbers]
 
 
 def _requested_hooks(

@@ -17,8 +17,10 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.repository import Repository
 from activation_extraction.model.weight_files import WeightFile
 
-BLOCK = 2**16  # bytes of a block of a file, of which its fingerprint covers some blocks
-BLOCKS = 64  # number of sampled blocks; a file of at most BLOCK * BLOCKS bytes is read whole
+# The fingerprint of a large file covers only some blocks of the file. A block has this many bytes.
+BLOCK_BYTES = 2**16
+# The number of these blocks. A file of at most BLOCK_BYTES * SAMPLED_BLOCKS bytes is read whole.
+SAMPLED_BLOCKS = 64
 BLOCKS_AT_ONCE = 32  # number of blocks or files that are read at the same time
 
 
@@ -124,14 +126,15 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
             The offset of its first byte in the file.
             The offset of the byte after its last byte.
     """
-    block_starts: Iterable[int] = range(0, size, BLOCK)
-    if size > BLOCK * BLOCKS:
-        start_of_last_block = size - BLOCK
+    block_starts: Iterable[int] = range(0, size, BLOCK_BYTES)
+    if size > BLOCK_BYTES * SAMPLED_BLOCKS:
+        start_of_last_block = size - BLOCK_BYTES
         block_starts = (
-            start_of_last_block * block_number // (BLOCKS - 1) for block_number in range(BLOCKS)
+            start_of_last_block * block_number // (SAMPLED_BLOCKS - 1)
+            for block_number in range(SAMPLED_BLOCKS)
         )
     for block_start in block_starts:
-        yield block_start, min(block_start + BLOCK, size)
+        yield block_start, min(block_start + BLOCK_BYTES, size)
 
 
 @contextmanager

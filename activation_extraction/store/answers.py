@@ -303,12 +303,12 @@ def _has(details: str, pattern: str) -> bool:
 
 def _unescaped(text: str) -> str:
     r"""Replaces the escape sequences in a string that Rust has printed, such as \n and \u{7f}."""
-    control_characters = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
+    control_character_by_letter = {"n": "\n", "r": "\r", "t": "\t", "0": "\0"}
 
     def character_of(escape: re.Match[str]) -> str:
         hex_digits, escaped_letter = escape.groups()
         if hex_digits:
             return chr(int(hex_digits, 16))
-        return control_characters.get(escaped_letter, escaped_letter)
+        return control_character_by_letter.get(escaped_letter, escaped_letter)
 
     return re.sub(r"\\(?:u{([0-9a-f]+)}|(.))", character_of, text)

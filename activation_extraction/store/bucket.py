@@ -81,9 +81,9 @@ class Bucket:
         max_file_bytes: Largest size of a file that can be written, in bytes.
     """
 
-    # Id of the process that sent the first request; None before the first request. A fork of this
-    # process lacks obstore's threads, so its requests would wait forever.
-    _first_process_id: ClassVar[int | None] = None
+    # Id of the one process that may send requests: it sent the first one. None before the first
+    # request. A fork of this process lacks obstore's threads, so its requests would wait forever.
+    _id_of_sending_process: ClassVar[int | None] = None
 
     def __init__(self, url: str, patience: float) -> None:
         scheme, _, bucket_and_prefix = url.partition("://")
@@ -91,7 +91,7 @@ class Bucket:
         self._bucket_kind = BUCKET_KINDS[scheme]
         self._patience_seconds = patience
         self.max_file_bytes = self._bucket_kind.max_request_bytes
-        self._has_succeeded = False  # whether a request of this object has succeeded
+        self._any_request_succeeded = False  # whether a request of this object has succeeded
 
     def entries(self) -> dict[str, FileEntry | None]:
         listed_prefix = self._key_prefix or None
@@ -247,12 +247,12 @@ class Bucket:
             FileNotFoundError: If the object does not exist.
             FolderError: If the request failed for another reason.
         """
-        Bucket._first_process_id = Bucket._first_process_id or os.getpid()
-        if Bucket._first_process_id != os.getpid():
+        Bucket._id_of_sending_process = Bucket._id_of_sending_process or os.getpid()
+        if Bucket._id_of_sending_process != os.getpid():
             raise FolderError(FORKED)
         try:
             request_result = action()
-            self._has_succeeded = True
+            self._any_request_succeeded = True
             return request_result
         except (BaseError, FileNotFoundError) as error:
             raise self._failure(failure_of_obstore(error)) from error
@@ -270,7 +270,7 @@ class Bucket:
         bucket_kind = self._bucket_kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
-        is_permanent = not self._has_succeeded
+        is_permanent = not self._any_request_succeeded
         match failure.meaning:
             case Meaning.MISSING:
                 return FileNotFoundError(failure_reason)

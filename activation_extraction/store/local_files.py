@@ -59,7 +59,7 @@ class FolderError(RunError):
 
 
 class ChangedError(FolderError):
-    """A file has another version than the request was conditional on.
+    """Raised if a file does not have the version that a request requires.
 
     A conditional write also raises ChangedError if its answer was lost, so that it is unknown
     whether the file was written. After a ChangedError, the caller reads the file to find out.

@@ -267,8 +267,8 @@ class LogWriter:
         """Checks that this process is the owner of the folder.
 
         Args:
-            owner: Id of the process that has written a certain commit, which only the owner can
-                have written. None to read the id of the owner from metadata.json.
+            owner: Id of the owner of the folder, if it is known already: the id in a commit that
+                only the owner can have written. None to read the id from metadata.json.
 
         Raises:
             LostError: If another process is the owner.

@@ -182,7 +182,11 @@ def _reading(where: str) -> Iterator[None]:
 
 
 def commit_name(number: int) -> str:
-    """Returns the name of the JSON file of an entry of the log, such as "shard_0007.json"."""
+    """Returns the name of the JSON file of a commit or reservation, such as "shard_0007.json".
+
+    Args:
+        number: Number of the shard.
+    """
     return shard_name(number, ".json")
 
 
@@ -519,8 +523,8 @@ class RunLog:
     def problems(self) -> list[str]:
         """Messages on the damaged and missing files of the folder.
 
-        JSON files are checked by their content, other files by their sizes in the listing. If the
-        shards were uploaded to another folder, other files are not checked.
+        JSON files are checked by their content, and all other files by their sizes in the listing.
+        If the shards were uploaded to another folder, only the JSON files are checked.
         """
         json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing_files = self.missing_files if self.moved_to is None else []

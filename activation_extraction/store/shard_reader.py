@@ -146,31 +146,36 @@ class ShardBytes:
                 )
                 self._is_mib_unchecked[block_number] = False
             return lambda: requested_bytes
-        read_blocks = blocks or self._mib_blocks
-        first_block = (start - read_blocks.start) // read_blocks.block_bytes
-        stop_block = -(-(stop - read_blocks.start) // read_blocks.block_bytes)
-        blocks_start = read_blocks.start + first_block * read_blocks.block_bytes
-        num_requested_bytes = (stop_block - first_block) * read_blocks.block_bytes
+        checked_blocks = blocks or self._mib_blocks
+        first_block = (start - checked_blocks.start) // checked_blocks.block_bytes
+        stop_block = -(-(stop - checked_blocks.start) // checked_blocks.block_bytes)
+        first_block_offset = checked_blocks.start + first_block * checked_blocks.block_bytes
+        num_requested_bytes = (stop_block - first_block) * checked_blocks.block_bytes
         request_count = max(num_requested_bytes // REQUEST_BYTES, 1)
-        request_edges = np.linspace(
+        # Request i reads the blocks from number `request_boundaries[i]` to the next boundary.
+        request_boundaries = np.linspace(
             first_block, stop_block, min(request_count, stop_block - first_block) + 1
         ).astype(int)
         submit_request = request_threads(
             os.getpid(), num_requested_bytes <= SMALL_REQUEST_BYTES
         ).submit
         request_futures = [
-            submit_request(self._read, read_blocks, first_block_of_request, stop_block_of_request)
-            for first_block_of_request, stop_block_of_request in pairwise(request_edges.tolist())
+            submit_request(
+                self._read, checked_blocks, first_block_of_request, stop_block_of_request
+            )
+            for first_block_of_request, stop_block_of_request in pairwise(
+                request_boundaries.tolist()
+            )
         ]
 
         def wait() -> np.ndarray:
             arrays_of_requests = [future.result() for future in request_futures]
-            read_bytes = (
+            bytes_of_blocks = (
                 arrays_of_requests[0]
                 if len(arrays_of_requests) == 1
                 else np.concatenate(arrays_of_requests)
             )
-            return read_bytes[start - blocks_start : stop - blocks_start]
+            return bytes_of_blocks[start - first_block_offset : stop - first_block_offset]
 
         return wait
 
@@ -197,13 +202,13 @@ class ShardBytes:
         )
         if len(answer_bytes) != stop - start:
             raise RunError(f"{self._file_location}: is shorter than its JSON says")
-        read_bytes = np.frombuffer(answer_bytes, np.uint8)
+        bytes_of_blocks = np.frombuffer(answer_bytes, np.uint8)
         for block_number in range(first_block, stop_block):
-            block_content = read_bytes[(block_number - first_block) * blocks.block_bytes :][
+            block_content = bytes_of_blocks[(block_number - first_block) * blocks.block_bytes :][
                 : blocks.block_bytes
             ]
             self._check(block_content, blocks, block_number)
-        return read_bytes
+        return bytes_of_blocks
 
     def _check(self, block_content: np.ndarray, blocks: Blocks, block_number: int) -> None:
         """Compares the CRC-32C of a block with its recorded CRC-32C.
@@ -445,8 +450,8 @@ def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str,
 def read_beside(folder: Folder, commit: Commit, name: str) -> tuple[bytes, str]:
     """Reads a small file of a shard, and compares its SHA-256 with the commit.
 
-    The small files, which lie beside the file of activations, are the table of samples and the file
-    of sums.
+    A shard has two small files beside the file of activations: the table of its samples, and the
+    file with the sums of its values for every dimension (statistics.py).
 
     Args:
         folder: Folder of the shard.

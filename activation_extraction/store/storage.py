@@ -210,7 +210,7 @@ class ActivationStorage:
             hook_description["key"]: (hook_description["width"], hook_description["dtype"])
             for hook_description in hook_descriptions_of_last_shard
         }
-        self._samples_after_mark: dict[int, StoredSample] | None = None
+        self._sample_by_idx_after_mark: dict[int, StoredSample] | None = None
         self._stored_sample_count = sum(commit.count for commit in plan.commits)
         # The sample number that `add_activation` expects next. In a repair, the program adds all
         # samples again, from number 0.
@@ -235,11 +235,11 @@ class ActivationStorage:
         Raises:
             InputError: If a sample before the mark is not stored, or a table of samples is damaged.
         """
-        if self._samples_after_mark is None:
-            self._samples_after_mark = stored_after(
+        if self._sample_by_idx_after_mark is None:
+            self._sample_by_idx_after_mark = stored_after(
                 self.destination, self.plan.commits, self.plan.mark, self._identity
             )
-        return self._samples_after_mark
+        return self._sample_by_idx_after_mark
 
     @property
     def totals(self) -> Totals:

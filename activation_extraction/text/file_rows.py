@@ -199,8 +199,8 @@ def file_rows(file: DataFile, row_group: int, schema: RowSchema) -> Iterator[Sou
         raise RunError(error_message, remedy=error_remedy, is_recurring=does_error_recur) from error
 
 
-# The following functions open files for the functions that read rows. They reject files in formats
-# that are not read.
+# The following functions open a file, from which other functions then read rows. They reject files
+# in formats that this program cannot read.
 
 
 class Compression(NamedTuple):
