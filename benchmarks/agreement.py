@@ -175,20 +175,20 @@ class Agreement:
         """
         num_tokens_of_hook: Counter[str] = Counter()
         comparison = Comparison()
-        for document_number, token_ids, values_of_document in stored_documents(folder):
+        for document_number, token_ids, values_by_hook in stored_documents(folder):
             num_tokens = len(token_ids)
-            array_lengths = {len(array) for array in values_of_document.values()}
+            array_lengths = {len(array) for array in values_by_hook.values()}
             if token_ids.tolist() != list(
                 self._token_ids_of_documents[document_number]
             ) or array_lengths != {num_tokens}:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
-            num_tokens_of_hook.update(dict.fromkeys(values_of_document, num_tokens))
+            num_tokens_of_hook.update(dict.fromkeys(values_by_hook, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
                 reference_values = self._reference_values.setdefault(
-                    (dtype, document_number), values_of_document
+                    (dtype, document_number), values_by_hook
                 )
                 exact_values = self._reference_values.get(("float32", document_number))
-                comparison.add(values_of_document, reference_values, exact_values)
+                comparison.add(values_by_hook, reference_values, exact_values)
         if set(num_tokens_of_hook.values()) != {tokens}:
             raise Disagreement(
                 f"{folder.name}: tokens by hook are {num_tokens_of_hook}, expected {tokens}"
@@ -264,7 +264,7 @@ def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHo
     for shard_path in sorted(folder.glob("shard_*.pkl.gz")):
         # The keys of this dict and of the next one are the numbers of documents in the data set.
         token_ids_of_document: dict[int, np.ndarray] = {}
-        values_of_document: dict[int, dict[str, np.ndarray]] = {}
+        values_by_hook_of_document: dict[int, dict[str, np.ndarray]] = {}
         with open(shard_path, "rb") as shard_file:
             records_by_key = read_records(shard_file, shard_path.name, MAX_SHARD_BYTES)
         for hook_key, hook_records in records_by_key.items():
@@ -273,6 +273,8 @@ def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHo
                 document_number = record["sample_idx"]
                 assert record["token_ids"] is not None
                 token_ids_of_document.setdefault(document_number, record["token_ids"])
-                values_of_document.setdefault(document_number, {})[hook_name] = record["activation"]
-        for document_number, values in values_of_document.items():
-            yield document_number, token_ids_of_document[document_number], values
+                values_by_hook_of_document.setdefault(document_number, {})[hook_name] = record[
+                    "activation"
+                ]
+        for document_number, values_by_hook in values_by_hook_of_document.items():
+            yield document_number, token_ids_of_document[document_number], values_by_hook

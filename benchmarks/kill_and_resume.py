@@ -378,13 +378,13 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
         {"text": text, "id": document_number} for document_number, text in enumerate(document_texts)
     ]
     conversations = []
-    token_rows = []
+    rows_of_token_ids = []
     for text in filter(None, document_texts):
         system_message = {"role": "system", "content": "Hm."}
         conversations.append({"messages": [system_message, {"role": "user", "content": text}]})
         token_ids = [ord(character) % 128 for character in text[:80]]
         kept_token_mask = [position % 3 > 0 for position in range(len(token_ids))]
-        token_rows.append({"ids": token_ids, "mask": kept_token_mask})
+        rows_of_token_ids.append({"ids": token_ids, "mask": kept_token_mask})
 
     def write(name: str, rows: Sequence[Mapping[str, Any]], bad_lines: int = 0) -> str:
         """Writes rows to a JSON Lines file, and returns its path.
@@ -404,7 +404,7 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
 
     documents_path = write("rows.jsonl", documents)
     conversations_path = write("c.jsonl", conversations)
-    token_rows_path = write("ids.jsonl", token_rows)
+    token_ids_path = write("ids.jsonl", rows_of_token_ids)
     bad_rows_path = write("b.jsonl", documents, bad_lines=9)
     for file_number in range(3):
         write(f"files/{file_number}.jsonl", documents[file_number::3])
@@ -419,7 +419,7 @@ def make_inputs(folder: Path) -> dict[str, list[str]]:
     mixture_parts = [f"{first_half_path}=0.7", f"{folder}/half.parquet=0.3"]
     chat_flags = ["--dataset_path", conversations_path, "--messages_column", "messages"]
     chat_flags += ["--chat_template", str(template_path), "--roles", "system", "user"]
-    ids_flags = ["--dataset_path", token_rows_path, "--ids_column", "ids", "--mask_column", "mask"]
+    ids_flags = ["--dataset_path", token_ids_path, "--ids_column", "ids", "--mask_column", "mask"]
     return {
         "text": text_flags,
         "shuffled files": [*files_flags, "--shuffle_documents", "3"],
@@ -457,7 +457,7 @@ def run_tool(*flags: object) -> None:
 def disturb(
     folder: Path,
     flags: list[str],
-    in_bucket: bool,
+    stores_in_bucket: bool,
     seed: int,
     action: Callable[[Extraction, Callable[[], object]], Any],
 ) -> tuple[Any, dict[int, Sample]]:
@@ -467,8 +467,8 @@ def disturb(
         folder: The folder in which the run, the logs of its processes and the script that they run
             are written.
         flags: The flags of the input and of the shard format.
-        in_bucket: Whether the run stores in a bucket. A fifth of the bucket's requests fail while
-            the extraction is disturbed.
+        stores_in_bucket: Whether the run stores in a bucket. A fifth of the bucket's requests fail
+            while the extraction is disturbed.
         seed: The seed of all random choices.
         action: A function that starts and disturbs the extraction until the run is complete. Its
             arguments are the extraction, and a function without arguments that returns the number
@@ -483,7 +483,7 @@ def disturb(
     output_folder = folder / "out"
     extraction_flags = [*flags, *RUN_FLAGS, "--output_dir", str(output_folder)]
     run_url = str(output_folder)
-    if in_bucket:
+    if stores_in_bucket:
         extraction_flags += BUCKET_FLAGS
         run_url = BUCKET_URL
     with closing(Bucket()) as bucket:
@@ -494,7 +494,9 @@ def disturb(
         extraction = Extraction(folder, extraction_flags, varies_settings=True, rng=rng)
 
         def signs_of_life() -> int:
-            return len(bucket.objects()) if in_bucket else len([*output_folder.glob("*.json")])
+            return (
+                len(bucket.objects()) if stores_in_bucket else len([*output_folder.glob("*.json")])
+            )
 
         action_result = action(extraction, signs_of_life)
         # From now on, the bucket answers all requests without faults.
@@ -518,7 +520,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     deviation_of_input: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         work_folder = Path(temporary_folder)
-        flags_of_input = make_inputs(work_folder / "inputs")
+        flags_by_input_name = make_inputs(work_folder / "inputs")
         # Name of an input -> number of a sample -> sample of an undisturbed run.
         undisturbed_samples_of_input: dict[str, dict[int, Sample]] = {}
 
@@ -538,7 +540,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if input_name not in undisturbed_samples_of_input:
                 output_folder = work_folder / "whole" / input_name
                 run_tool(
-                    *flags_of_input[input_name],
+                    *flags_by_input_name[input_name],
                     *RUN_FLAGS,
                     "--batch_size",
                     8,
@@ -565,29 +567,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         ) -> Counter[str]:
             return extraction.compete(num_writers, events=8)
 
-        kill_settings = list(product((False, True), ("pickle", "safetensors"), flags_of_input))
+        kill_settings = list(product((False, True), ("pickle", "safetensors"), flags_by_input_name))
         kill_settings = random.Random(parsed_flags.seed).sample(kill_settings, len(kill_settings))
         max_kills_of_run = max(1, parsed_flags.kills // len(kill_settings))
         total_num_kills = 0
-        for run_number, (in_bucket, shard_format, input_name) in enumerate(cycle(kill_settings)):
+        for run_number, (stores_in_bucket, shard_format, input_name) in enumerate(
+            cycle(kill_settings)
+        ):
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
             num_killed_processes, disturbed_samples = disturb(
                 work_folder / f"kills_{run_number}",
-                [*flags_of_input[input_name], "--shard_format", shard_format],
-                in_bucket,
+                [*flags_by_input_name[input_name], "--shard_format", shard_format],
+                stores_in_bucket,
                 parsed_flags.seed + run_number,
                 partial(Extraction.kill, kills=num_kills),
             )
             total_num_kills += num_killed_processes
             compare(input_name, disturbed_samples)
         for round_number in range(parsed_flags.rounds):
-            input_name = list(flags_of_input)[round_number % len(flags_of_input)]
+            input_name = list(flags_by_input_name)[round_number % len(flags_by_input_name)]
             num_writers = 2 + round_number % 2
             event_counts_of_round, disturbed_samples = disturb(
                 work_folder / f"writers_{round_number}",
-                flags_of_input[input_name],
+                flags_by_input_name[input_name],
                 True,
                 parsed_flags.seed + round_number,
                 partial(compete, num_writers),

@@ -188,14 +188,14 @@ class ProgramText:
         last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
         computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line_pattern}"
         self.computations: dict[str, list[Instruction]] = {}
-        self.instructions: dict[str, Instruction] = {}
+        self.instruction_by_name: dict[str, Instruction] = {}
         for computation_name, computation_body in re.findall(
             computation_pattern, text, re.M | re.S
         ):
             instructions = _instructions(computation_body)
             self.computations[computation_name] = instructions
             for instruction in instructions:
-                self.instructions[instruction.name] = instruction
+                self.instruction_by_name[instruction.name] = instruction
 
     @cached_property
     def entry(self) -> str:
@@ -318,10 +318,10 @@ class ProgramText:
         if len(moves_of_branches) != len(self.fraction_by_layer_type) or computation != self.body:
             return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
         average_moves: list[Move] = []
-        for layer_fraction, branch_moves in zip(
+        for fraction_of_layers, branch_moves in zip(
             self.fraction_by_layer_type, moves_of_branches, strict=True
         ):
-            average_moves += [move.times(layer_fraction) for move in branch_moves]
+            average_moves += [move.times(fraction_of_layers) for move in branch_moves]
         return average_moves
 
     def _iterations(self, loop: Instruction) -> int:
@@ -365,7 +365,7 @@ class ProgramText:
     def _awaited_channels(self, instruction: Instruction) -> list[str]:
         """Returns the channels of the asynchronous collectives for which an instruction waits."""
         if instruction.opcode.endswith("-done"):
-            return self._started_channels(self.instructions[instruction.operands[0]])
+            return self._started_channels(self.instruction_by_name[instruction.operands[0]])
         instruction_and_callees = self._with_called(instruction)
         if any(
             "AsyncCollectiveDone" in instruction_or_callee.line
@@ -445,7 +445,9 @@ class ProgramText:
             The number of bytes. None if the `KernelPasses` of this object returns None for the
             kernel, which then counts like any other instruction.
         """
-        operand_texts = [self.instructions[operand_name].result for operand_name in kernel.operands]
+        operand_texts = [
+            self.instruction_by_name[operand_name].result for operand_name in kernel.operands
+        ]
         # The result of an operand or of the kernel may contain no array. Its match is then None.
         matches_or_none = [
             ARRAY.search(result_text) for result_text in (*operand_texts, kernel.result)
@@ -476,7 +478,7 @@ class ProgramText:
             return 0.0
         array_texts = (
             product.result,
-            *(self.instructions[operand_name].result for operand_name in product.operands),
+            *(self.instruction_by_name[operand_name].result for operand_name in product.operands),
         )
         return 2 * math.prod(_element_count(array_text) for array_text in array_texts) ** 0.5
 
@@ -540,7 +542,7 @@ class ProgramText:
         """
         read_bytes = 0
         for operand_position, operand_name in enumerate(instruction.operands):
-            array_match = ARRAY.match(self.instructions[operand_name].result)
+            array_match = ARRAY.match(self.instruction_by_name[operand_name].result)
             if array_match and operand_name not in instruction.operands[:operand_position]:
                 operand_bytes = _padded_hbm_bytes(array_match)
                 read_bytes += self._operand_bytes_read(
@@ -577,13 +579,14 @@ class ProgramText:
             return min(operand_bytes, _unpadded_bytes(instruction.result))
         if opcode == "dynamic-update-slice" and position == 0:
             return 0
-        # A bitcast or a call does not read the operand itself. Other instructions read it under the
-        # name `operand_name`: the users of the bitcast, or instructions in the called computation.
+        # A bitcast or a call does not read the operand itself. Other instructions read it under
+        # another name: the users of the bitcast, or instructions in the called computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
-            candidate_readers, operand_name = siblings, instruction.name
+            candidate_readers = siblings
+            name_in_readers = instruction.name
         elif instruction.calls:
             candidate_readers = self.computations[instruction.calls]
-            operand_name = next(
+            name_in_readers = next(
                 candidate_reader.name
                 for candidate_reader in candidate_readers
                 if f" parameter({position})" in candidate_reader.line
@@ -592,8 +595,8 @@ class ProgramText:
             return operand_bytes
         read_bytes = 0
         for reading_instruction in candidate_readers:
-            for position_in_reader, name_of_operand in enumerate(reading_instruction.operands):
-                if name_of_operand == operand_name:
+            for position_in_reader, operand_name in enumerate(reading_instruction.operands):
+                if operand_name == name_in_readers:
                     read_bytes += self._operand_bytes_read(
                         reading_instruction,
                         position_in_reader,
@@ -627,7 +630,7 @@ class ProgramText:
                 written_bytes += _padded_hbm_bytes(result_array)
         for instruction_or_callee in self._with_called(instruction):
             if instruction_or_callee.opcode == "dynamic-update-slice":
-                update_instruction = self.instructions[instruction_or_callee.operands[1]]
+                update_instruction = self.instruction_by_name[instruction_or_callee.operands[1]]
                 written_bytes -= _unpadded_bytes(instruction_or_callee.result) - _unpadded_bytes(
                     update_instruction.result
                 )
@@ -640,10 +643,10 @@ class ProgramText:
             done_instruction: The instruction that ends the copy. If it ends a collective instead,
                 the result is 0, because the bytes of a collective count at its start.
         """
-        start_instruction = self.instructions[done_instruction.operands[0]]
+        start_instruction = self.instruction_by_name[done_instruction.operands[0]]
         if self._started_channels(start_instruction):
             return 0
-        source_instruction = self.instructions[start_instruction.operands[0]]
+        source_instruction = self.instruction_by_name[start_instruction.operands[0]]
         num_arrays_in_hbm = sum(
             OTHER_MEMORY not in instruction.result
             for instruction in (done_instruction, source_instruction)

@@ -87,7 +87,7 @@ class StepTimes(NamedTuple):
         exposed: Seconds for sending while nothing else runs.
     """
 
-    products: float
+    products: float  # seconds for matrix products
     kernel: float
     hbm: float
     hidden: float  # seconds for sending while the device computes

@@ -83,15 +83,15 @@ class _CompleteInstructions:
             ValueError: If an instruction is unknown or incomplete, or if its index in the memo is
                 larger than the number of instructions before it.
         """
-        read_blocks: list[bytes] = []
+        returned_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():
-            recorded_block = self._recorded_stream.recorded_blocks.popleft()
-            if len(recorded_block) > size:
-                self._recorded_stream.recorded_blocks.appendleft(recorded_block[size:])
-                recorded_block = recorded_block[:size]
-            read_blocks.append(recorded_block)
-            size -= len(recorded_block)
-        return b"".join(read_blocks)
+            oldest_recorded_bytes = self._recorded_stream.recorded_blocks.popleft()
+            returned_bytes = oldest_recorded_bytes[:size]
+            returned_blocks.append(returned_bytes)
+            if len(oldest_recorded_bytes) > size:
+                self._recorded_stream.recorded_blocks.appendleft(oldest_recorded_bytes[size:])
+            size -= len(returned_bytes)
+        return b"".join(returned_blocks)
 
     def readline(self) -> bytes:
         """Returns the next line of the pickle, which is an argument of an instruction.

@@ -193,7 +193,8 @@ class Batches(Iterator[T]):
         """
         if self._windows is not None:
             self._windows.close()
-        self._windows = self._window = None
+        self._windows = None
+        self._window = None
 
     def torch(self) -> Any:
         """Returns a PyTorch IterableDataset of these batches as tensors.

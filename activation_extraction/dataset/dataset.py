@@ -318,14 +318,14 @@ class ActivationDataset(Samples):
         first_piece_facts = self.shards.facts(piece_indices[0])
         last_piece_facts = self.shards.facts(piece_indices[-1])
         token_source = self._all_tokens
-        chunks = [
-            chunk
+        piece_chunks = [
+            piece_chunk
             for piece_index in piece_indices
-            for (chunk,) in token_source.by_shard(np.array([piece_index]))
+            for (piece_chunk,) in token_source.by_shard(np.array([piece_index]))
         ]
-        piece_tokens = token_source.whole_tokens(chunks)
+        piece_tokens = token_source.whole_tokens(piece_chunks)
         piece_start_of_token = np.repeat(
-            np.array(piece_starts, np.int32), [len(chunk) for chunk in chunks]
+            np.array(piece_starts, np.int32), [len(piece_chunk) for piece_chunk in piece_chunks]
         )
         return SampleActivations(
             **vars(replace(first_piece_facts, cut=last_piece_facts.cut)),

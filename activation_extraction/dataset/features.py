@@ -76,7 +76,7 @@ class StrongestTokens:
         may_be_kept = values > self.values[feature_ids, -1]
         feature_order = np.lexsort((-values[may_be_kept], feature_ids[may_be_kept]))
         feature_ids = feature_ids[may_be_kept][feature_order]
-        values = values[may_be_kept][feature_order]
+        added_values = values[may_be_kept][feature_order]
         token_numbers = token_numbers[may_be_kept][feature_order]
         updated_features, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
@@ -97,7 +97,7 @@ class StrongestTokens:
             candidate_row_of_value[is_candidate],
             tokens_per_feature + value_ranks[is_candidate],
         )
-        candidate_values[indices_in_right_half] = values[is_candidate]
+        candidate_values[indices_in_right_half] = added_values[is_candidate]
         candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate]
         best_columns = np.argsort(-candidate_values, axis=1, kind="stable")[:, :tokens_per_feature]
         self.values[updated_features] = np.take_along_axis(candidate_values, best_columns, 1)

@@ -22,10 +22,13 @@ import numpy as np
 
 from activation_extraction.dataset.token_batch import Block, TokenBatch, copy_rows, empty_batch
 
-# If tokens stay in order, a window either keeps a block in memory, or copies the wanted tokens and
-# frees the block. It keeps the block if at least the fraction MIN_WANTED_FRACTION of its tokens is
-# wanted, and if these tokens take at least MIN_HELD_BYTES at the widest hook. Ranges are read in
-# whole MiB, so a smaller block could keep a much larger part of memory in use.
+# A block contains tokens that were read together. Its wanted tokens are the tokens that pass the
+# filters. If tokens stay in order, a window either keeps the arrays of a block in memory, or copies
+# the wanted tokens, so that the memory of the block can be freed. It keeps the block if at least
+# the fraction MIN_WANTED_FRACTION of its tokens is wanted, and if the wanted tokens take at least
+# MIN_HELD_BYTES in the block's largest array. Smaller blocks are copied, because the arrays of a
+# block may be views of a larger buffer: files are read in whole MiB, and a small view would keep
+# the whole buffer in memory.
 MIN_WANTED_FRACTION = 0.75
 MIN_HELD_BYTES = 2**20
 
@@ -64,7 +67,7 @@ class Position:
 
     window: int = 0
     chunk: int = 0
-    row: int = 0
+    row: int = 0  # number of wanted tokens of the chunk in earlier windows
     taken: int = 0
 
 
@@ -117,7 +120,7 @@ class Windows:
         self._future_by_chunk_index: dict[int, Future[tuple[Block, ...]]] = {}
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
-        self._memory_by_parity: tuple[list[TokenBatch], ...] = [], []
+        self._window_batches_by_parity: tuple[list[TokenBatch], ...] = [], []
         thread_pool = ThreadPoolExecutor(1 + self.num_chunks_ahead, "read-ahead")
         try:
             future_of_next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
@@ -125,7 +128,9 @@ class Windows:
                 future_of_next_window = thread_pool.submit(self._fill, window.end, thread_pool)
                 yield window
                 del window  # frees its memory before the next window is waited for
-        finally:  # takes no lock, because the garbage collector may run this in any thread
+        # Takes no lock: the garbage collector may run this in any thread, also in one that already
+        # holds the lock.
+        finally:
             self._is_stopped = True
 
     def _fill(self, begin_position: Position, thread_pool: ThreadPoolExecutor) -> Window | None:
@@ -139,9 +144,9 @@ class Windows:
             The window. None if there are no tokens after the position.
         """
         chunk_index = begin_position.chunk
-        first_row = begin_position.row
+        first_wanted_index = begin_position.row
         num_filled_tokens = 0
-        window_batches = self._memory_by_parity[begin_position.window % 2]
+        window_batches = self._window_batches_by_parity[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
         blocks_of_parts = list[list[Block]]()
@@ -155,12 +160,15 @@ class Windows:
             and not self._is_stopped
         ):
             blocks = self._blocks(chunk_index, thread_pool)
-            stop_row = min(
-                first_row + self.max_tokens - num_filled_tokens, len(blocks[0].wanted_rows)
+            stop_wanted_index = min(
+                first_wanted_index + self.max_tokens - num_filled_tokens, len(blocks[0].wanted_rows)
             )
-            if first_row < stop_row:
+            num_part_tokens = stop_wanted_index - first_wanted_index
+            if num_part_tokens > 0:
                 part_blocks = [
-                    block._replace(wanted_rows=block.wanted_rows[first_row:stop_row])
+                    block._replace(
+                        wanted_rows=block.wanted_rows[first_wanted_index:stop_wanted_index]
+                    )
                     for block in blocks
                 ]
                 if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
@@ -168,20 +176,18 @@ class Windows:
                         window_batches += [
                             empty_batch(block.tokens, self.max_tokens) for block in part_blocks
                         ]
-                    target_row_indices = memory_row_indices[
-                        num_filled_tokens : num_filled_tokens + stop_row - first_row
-                    ]
+                    target_row_indices = memory_row_indices[num_filled_tokens:][:num_part_tokens]
                     for block, window_batch in zip(part_blocks, window_batches, strict=True):
                         copy_rows(block, target_row_indices, window_batch)
                     part_blocks = [
                         Block(window_batch, target_row_indices) for window_batch in window_batches
                     ]
                 blocks_of_parts.append(part_blocks)
-                num_filled_tokens += stop_row - first_row
-                first_row = stop_row
-            if first_row >= len(blocks[0].wanted_rows):
+                num_filled_tokens += num_part_tokens
+                first_wanted_index = stop_wanted_index
+            if first_wanted_index >= len(blocks[0].wanted_rows):
                 chunk_index += 1
-                first_row = 0
+                first_wanted_index = 0
         if not num_filled_tokens:
             return None
         if self.seed is not None:
@@ -194,7 +200,7 @@ class Windows:
         return Window(
             [*zip(*blocks_of_parts, strict=True)],
             num_filled_tokens,
-            Position(begin_position.window + 1, chunk_index, first_row),
+            Position(begin_position.window + 1, chunk_index, first_wanted_index),
         )
 
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:

@@ -280,10 +280,12 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     _, smallest_ranks, group_sizes = np.unique(
         ids_and_first_flags, axis=1, return_index=True, return_counts=True
     )
-    token_groups = []
+    indices_and_group_sizes = []
     for smallest_rank, group_size in sorted(zip(smallest_ranks, group_sizes, strict=True)):
-        token_groups.append((int(indices_of_largest_norms[smallest_rank]), int(group_size)))
-    return token_groups
+        indices_and_group_sizes.append(
+            (int(indices_of_largest_norms[smallest_rank]), int(group_size))
+        )
+    return indices_and_group_sizes
 
 
 def throughput(
@@ -303,22 +305,27 @@ def throughput(
     """
     # Seconds and tokens of each host until the end of each of its shards, (2, shards + 1). The
     # first column is 0.
-    cumulative_sums_of_hosts: list[np.ndarray] = []
+    cumulative_seconds_and_tokens_of_hosts: list[np.ndarray] = []
     for commits_of_host in commits_of_hosts:
         seconds_and_tokens = [
             (seconds, commit.tokens) for commit, seconds in shard_seconds(commits_of_host)
         ]
         if seconds_and_tokens:
-            cumulative_sums_of_hosts.append(np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T)
-    if not cumulative_sums_of_hosts:
+            cumulative_seconds_and_tokens_of_hosts.append(
+                np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T
+            )
+    if not cumulative_seconds_and_tokens_of_hosts:
         return None
-    max_shard_count = max(host_sums.shape[1] - 1 for host_sums in cumulative_sums_of_hosts)
+    max_shard_count = max(
+        cumulative_seconds_and_tokens.shape[1] - 1
+        for cumulative_seconds_and_tokens in cumulative_seconds_and_tokens_of_hosts
+    )
     bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
     longest_seconds = max(
-        seconds_until_end[-1] for seconds_until_end, _ in cumulative_sums_of_hosts
+        seconds_until_end[-1] for seconds_until_end, _ in cumulative_seconds_and_tokens_of_hosts
     )
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
     token_counts_until_edges = np.zeros(bin_count + 1)
-    for seconds_until_end, tokens_until_end in cumulative_sums_of_hosts:
+    for seconds_until_end, tokens_until_end in cumulative_seconds_and_tokens_of_hosts:
         token_counts_until_edges += np.interp(bin_edges, seconds_until_end, tokens_until_end)
     return bin_edges, np.diff(token_counts_until_edges) / np.diff(bin_edges)

@@ -329,10 +329,10 @@ def aggregate(
     hook_descriptions = []
     for hook_name, hook_statistics in totals.statistics.items():
         hook_description = hook_description_by_name[hook_name]
-        names_and_width = {
+        key_name_and_width = {
             field_name: hook_description[field_name] for field_name in ("key", "name", "width")
         }
-        hook_descriptions.append(names_and_width | hook_statistics.to_json())
+        hook_descriptions.append(key_name_and_width | hook_statistics.to_json())
     return {
         "format_version": FORMAT_VERSION,
         "status": "complete" if is_complete else "incomplete",

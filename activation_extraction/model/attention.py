@@ -234,10 +234,10 @@ def blocked_attention(
     block_count = len(segments_by_block)
     # The query heads that read the same key/value head are computed in one matrix product. Its left
     # operand has a row for each of these heads and each query of a block.
-    grouped_queries = to_bits(q).reshape(
+    grouped_query_bits = to_bits(q).reshape(
         -1, QUERY_BLOCK, kv_head_count, head_count // kv_head_count * head_dim
     )
-    grouped_queries = grouped_queries.swapaxes(1, 2).reshape(
+    grouped_query_bits = grouped_query_bits.swapaxes(1, 2).reshape(
         block_count, kv_head_count, -1, head_dim
     )
     k_bits = to_bits(k).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
@@ -256,7 +256,7 @@ def blocked_attention(
             segments_of_span_keys = lax.dynamic_slice(
                 segments.k, (row_index, first_key_of_span), (1, length)
             )[0]
-            block_q = from_bits(grouped_queries[number], q.dtype)
+            block_q = from_bits(grouped_query_bits[number], q.dtype)
             span_k = from_bits(
                 lax.dynamic_slice(k_bits, span_start_indices, span_shape)[0], k.dtype
             )
@@ -270,7 +270,7 @@ def blocked_attention(
             return to_bits(_attend(block_q, span_k, span_v, sees_key))
 
         def skip() -> Array:
-            return jnp.zeros(grouped_queries.shape[1:], grouped_queries.dtype)
+            return jnp.zeros(grouped_query_bits.shape[1:], grouped_query_bits.dtype)
 
         span_branches = [partial(attend_to_span, span_length) for span_length in span_lengths]
         return lax.switch(branch_number_by_block[number], [skip, *span_branches])

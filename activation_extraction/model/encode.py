@@ -135,11 +135,14 @@ class Encoder:
     def memory(self, layout: Layout) -> float:
         """Estimates how much memory the weights and a block of tokens take on each device.
 
-        The block is the block of tokens that is encoded at a time. The result is a number of bytes,
-        without the records of codes that the step returns.
+        Tokens are encoded in blocks, one block at a time. The records of codes that the step
+        returns do not count.
 
         Args:
             layout: The mesh of devices, and the rules for splitting arrays along its axes.
+
+        Returns:
+            The number of bytes on each device.
         """
         weight_count = sum(weight_array.size for weight_array in self.autoencoder.arrays.values())
         weight_part_count = layout.size(*RULES["head_vocab"], *RULES["embed"])

@@ -1,7 +1,7 @@
 """Computes experts on TPUs with three Pallas kernels, which fetch each row from its place in HBM.
 
-A row is one expert of one token, and a tile is ROWS rows of the same expert. The rows take this
-path:
+A row is a pair of a token and one of its experts, and a tile is ROWS rows of the same expert. The
+rows take this path:
 
     1. A table is made from the chosen experts (T, X). It sorts the rows by expert, and pads the
        rows of every expert to whole tiles.
@@ -57,8 +57,8 @@ FAST_MEMORY = 56 * 2**20
 class Table(NamedTuple):
     """The table of the rows of each tile, and of the rows of each group of tokens.
 
-    A row is one expert of one token, a tile is ROWS rows of the same expert, and a group is TOKENS
-    consecutive tokens.
+    A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
+    group is TOKENS consecutive tokens.
 
     Letters: X experts of a token.
 
@@ -131,10 +131,10 @@ def pallas_experts(
 def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
     """Makes the table of the rows of tiles and of groups by sorting the rows twice.
 
-    A row is one expert of one token, a tile is ROWS rows of the same expert, and a group is TOKENS
-    consecutive tokens. The first sort orders the rows by expert, together with the rows of padding
-    that fill the tiles. So it puts every row into its place without lookups. TPUs sort fast, but
-    look numbers up one by one. The second sort orders the rows by group.
+    A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
+    group is TOKENS consecutive tokens. The first sort orders the rows by expert, together with the
+    rows of padding that fill the tiles. So it puts every row into its place without lookups. TPUs
+    sort fast, but look numbers up one by one. The second sort orders the rows by group.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -172,18 +172,24 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     row_numbers = jnp.arange(expert_sort_keys.size)
     routing_weights = jnp.pad(routing_weights.reshape(-1), (0, expert_by_padding_row.size))
     sort_operands = expert_sort_keys, row_numbers, routing_weights
-    expert_sort_keys, sorted_row_numbers, routing_weights = lax.sort(
+    expert_sort_keys, row_numbers_in_expert_order, routing_weights = lax.sort(
         sort_operands, num_keys=1, is_stable=False
     )
-    is_row_fetched = (sorted_row_numbers < row_count) & (expert_sort_keys < 2 * expert_count)
+    is_row_fetched = (row_numbers_in_expert_order < row_count) & (
+        expert_sort_keys < 2 * expert_count
+    )
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
-    places_in_group = sorted_row_numbers % rows_per_group
+    places_in_group = row_numbers_in_expert_order % rows_per_group
     expert_by_tile = expert_sort_keys[::ROWS] // 2
     group_sort_keys = (
-        2 * sorted_row_numbers - places_in_group + jnp.where(is_row_fetched, 0, rows_per_group)
+        2 * row_numbers_in_expert_order
+        - places_in_group
+        + jnp.where(is_row_fetched, 0, rows_per_group)
     )
-    group_sort_keys = jnp.where(sorted_row_numbers < row_count, group_sort_keys, 2 * row_count)
+    group_sort_keys = jnp.where(
+        row_numbers_in_expert_order < row_count, group_sort_keys, 2 * row_count
+    )
     group_sort_keys, tile_row_numbers = lax.sort(
         (group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
@@ -199,9 +205,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         used_tile_count=(expert_by_tile < expert_count).sum(),
         expert_by_tile=jnp.minimum(expert_by_tile, expert_count - 1),
         row_count_by_tile=is_row_fetched.reshape(-1, ROWS).sum(axis=1),
-        token_by_row=jnp.where(is_row_fetched, sorted_row_numbers // experts_per_token, 0).reshape(
-            -1, 1, ROWS
-        ),
+        token_by_row=jnp.where(
+            is_row_fetched, row_numbers_in_expert_order // experts_per_token, 0
+        ).reshape(-1, 1, ROWS),
         weight_by_row=routing_weights.reshape(-1, 1, ROWS),
         fetches_by_group=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
         fetch_count_by_group=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
@@ -255,7 +261,7 @@ def _call(
 def _run_gated(table: Table, stacks: Stacks, x: Array) -> Array:
     """Computes silu(x gate) * (x up) for the rows of all tiles.
 
-    A row is one expert of one token, and a tile is ROWS rows of the same expert.
+    A row is a pair of a token and one of its experts, and a tile is ROWS rows of the same expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 
@@ -381,8 +387,8 @@ def _wait(buffers: Any, semaphores: Any, buffer: Any, count: Any) -> None:
 def _run_weighted(table: Table, stacks: Stacks, gated: Array) -> Array:
     """Multiplies the rows of all tiles by the down matrices, and then by the routing weights.
 
-    A row is one expert of one token, and a tile is ROWS rows of the same expert. Each row is
-    multiplied by the down matrix of its expert.
+    A row is a pair of a token and one of its experts, and a tile is ROWS rows of the same expert.
+    Each row is multiplied by the down matrix of its expert.
 
     Letters: n' rows of all tiles, M width of an expert.
 
@@ -494,7 +500,7 @@ def _add_fetched(
 
     Each step of the kernel's grid fetches its own group and adds up the group of the previous step,
     whose rows have arrived meanwhile. A group is TOKENS consecutive tokens, and a row is the result
-    of one expert of one token.
+    of one of a token's experts for this token.
 
     Letters: n' rows of all tiles, X experts of a token.
 

@@ -2,9 +2,9 @@
 
 No token is dropped, so the result for a token does not depend on its neighbours. Each platform has
 its own function that computes the weighted sum of each token's experts. All of these functions have
-the signature `ExpertSum`. Most of them sort rows by expert, where a row is one expert of one token,
-so that each expert's weights are multiplied with consecutive rows. The kernels for TPUs and GPUs
-are in expert_kernel.py and grouped_kernel.py.
+the signature `ExpertSum`. Most of them sort rows by expert, so that each expert's weights are
+multiplied with consecutive rows. A row is a pair of a token and one of its experts. The kernels for
+TPUs and GPUs are in expert_kernel.py and grouped_kernel.py.
 
 Letters: B batch rows, T tokens (of all batch rows together where an array has no axis B), D hidden,
 L layers, E experts, X experts of a token, M width of an expert, n = T * X rows.
@@ -339,19 +339,19 @@ def in_sorted_rows(
     ].astype(jnp.int32)
     sorted_rows = from_bits(to_bits(x)[sorted_row_order // experts_per_token], x.dtype)
     expert_result_bits = to_bits(run_sorted_rows(sorted_rows, row_counts_by_expert, stacks))
-    # For each expert of a token, the number of its row in the sorted order, (T, X).
-    sorted_row_numbers = (
+    # For each expert of a token, the index in `sorted_rows` of the row of this choice, (T, X).
+    sorted_index_of_choice = (
         jnp.zeros_like(sorted_row_order).at[sorted_row_order].set(jnp.arange(sorted_row_order.size))
     )
-    sorted_row_numbers = sorted_row_numbers.reshape(chosen_experts.shape)
+    sorted_index_of_choice = sorted_index_of_choice.reshape(chosen_experts.shape)
 
-    def add_up(row_numbers: Array, routing_weights: Array, has_expert: Array) -> Array:
-        expert_sums = jnp.zeros((len(row_numbers), x.shape[1]), jnp.float32)
+    def add_up(sorted_indices: Array, routing_weights: Array, has_expert: Array) -> Array:
+        expert_sums = jnp.zeros((len(sorted_indices), x.shape[1]), jnp.float32)
         # Choice i is the expert with the index i among the chosen experts of every token.
-        for choice_index, row_numbers_of_choice in enumerate(row_numbers.T):
-            expert_results = from_bits(expert_result_bits[row_numbers_of_choice], x.dtype).astype(
-                jnp.float32
-            )
+        for choice_index, sorted_indices_of_choice in enumerate(sorted_indices.T):
+            expert_results = from_bits(
+                expert_result_bits[sorted_indices_of_choice], x.dtype
+            ).astype(jnp.float32)
             expert_sums += jnp.where(
                 has_expert[:, choice_index, None],
                 expert_results * routing_weights[:, choice_index, None],
@@ -361,7 +361,7 @@ def in_sorted_rows(
 
     parts_of_arrays = [
         jnp.split(token_array, parts)
-        for token_array in (sorted_row_numbers, routing_weights, has_expert)
+        for token_array in (sorted_index_of_choice, routing_weights, has_expert)
     ]
     return jnp.concatenate(
         [add_up(*arrays_of_part) for arrays_of_part in zip(*parts_of_arrays, strict=True)]
@@ -407,9 +407,9 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
 def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     """Runs one expert after the other on its rows, a tile of TILE rows at a time.
 
-    A row is one expert of one token: the values of the token that this expert gets. The last tile
-    of an expert may extend into the rows of the next experts. The results for these rows are
-    overwritten when the next experts are computed.
+    A row contains the values of one token, as the input of one of its experts. The last tile of an
+    expert may extend into the rows of the next experts. The results for these rows are overwritten
+    when the next experts are computed.
 
     Letters: n rows, E experts.
 

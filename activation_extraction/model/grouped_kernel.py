@@ -1,9 +1,9 @@
 """Computes experts on NVIDIA GPUs with a Pallas kernel that multiplies rows with experts' weights.
 
-A row is one expert of one token, and the rows are sorted by expert. Every program of the kernel
-multiplies a tile of rows of one expert with a block of columns of the expert's weights. It looks up
-its expert and its rows in a table, so that experts without rows cost nothing. experts.py sorts the
-rows and adds up the results.
+A row is a pair of a token and one of its experts, and the rows are sorted by expert. Every program
+of the kernel multiplies a tile of rows of one expert with a block of columns of the expert's
+weights. It looks up its expert and its rows in a table, so that experts without rows cost nothing.
+experts.py sorts the rows and adds up the results.
 
 Letters: n rows, L layers, E experts, D inputs and M outputs of the matrix that is multiplied.
 """

@@ -68,11 +68,11 @@ class Change(NamedTuple):
     r is the rank of the change, and E the number of experts of a layer.
 
     Attributes:
-        a: Key of A (r, in) in the adapter.
-        b: Key of B (out, r) in the adapter.
+        a_key: Key of A (r, in) in the adapter.
+        b_key: Key of B (out, r) in the adapter.
         scale: Factor of the product.
-        has_exchanged_factors: Whether the adapter stores the transpose of B under the key `a`, and
-            the transpose of A under the key `b`.
+        has_exchanged_factors: Whether the adapter stores the transpose of B under `a_key`, and the
+            transpose of A under `b_key`.
         expert_number: Number of the expert that is changed, from 0, if A (E * r, in) and B
             (out, r * E) contain all experts of a layer; otherwise 0.
         expert_count: Number of experts in A and B; 1 for matrices without experts.
@@ -81,8 +81,8 @@ class Change(NamedTuple):
         is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
-    a: str
-    b: str
+    a_key: str
+    b_key: str
     scale: float
     has_exchanged_factors: bool = False
     expert_number: int = 0
@@ -275,8 +275,8 @@ class LoraAdapter:
         if change.is_transposed:
             row_range, column_range = column_range, row_range
             target_values = target_values.T
-        a = self._read_factor(change.a)
-        b = self._read_factor(change.b)
+        a = self._read_factor(change.a_key)
+        b = self._read_factor(change.b_key)
         a = a.reshape(change.expert_count, -1, a.shape[1])[change.expert_number]
         b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
         if change.has_exchanged_factors:
@@ -358,20 +358,25 @@ class LoraAdapter:
         bias_name = f"{module_name}.bias"
         if BIAS in keys and not self._shape(bias_name):
             return [keys[BIAS]]
-        a = keys[key_suffixes[0]]
-        b = keys[key_suffixes[1]]
+        a_key = keys[key_suffixes[0]]
+        b_key = keys[key_suffixes[1]]
         has_linear_magnitude = MAGNITUDE in keys and not is_embedding_module
         if bool(self._settings.get("use_dora")) != has_linear_magnitude:
-            raise self._error(a, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}")
+            raise self._error(
+                a_key, f"is not supported: DoRA has use_dora and a linear {MAGNITUDE}"
+            )
         weight_shape = self._shape(weight_name)
-        rank = self._shape_by_key[a][0]
+        rank = self._shape_by_key[a_key][0]
         named_changes: list[tuple[str, Change]] = []
         if len(weight_shape) == 2:
             output_size, input_size = weight_shape[::-1] if is_embedding_module else weight_shape
-            self._check_shape(a, (rank, input_size))
-            self._check_shape(b, (output_size, rank))
+            self._check_shape(a_key, (rank, input_size))
+            self._check_shape(b_key, (output_size, rank))
             matrix_change = Change(
-                a, b, self._scale(path, a, rank), has_exchanged_factors=is_embedding_module
+                a_key,
+                b_key,
+                self._scale(path, a_key, rank),
+                has_exchanged_factors=is_embedding_module,
             )
             named_changes = [(weight_name, matrix_change)]
             if BIAS in keys:
@@ -381,14 +386,16 @@ class LoraAdapter:
                 self._check_shape(keys[MAGNITUDE], weight_shape[:1])
                 self._magnitude_key_by_tensor[weight_name] = keys[MAGNITUDE]
         elif sorted(keys) == LINEAR_SUFFIXES:
-            named_changes = self._expert_changes(path, module_name, a, b)
+            named_changes = self._expert_changes(path, module_name, a_key, b_key)
         for tensor_name in dict(named_changes):
-            self._check_new(a, tensor_name, self._changes_by_tensor)
+            self._check_new(a_key, tensor_name, self._changes_by_tensor)
         for tensor_name, matrix_change in named_changes:
             self._changes_by_tensor[tensor_name].append(matrix_change)
         return [] if named_changes else [*keys.values()]
 
-    def _expert_changes(self, path: str, name: str, a: str, b: str) -> list[tuple[str, Change]]:
+    def _expert_changes(
+        self, path: str, name: str, a_key: str, b_key: str
+    ) -> list[tuple[str, Change]]:
         """Returns the changes that a module of the adapter makes to all experts of a layer.
 
         A and B are the factors of the change, with the shapes (E * r, in) and (out, r * E) for E
@@ -400,8 +407,8 @@ class LoraAdapter:
         Args:
             path: The path of the module in the adapter.
             name: The name of the module in the base model.
-            a: The key of the factor A in the adapter.
-            b: The key of the factor B in the adapter.
+            a_key: The key of the factor A in the adapter.
+            b_key: The key of the factor B in the adapter.
 
         Returns:
             Pairs of the name of a tensor in the base model and the change of this tensor. The list
@@ -432,9 +439,11 @@ class LoraAdapter:
             )
         else:
             return []
-        rank_sum = self._shape_by_key[a][0]  # the rank of one expert times the number of experts
-        input_size = self._shape_by_key[a][-1]
-        output_size = self._shape_by_key[b][0]
+        rank_sum = self._shape_by_key[a_key][
+            0
+        ]  # the rank of one expert times the number of experts
+        input_size = self._shape_by_key[a_key][-1]
+        output_size = self._shape_by_key[b_key][0]
         matrix_name = "gate_up"
         matrix_shape = (2 * expert_width, hidden_size)
         if {output_size, input_size} == {hidden_size, expert_width}:
@@ -449,14 +458,16 @@ class LoraAdapter:
             has_exchanged_factors = peft_version_numbers < EXCHANGED_UNTIL
             if peft_version_numbers < EXCHANGED_SINCE:
                 error_reason = "does not tell whether its inputs and outputs are exchanged"
-                raise self._error(a, f"is square, and peft_version {peft_version} {error_reason}")
+                raise self._error(
+                    a_key, f"is square, and peft_version {peft_version} {error_reason}"
+                )
         output_size, input_size = matrix_shape[::-1] if has_exchanged_factors else matrix_shape
-        self._check_shape(a, (rank_sum, input_size))
-        self._check_shape(b, (output_size, rank_sum))
-        change_scale = self._scale(f"{path}.{matrix_name}_proj", a, rank_sum / expert_count)
+        self._check_shape(a_key, (rank_sum, input_size))
+        self._check_shape(b_key, (output_size, rank_sum))
+        change_scale = self._scale(f"{path}.{matrix_name}_proj", a_key, rank_sum / expert_count)
         change_of_all_experts = Change(
-            a,
-            b,
+            a_key,
+            b_key,
             change_scale,
             has_exchanged_factors,
             expert_count=expert_count,

@@ -156,7 +156,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
-    chunk: int | None = None
+    chunk: int | None = None  # longest row length without dual-chunk attention
     weights: str | None = None  # description of float8 weights; also a key in metadata.json
 
     @property

@@ -69,19 +69,21 @@ def predictions(
         logits = layout.constrain(einsum("BTD,VD->BTV", hidden_of_block, head_weight), *LOGIT_AXES)
         return _from_logits(logits, next_ids_of_block, requested, top, dtype, layout)
 
-    bits_of_prediction = in_blocks(
+    bits_by_prediction_name = in_blocks(
         predictions_of_block, (hidden, next_ids), TOKENS_OF_A_BLOCK, layout
     )
-    array_of_prediction = {
-        prediction: from_bits(prediction_bits, dtype)
-        for prediction, prediction_bits in bits_of_prediction.items()
+    array_by_prediction_name = {
+        prediction_name: from_bits(prediction_bits, dtype)
+        for prediction_name, prediction_bits in bits_by_prediction_name.items()
     }
     if "loss" in requested:
         # `_from_logits` stores the loss of a token at the position before it, so that all losses
         # are moved by one position.
-        loss_at_token = jnp.roll(array_of_prediction["loss"], 1, axis=1)
-        array_of_prediction["loss"] = jnp.where(positions[..., None] == 0, jnp.nan, loss_at_token)
-    return array_of_prediction
+        loss_at_token = jnp.roll(array_by_prediction_name["loss"], 1, axis=1)
+        array_by_prediction_name["loss"] = jnp.where(
+            positions[..., None] == 0, jnp.nan, loss_at_token
+        )
+    return array_by_prediction_name
 
 
 def _from_logits(
@@ -108,25 +110,25 @@ def _from_logits(
     shifted_logits = logits - logits.max(axis=-1, keepdims=True)
     exponentials = jnp.exp(shifted_logits)
     exponential_sum = exponentials.sum(axis=-1, keepdims=True)
-    array_of_prediction = {}
+    array_by_prediction_name: dict[str, Array] = {}
     if "logits" in requested:
-        array_of_prediction["logits"] = to_bits(logits.astype(dtype))
+        array_by_prediction_name["logits"] = to_bits(logits.astype(dtype))
     if "loss" in requested:
         is_next_token = jnp.arange(logits.shape[-1]) == next_ids[..., None]
         next_logit = jnp.where(is_next_token, shifted_logits, 0).sum(axis=-1, keepdims=True)
-        array_of_prediction["loss"] = jnp.log(exponential_sum) - next_logit
+        array_by_prediction_name["loss"] = jnp.log(exponential_sum) - next_logit
     if "entropy" in requested:
         sum_of_weighted_logits = (exponentials * shifted_logits).sum(axis=-1, keepdims=True)
-        array_of_prediction["entropy"] = (
+        array_by_prediction_name["entropy"] = (
             jnp.log(exponential_sum) - sum_of_weighted_logits / exponential_sum
         )
     if requested & {"top_ids", "top_logprobs"}:
         top_logits, top_ids = largest(shifted_logits, top, layout)
         if "top_ids" in requested:
-            array_of_prediction["top_ids"] = top_ids
+            array_by_prediction_name["top_ids"] = top_ids
         if "top_logprobs" in requested:
-            array_of_prediction["top_logprobs"] = top_logits - jnp.log(exponential_sum)
-    return array_of_prediction
+            array_by_prediction_name["top_logprobs"] = top_logits - jnp.log(exponential_sum)
+    return array_by_prediction_name
 
 
 def largest(values: Array, count: int, layout: Layout) -> tuple[Array, Array]:

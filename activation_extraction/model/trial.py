@@ -302,8 +302,8 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
     # of other devices are chosen 70 times each, or one of them 71 times, because the number of all
     # choices must be even: each token makes two choices.
     choice_counts_of_experts = [*token_counts_of_experts, 70, 70 + sum(token_counts_of_experts) % 2]
-    sorted_choices = np.repeat(expert_numbers, choice_counts_of_experts)
-    chosen_experts = rng.permutation(sorted_choices).reshape(-1, 2).astype(np.int32)
+    chosen_experts_in_order = np.repeat(expert_numbers, choice_counts_of_experts)
+    chosen_experts = rng.permutation(chosen_experts_in_order).reshape(-1, 2).astype(np.int32)
     expert_weights = rng.uniform(0.2, 1, chosen_experts.shape).astype(np.float32)
     draw_normal = partial(_normal, rng, dtype)
     x = draw_normal(len(chosen_experts), hidden_size)

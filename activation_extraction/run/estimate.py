@@ -382,13 +382,15 @@ def estimate_totals(
             # tokens.
             if config.planning.tokens_per_second is None:
                 num_timed_tokens = run.token_counts.num_computed_tokens
-                tokens_per_second = fastest_mesh["tokens_per_second"]
+                tokens_per_second_range = fastest_mesh["tokens_per_second"]
             else:
                 num_timed_tokens = run.token_counts.num_stored_tokens
-                tokens_per_second = [config.planning.tokens_per_second * run.topology.num_hosts]
+                tokens_per_second_range = [
+                    config.planning.tokens_per_second * run.topology.num_hosts
+                ]
             hours_range = [
-                num_timed_tokens / max(tokens_per_second) / 3600,
-                num_timed_tokens / min(tokens_per_second) / 3600,
+                num_timed_tokens / max(tokens_per_second_range) / 3600,
+                num_timed_tokens / min(tokens_per_second_range) / 3600,
             ]
         if hours_range is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars

@@ -305,8 +305,8 @@ def step_of(forward: Forward) -> dict[str, Any]:
         forward: The model on its mesh.
 
     Returns:
-        The number of rows of a host, the mesh, and the chosen variant of each kernel, by their
-        names in messages.
+        Name of a property in messages -> the property. The properties are the number of rows of a
+        host, the mesh, and the chosen variant of each kernel.
     """
     return {
         "rows per host": forward.shape[0],
@@ -327,9 +327,9 @@ def contents_to_compare(forward: Forward, text: Text, identity: Identity) -> dic
         identity: The identity of the run.
 
     Returns:
-        The properties of the step (`step_of`), the fields of the identity that all hosts share, the
-        fingerprints of the data files, and a digest of this program's source files, by their names
-        in messages.
+        Name in messages -> content. The contents are the properties of the step (`step_of`), the
+        fields of the identity that all hosts share, the fingerprints of the data files, and a
+        digest of this program's source files.
     """
     package_folder = Path(activation_extraction.__file__).parent
     script_paths = [package_folder.parent / script_name for script_name in SCRIPTS]

@@ -15,7 +15,9 @@ from activation_extraction.common.errors import RunError, one_line
 T = TypeVar("T")
 R = TypeVar("R")  # type of the generator's return value
 POLL = 0.2  # largest number of seconds between two checks whether the caller is asked to stop
-PATIENCE = 10.0  # seconds after which a host that skips samples takes a step without a batch
+# Seconds after which a host that skips stored samples takes a step without a batch. All hosts of a
+# pod take every step together, so otherwise they would all wait until this host has a batch again.
+PATIENCE = 10.0
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ class CommitChoice(NamedTuple):
     """
 
     is_new: bool
-    commit: str
+    commit: str  # git commit of the model on the hub
 
 
 def choose_commit(
@@ -496,10 +496,11 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         # To decode token ids, readers need the path of the tokenizer and the tokens that were added
         # to its vocabulary.
         path_flag = "model_path" if chosen_tokenizer.repository is forward.checkpoint else "lora"
-        added_tokens = chosen_tokenizer.backend.get_added_tokens_decoder().items()
+        added_token_by_id = chosen_tokenizer.backend.get_added_tokens_decoder()
         metadata_facts["tokenizer_path"] = stored_configuration[path_flag]
         metadata_facts["added_tokens"] = {
-            str(token_id): added_token.content for token_id, added_token in added_tokens
+            str(token_id): added_token.content
+            for token_id, added_token in added_token_by_id.items()
         }
     return metadata_facts
 

@@ -54,9 +54,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
     with device_errors():
         prepared_model = prepare_model(step_request(config))
         check_model_inputs(prepared_model, config, identity)
-        reread: Reread | None = None
+        reread_samples: Reread | None = None
         if not identity.every_token:
-            reread = load_for_rereading(
+            reread_samples = load_for_rereading(
                 metadata,
                 prepared_model.checkpoint,
                 prepared_model.adapter_files,
@@ -69,8 +69,8 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         token_ids_or_messages: Sequence[np.ndarray | str] = [
             sample_tokens.token_ids for sample_tokens in tokens_of_samples
         ]
-        if reread is not None:
-            token_ids_or_messages = reread(tokens_of_samples)
+        if reread_samples is not None:
+            token_ids_or_messages = reread_samples(tokens_of_samples)
         values_or_messages: list[dict[str, Values] | str] = []
         # Indices in `chosen_samples` of the samples whose token ids are known.
         readable_sample_indices: list[int] = []

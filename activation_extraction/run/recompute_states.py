@@ -50,8 +50,8 @@ def load_for_hidden_states(
         samples.
 
     Raises:
-        InputError: If the model cannot be read or has no such hooks, or its width, its vocabulary
-            or its number of positions does not fit the stored samples.
+        InputError: If the model cannot be read or lacks a hook that the flags name, or its width,
+            its vocabulary or its number of positions does not fit the stored samples.
     """
     model_path = config.model.model_path
     if config.hooks.encode:

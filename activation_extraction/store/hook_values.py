@@ -119,7 +119,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class HookValues(ABC):
-    """The description of one hook of a run, with the functions for the values at this hook.
+    """Describes one hook of a run, and converts, stores, reads and compares the values at it.
 
     Values are passed in one of three forms, which the docstring of the module defines: as rows (an
     array with one row per token), in the form that users get, or in the form that files contain.

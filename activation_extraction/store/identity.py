@@ -237,10 +237,10 @@ class Identity:
     @property
     def shared(self) -> dict[str, Any]:
         """The fields that must be the same on all hosts of a run, by name, as JSON."""
-        shared_fields = self.to_json()
+        fields_shared_by_hosts = self.to_json()
         for field_name in PER_HOST | MAY_TURN_ON:
-            del shared_fields[field_name]
-        return shared_fields
+            del fields_shared_by_hosts[field_name]
+        return fields_shared_by_hosts
 
     def to_json(self) -> dict[str, Any]:
         """Returns the identity as the flat JSON object that metadata.json contains."""

@@ -204,7 +204,7 @@ class RepairPlanner:
 
     folder: Folder
     identity: Identity
-    limits: Mapping[str, int | None]
+    limits: Mapping[str, int | None]  # by the names "max_samples" and "max_tokens"
     # Shard number -> result of the last check of this shard.
     _checked_shards: dict[int, CheckedShard] = field(default_factory=dict)
     _has_warned_of_new_metadata: bool = False

@@ -141,7 +141,7 @@ class ShardNumbers:
     """
 
     def __init__(self, plan: StoragePlan) -> None:
-        self._gap_numbers = [*plan.gaps]
+        self._gap_shard_numbers = [*plan.gaps]
         self._next_shard_number = plan.next_shard_number
 
     def take(self) -> int:
@@ -151,8 +151,8 @@ class ShardNumbers:
         one: `take_gaps` returns it for the last shard. All further numbers are new, as are all
         numbers outside of a repair.
         """
-        if len(self._gap_numbers) > 1:
-            return self._gap_numbers.pop(0)
+        if len(self._gap_shard_numbers) > 1:
+            return self._gap_shard_numbers.pop(0)
         self._next_shard_number += 1
         return self._next_shard_number - 1
 
@@ -163,9 +163,9 @@ class ShardNumbers:
         shard. The last gap is the number of this shard. The other gaps are the numbers of shards
         without samples. The list is empty without a repair.
         """
-        remaining_gap_numbers = self._gap_numbers
-        self._gap_numbers = []
-        return remaining_gap_numbers
+        remaining_gap_shard_numbers = self._gap_shard_numbers
+        self._gap_shard_numbers = []
+        return remaining_gap_shard_numbers
 
 
 # A function that takes the log of a folder and returns the plan of this process. It is called when

@@ -229,11 +229,11 @@ class Commit:
     owner: str = ""
     url: str = ""
     identity: str = ""
-    file: str = ""
+    file: str = ""  # name of the file of activations
     files: Mapping[str, FileFacts] = field(default_factory=dict)
     unpacked: int = 0
-    first: int = 0
-    last: int = 0
+    first: int = 0  # `sample_idx` of the first sample
+    last: int = 0  # `sample_idx` of the last sample
     count: int = 0
     tokens: int = 0
     hooks: list[dict[str, Any]] = field(default_factory=list)

@@ -117,7 +117,8 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
     """
     for file_name, recorded_facts in commit.files.items():
         actual_bytes = run_log.file_sizes.get(file_name)
-        if actual_bytes != recorded_facts.bytes:  # the folder was listed earlier, so ask again
+        # The listing may be outdated, so the folder is asked again.
+        if actual_bytes != recorded_facts.bytes:
             latest_facts = store.head(file_name)
             actual_bytes = None if latest_facts is None else latest_facts.byte_count
         if actual_bytes is None:

@@ -286,7 +286,7 @@ class Statistics:
     """
 
     tokens: int = 0
-    values: int = 0
+    values: int = 0  # number of values, over all tokens and dimensions
     overall_mean: float = 0.0
     overall_variance: float = 0.0
     mean_norm: float = 0.0
@@ -486,10 +486,10 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
 
 
 def unpack_sums(npz_bytes: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Returns the sums in a file of sums, by the full names of the hooks.
+    """Reads the sums over the tokens of a shard at some hooks, by the full names of the hooks.
 
     Args:
-        npz_bytes: Content of the file.
+        npz_bytes: Content of the shard's file of statistics.
         hooks: Full names of the hooks whose sums are read.
     """
     sums_by_hook = {}

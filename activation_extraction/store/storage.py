@@ -178,9 +178,9 @@ class ActivationStorage:
         self.new_commits = self._log_writer.new_commits
         self.waited = self._shard_writer.queue.waited_seconds_by_phase
         self.format = self._shard_writer.format
-        self._planner: Planner = partial(plan_run, self._identity, options.limits)
+        self._make_plan: Planner = partial(plan_run, self._identity, options.limits)
         if repair:
-            self._planner = RepairPlanner(self.destination, self._identity, options.limits)
+            self._make_plan = RepairPlanner(self.destination, self._identity, options.limits)
         if options.overwrite:
             for checked_folder in {local_folder, self.destination}:
                 check_own(checked_folder)
@@ -188,7 +188,7 @@ class ActivationStorage:
         else:
             if remote is not None:
                 refuse_elsewhere(RunLog.read(local_folder), remote.url)
-            self._follow(self._planner(RunLog.read(self.destination)))
+            self._follow(self._make_plan(RunLog.read(self.destination)))
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
         self._incomplete_samples: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
@@ -286,7 +286,7 @@ class ActivationStorage:
                     "writing there; see to it that only one does",
                     self.folder,
                 )
-            self._follow(self._log_writer.take_over(self._planner, self.options.overwrite))
+            self._follow(self._log_writer.take_over(self._make_plan, self.options.overwrite))
             if self.plan.is_up_to_date:
                 return self._unlock()
             self._state = "open"

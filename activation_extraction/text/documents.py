@@ -251,8 +251,9 @@ class DocumentStream:
         share_indices_of_subset = range(subset_index, count, num_subsets)
         self._num_worker_turns *= len(share_indices_of_subset)
         if num_subsets > 1:
-            nested_subset_names = (self._subset_name, f"{subset_index} of {num_subsets}")
-            self._subset_name = ", ".join(filter(None, nested_subset_names))
+            # The new subset is a subset of the one that an earlier call has named.
+            names_outside_in = (self._subset_name, f"{subset_index} of {num_subsets}")
+            self._subset_name = ", ".join(filter(None, names_outside_in))
 
     @property
     def beginning(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Span(NamedTuple):
     """
 
     start_offset: int
-    role_index: int
+    role_index: int  # index in ROLES
     turn_number: int
 
 

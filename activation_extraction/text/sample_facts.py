@@ -43,7 +43,7 @@ class SampleFacts:
     row: Mapping[str, Any] | None = None
     doc_id: DocId = None
     text_preview: str = ""
-    cut: int = 0
+    cut: int = 0  # number of tokens left out at the end of the document
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
