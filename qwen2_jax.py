@@ -628,16 +628,16 @@ def _interleaved_tensors(
     if delta is None or not delta.interleaved:
         return tensor_and_slice_by_parameter
     value_heads_per_key = delta.values_per_key
-    key_row_count = delta.key_size
-    value_row_count = value_heads_per_key * delta.value_size
+    num_key_rows_of_head = delta.key_size
+    num_value_rows_of_head = value_heads_per_key * delta.value_size
     for tensor_name, row_count_by_letter in (
         (
             "in_proj_qkvz",
             {
-                "q": key_row_count,
-                "k": key_row_count,
-                "v": value_row_count,
-                "z": value_row_count,
+                "q": num_key_rows_of_head,
+                "k": num_key_rows_of_head,
+                "v": num_value_rows_of_head,
+                "z": num_value_rows_of_head,
             },
         ),
         ("in_proj_ba", {"b": value_heads_per_key, "a": value_heads_per_key}),

@@ -103,8 +103,8 @@ class HookedModel(nn.Module):
         """
         total_flops = 0.0
         for layer in range(self.num_layers):
-            weight_count = _weights_per_token(self.config, layer)
-            total_flops += self.config.flops_of(layer, weight_count, lengths)
+            weights_per_token = _weights_per_token(self.config, layer)
+            total_flops += self.config.flops_of(layer, weights_per_token, lengths)
         if self.predicts:
             total_flops += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total_flops

@@ -70,6 +70,7 @@ class Comparison:
             this dtype differ from the reference's experts in float32. 0 without a float32 run.
     """
 
+    # One number for each compared document and each hook with activations.
     deviations: list[float] = field(default_factory=list)
     num_compared_tokens: int = 0
     num_rerouted_tokens: int = 0

@@ -179,15 +179,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=parsed_flags.folder) as temporary_folder:
         parsed_flags.folder = Path(temporary_folder)
         make_documents(parsed_flags.folder / "documents.jsonl", parsed_flags.documents)
-        peak_of_library = {}
+        peak_flops_per_second_of_library = {}
         for library in ("jax", "torch"):
             peak_command = [sys.executable, str(ROOT / "benchmarks/peak.py"), library]
             peak_command += ["--dtypes", "bfloat16"]
             if backend == "gpu":
                 peak_command.append("--gpu")
-            peak_of_library[library] = best(run(peak_command, parsed_flags.platform).result)[
-                "bfloat16"
-            ]
+            peak_flops_per_second_of_library[library] = best(
+                run(peak_command, parsed_flags.platform).result
+            )["bfloat16"]
         # Shape and number of hooks, such as "7B 14" -> "ours" or "transformers" -> figures.
         figures_of_model: dict[str, dict[str, Figures]] = {}
         for shape_name in parsed_flags.shapes:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "ours": tool_figures,
                     "transformers": torch_figures,
                 }
-                peak_flops_per_second = max(peak_of_library.values())
+                peak_flops_per_second = max(peak_flops_per_second_of_library.values())
                 description_lines = describe(
                     shape_name, num_hooks, tool_figures, torch_figures, peak_flops_per_second
                 )
@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {
             "asked": value_of_flag,
             "device": device_kind,
-            "peak_flops_per_second": peak_of_library,
+            "peak_flops_per_second": peak_flops_per_second_of_library,
             "rows": figures_of_model,
         }
     )

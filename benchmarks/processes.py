@@ -78,7 +78,7 @@ class FinishedProcess:
     stdout: str
     stderr_lines: list[tuple[float, str]]
     seconds: float
-    peak_bytes: int
+    peak_bytes: int  # peak resident memory of the process
     disturbed_fraction: float
 
     @property

@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
     name: str
     result: str
     opcode: str
-    operands: list[str]
+    operands: list[str]  # names of the instructions whose results are the operands
     line: str
 
     @property
@@ -124,9 +124,9 @@ class Move(NamedTuple):
             that run while it sends. Pallas kernels are not included.
     """
 
-    kind: str
-    name: str
-    source: str
+    kind: str  # "product", "kernel", "collective", "copy" or "rest"
+    name: str  # name of the instruction
+    source: str  # name of the operation in JAX
     hbm_bytes: int
     sent_bytes: int = 0
     is_hidden: bool = False

@@ -47,7 +47,7 @@ class Sent(NamedTuple):
     """
 
     axes: tuple[str, ...]
-    num_bytes: float
+    num_bytes: float  # number of bytes that the device sends along `axes`
     hidden_bytes: float
 
 
@@ -87,9 +87,9 @@ class StepTimes(NamedTuple):
         exposed: Seconds for sending while nothing else runs.
     """
 
-    products: float  # seconds for matrix products
-    kernel: float
-    hbm: float
+    products: float  # seconds for the operations of the model and the autoencoders
+    kernel: float  # seconds for the additional operations of kernels
+    hbm: float  # seconds for reading and writing HBM
     hidden: float  # seconds for sending while the device computes
     exposed: float  # seconds for sending while nothing else runs
 

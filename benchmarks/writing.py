@@ -7,9 +7,10 @@ many threads as there are cores gather the values of a shard, encode them as thi
 write one file, by safetensors or by pickle and isal. They compute no statistics, no checksums of
 tensors and no table of samples, and they commit nothing.
 
-Each of `--rounds` rounds measures every way once. The medians are printed as a table, with the
-speed as a share of the bare threads' speed, and the last line is one JSON object. MB and GB are the
-bytes that values take in shards before compression. `--quick` stores fewer bytes in one round.
+Each of `--rounds` rounds measures these three ways of storing once. The medians over the rounds are
+printed as a table, with each speed as a share of the bare threads' speed, and the last line is one
+JSON object. MB and GB are the bytes that values take in shards before compression. `--quick` stores
+fewer bytes in one round.
 
 The activations are normally distributed with a different scale in each dimension, and a few
 dimensions and the first token of every document are 100 times as large. A token has codes of
@@ -71,7 +72,7 @@ class Case(NamedTuple):
         shard_format: "safetensors" or "pickle".
     """
 
-    kind: str
+    kind: str  # CODES, or the dtype in which activations are stored
     num_hooks: int
     shard_format: str
 

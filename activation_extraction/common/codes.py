@@ -89,8 +89,8 @@ class Codes:
     indptr: Any
     indices: Any
     data: Any
-    error: Any
-    norm: Any
+    error: Any  # squared norm of each token's reconstruction error
+    norm: Any  # norm of each token's activation
     features: int
     active: np.ndarray | None = None
 

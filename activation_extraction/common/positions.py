@@ -48,7 +48,7 @@ class Positions:
     stop: int | None = None
     step: int = 1
     random_count: int | None = None
-    probability: float | None = None
+    probability: float | None = None  # probability with which a position is kept
     seed: int = 0
     last_of_turn: bool = False
 

@@ -184,7 +184,7 @@ def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:
 def pack_header(
     tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Returns the first bytes of a file, which are the length of its header and the header.
+    """Returns the first bytes of a safetensors file: the length of its header, and the header.
 
     The header is padded with spaces, so that the tensors begin at a multiple of 8 bytes.
 

@@ -194,8 +194,10 @@ def _contexts(
     is_listed = np.isfinite(strongest_tokens.values)
     listed_values = strongest_tokens.values[is_listed]
     listed_tokens = strongest_tokens.token_numbers[is_listed]
-    first_token_of_shard = np.cumsum([0, *(commit.tokens for commit in dataset.shards.commits)])
-    shard_of_token = np.searchsorted(first_token_of_shard, listed_tokens, "right") - 1
+    first_token_index_of_shard = np.cumsum(
+        [0, *(commit.tokens for commit in dataset.shards.commits)]
+    )
+    shard_of_token = np.searchsorted(first_token_index_of_shard, listed_tokens, "right") - 1
     decode_ids = None
     with suppress(LookupError):
         decode_ids = find_decoder(dataset)
@@ -205,7 +207,7 @@ def _contexts(
         shard_reader = dataset.shards.get(shard)
         listed_indices_of_shard = np.flatnonzero(shard_of_token == shard)
         token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
-        tokens_in_shard = listed_tokens[listed_indices_of_shard] - first_token_of_shard[shard]
+        tokens_in_shard = listed_tokens[listed_indices_of_shard] - first_token_index_of_shard[shard]
         sample_index_of_token = np.searchsorted(shard_reader.offsets, tokens_in_shard, "right") - 1
         context_starts = np.maximum(
             shard_reader.offsets[sample_index_of_token], tokens_in_shard - around

@@ -418,8 +418,8 @@ def _partners(
         ValueError: If a token has a different id in the other run.
     """
     first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
-    # One integer for each token, which consists of the index of its sample in the first run and of
-    # its position.
+    # One integer for each token. Its upper 32 bits are the index of the token's sample in the first
+    # run, and its lower 32 bits are the token's position.
     sample_and_position_numbers = (
         first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
     )

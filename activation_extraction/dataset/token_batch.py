@@ -127,9 +127,9 @@ class TokenBatch:
     activations: ByHook[Any]
     token_ids: Any
     sample_idx: Any
-    position: Any
-    role: Any = None
-    turn: Any = None
+    position: Any  # index of each token in its sample
+    role: Any = None  # index in ROLES of each token's role
+    turn: Any = None  # number of each token's turn
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -383,9 +383,9 @@ class SampleActivations(SampleFacts):
 
     activations: ByHook[np.ndarray]
     token_ids: np.ndarray
-    position: np.ndarray
-    role: np.ndarray | None = None
-    turn: np.ndarray | None = None
+    position: np.ndarray  # index of each token in the sample
+    role: np.ndarray | None = None  # index in ROLES of each token's role
+    turn: np.ndarray | None = None  # number of each token's turn
 
     def __getitem__(self, hook: str) -> np.ndarray:
         """Returns the values at a hook: an array (tokens, width), or `Codes` at a hook with codes.

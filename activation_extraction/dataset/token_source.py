@@ -93,7 +93,7 @@ class BatchOptions:
     dtype: Any = None
     worker: int = 0
     workers: int = 1
-    where: Any = None
+    where: Any = None  # mask of the samples to read, or a function that returns it
     roles: Any = None
     columns: Any = ()
 
@@ -268,10 +268,12 @@ class TokenSource:
         Yields:
             A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
-        shard_of_sample = np.searchsorted(self.shards.first_sample_by_shard, samples, "right") - 1
-        for shard_number in np.unique(shard_of_sample).tolist():
+        shard_number_by_sample = (
+            np.searchsorted(self.shards.first_sample_by_shard, samples, "right") - 1
+        )
+        for shard_number in np.unique(shard_number_by_sample).tolist():
             sample_indices_in_shard = (
-                samples[shard_of_sample == shard_number]
+                samples[shard_number_by_sample == shard_number]
                 - self.shards.first_sample_by_shard[shard_number]
             )
             with as_os_errors():

@@ -44,8 +44,8 @@ class Chunk:
     """
 
     shard_number: int
-    start: int
-    stop: int
+    start: int  # index in the shard of the first token
+    stop: int  # index in the shard after the last token
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -255,10 +255,10 @@ def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Ch
     Returns:
         The smaller chunks in order; an empty list if the chunk is empty.
     """
-    unit_count = -(-len(chunk) // unit_tokens)
-    part_count = min(max(round(len(chunk) / part_tokens), 1), unit_count)
+    num_units = -(-len(chunk) // unit_tokens)
+    part_count = min(max(round(len(chunk) / part_tokens), 1), num_units)
     part_starts = [
-        chunk.start + unit_count * part_number // part_count * unit_tokens
+        chunk.start + num_units * part_number // part_count * unit_tokens
         for part_number in range(part_count)
     ]
     return [

@@ -57,8 +57,8 @@ class Limits:
             both programs compute in float32, so that rounding hardly changes the choice.
     """
 
-    row_error: float
-    token_error: float
+    row_error: float  # largest allowed error of all tokens of a row together
+    token_error: float  # largest allowed error of a single token
     max_other_expert_fraction: float
 
     @classmethod
@@ -106,7 +106,7 @@ class HookMatch(NamedTuple):
         num_other_expert_tokens: Number of tokens that are left out because of different experts.
     """
 
-    row_error: float
+    row_error: float  # error of all compared tokens together
     largest_token_error: float
     hook: str
     token_offset: int

@@ -127,7 +127,7 @@ class StatesFolder(ABC):
     """
 
     program_name: str
-    first_block_number: int
+    first_block_number: int  # number that the program gives to the output of the first block
 
     def __init__(self, path: Path, files: dict[int, Path]) -> None:
         self.path = path

@@ -65,7 +65,7 @@ class TokenSample:
     positions: np.ndarray
     norms_by_hook: Mapping[str, np.ndarray]
     sums_by_hook: Mapping[str, Sums]
-    shard_count: int
+    shard_count: int  # number of shards that were read
 
     @cached_property
     def position_ranges(self) -> dict[int, np.ndarray]:

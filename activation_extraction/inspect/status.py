@@ -67,14 +67,14 @@ class HostState:
 
     name: str
     machine: int
-    host: int
-    state: str
+    host: int  # number of the host on its machine
+    state: str  # such as "running"
     shards: int = 0
-    samples: int = 0
-    tokens: int = 0
+    samples: int = 0  # number of stored samples
+    tokens: int = 0  # number of stored tokens
     bytes: int = 0
     last_commit: float | None = None
-    last_sign: float | None = None
+    last_sign: float | None = None  # Unix time of the last write to the folder's log
     tokens_per_second: float | None = None
     utilisation: float | None = None  # this name is a key of aggregated_metadata.json
     waited: dict[str, float] = field(default_factory=dict)

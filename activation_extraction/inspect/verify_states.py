@@ -585,7 +585,9 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str | None:
-    """Describes a wrong layer of a row by comparing it with the row's own sample only.
+    """Describes the states in a wrong layer, if they are explained by the row's own sample.
+
+    The layer is only compared with the states of this sample, not with other samples.
 
     Args:
         check: Comparison of the row with the states of its sample.

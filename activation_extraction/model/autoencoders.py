@@ -106,7 +106,7 @@ class Autoencoder:
             sqrt(D)), or "layer_norm" (as in SAELens).
     """
 
-    name: str
+    name: str  # the autoencoder as the user gave it to --encode
     hook: str
     target_hook: str
     hook_in_files: str | None
@@ -157,7 +157,7 @@ class AutoencoderFiles:
         paths_read: The local paths of the files that were read so far.
     """
 
-    name: str
+    name: str  # the autoencoder as the user gave it to --encode
     repository: Repository
     folder: str
     layer_digits: str
@@ -501,8 +501,8 @@ def _fold_normalisation(
         whitening_matrix = whitening_tensors["matrix"].astype(np.float64)
         inverse_whitening_matrix = whitening_tensors["inverse_matrix"].astype(np.float64)
         W_enc = whitening_matrix @ W_enc
-        # The encoder must subtract the mean from the activations. If it subtracts b_dec, it does so
-        # already, because the mean is added to b_dec below.
+        # The encoder must subtract the mean from the activations. An encoder that subtracts b_dec
+        # needs no other bias for this, because the mean is added to b_dec below.
         if not subtracts_b_dec:
             b_enc = b_enc - activation_mean @ W_enc
         W_dec = W_dec @ inverse_whitening_matrix

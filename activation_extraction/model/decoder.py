@@ -109,11 +109,11 @@ class Decoder:
         return x, rotary_table(zero_token_array, self.config), zero_token_array, has_window
 
     def stacked(self, params: Any) -> StackedLayers:
-        """Returns layers in the form in which `scan` takes them.
+        """Returns the argument of `scan` that describes the first layers of the model.
 
         Args:
-            params: The stacked parameters of the layers. The layers are the first ones of the
-                model; how many they are follows from the shapes.
+            params: The stacked parameters of these layers. The shapes determine the number of
+                layers.
 
         Returns:
             A tuple of:

@@ -352,7 +352,7 @@ class _Chunks(NamedTuple):
     state_readers: Array
     output_factors: Array
     decayed_keys: Array
-    state_decay: Array
+    state_decay: Array  # fraction of the state that is left after each chunk
 
 
 def _prepare(

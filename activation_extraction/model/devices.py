@@ -37,7 +37,7 @@ class Chip(NamedTuple):
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float
-    link_count: int
+    link_count: int  # number of fast links over which the device receives
     network_bandwidth: float
 
 

@@ -66,7 +66,7 @@ class Encoder:
     autoencoder: Autoencoder
     source_hook: Hook
     target_hook: Hook
-    max_codes: int
+    max_codes: int  # largest number of features that are kept for each token
 
     @property
     def hook(self) -> Hook:

@@ -55,7 +55,7 @@ FAST_MEMORY = 56 * 2**20
 
 
 class Table(NamedTuple):
-    """The table of the rows of each tile, and of the rows of each group of tokens.
+    """The rows that each tile computes, and the rows that are added up for each group of tokens.
 
     A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
     group is TOKENS consecutive tokens.
@@ -129,7 +129,7 @@ def pallas_experts(
 
 
 def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int) -> Table:
-    """Makes the table of the rows of tiles and of groups by sorting the rows twice.
+    """Assigns rows to tiles and to groups of tokens, by sorting the rows twice.
 
     A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
     group is TOKENS consecutive tokens. The first sort orders the rows by expert, together with the
@@ -144,6 +144,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         chosen_experts: The numbers of each token's experts, (T, X) int32. Rows with numbers outside
             0..E-1 are not fetched.
         expert_count: E, the number of experts.
+
+    Returns:
+        A table with, for each tile, its expert, and the token and the routing weight of each of its
+        rows. For each group, the table contains the rows to fetch and their places in the buffer in
+        which they are added up.
     """
     row_count = chosen_experts.size
     experts_per_token = chosen_experts.shape[1]

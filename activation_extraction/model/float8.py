@@ -220,7 +220,7 @@ class Scales:
         tensor_name: The name of the tensor in the language model.
         tensor_shape: The shape of the tensor.
         scales_file: The file that contains the scales.
-        scales_name: The name of the tensor of scales in this file.
+        scales_tensor_name: The name of the tensor of scales in this file.
         values_per_scale: For each axis of the tensor, the number of consecutive values that share
             a scale.
     """
@@ -228,7 +228,7 @@ class Scales:
     tensor_name: str
     tensor_shape: Shape
     scales_file: WeightFile
-    scales_name: str
+    scales_tensor_name: str
     values_per_scale: Shape
 
     @classmethod
@@ -387,15 +387,16 @@ class Scales:
         Raises:
             InputError: If a scale is not a finite number.
         """
-        header_entry = self.scales_file.tensors[self.scales_name]
+        header_entry = self.scales_file.tensors[self.scales_tensor_name]
         whole_tensor_index = tuple(slice(0, axis_size) for axis_size in header_entry.shape)
-        stored_scales = self.scales_file.read(self.scales_name, whole_tensor_index)
+        stored_scales = self.scales_file.read(self.scales_tensor_name, whole_tensor_index)
         if stored_scales.dtype == np.uint8:
             stored_scales = stored_scales.view(DTYPES["F8_E8M0"])
         stored_scales = stored_scales.astype(np.float32)
         if not np.isfinite(stored_scales).all():
             raise InputError(
-                f"{self.scales_file.location}: tensor {self.scales_name} has NaN or infinite scales"
+                f"{self.scales_file.location}: tensor {self.scales_tensor_name} has NaN or "
+                "infinite scales"
             )
         scale_count_by_axis = [
             -(-axis_size // values_per_scale)

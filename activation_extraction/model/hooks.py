@@ -63,7 +63,7 @@ class VectorType(NamedTuple):
         dtype: The name of a NumPy dtype, or "float8".
     """
 
-    width: int
+    width: int  # number of values of a token
     dtype: str
 
     @property
@@ -106,7 +106,7 @@ class HookKind:
     aliases: tuple[str, ...] = ()
     is_after_layers: bool = False
     type_words: tuple[str, ...] = ()
-    dtype: str | None = None
+    dtype: str | None = None  # None for activations, whose dtype the user chooses
     width_factor: int = 1
 
     @property
@@ -481,25 +481,25 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """
     delta_config, experts_config = config.delta, config.experts
     type_words_of_attention = () if delta_config is None else (ATTENTION,)
-    type_words_by_layers_word: dict[str, tuple[str, ...]] = {
+    type_words_by_first_column: dict[str, tuple[str, ...]] = {
         EVERY: (),
         ATTENTION: type_words_of_attention,
     }
-    type_words_by_layers_word[DENSE] = () if experts_config is None else (DENSE,)
+    type_words_by_first_column[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words_by_layers_word[NORMED] = type_words_of_attention
+        type_words_by_first_column[NORMED] = type_words_of_attention
     if config.q_gate:
-        type_words_by_layers_word[GATED] = type_words_of_attention
+        type_words_by_first_column[GATED] = type_words_of_attention
     if delta_config is not None:
-        type_words_by_layers_word[LINEAR] = (LINEAR,)
+        type_words_by_first_column[LINEAR] = (LINEAR,)
         # In HOOK_KINDS, rows with APART and rows with INTERLEAVED have different names in Hugging
         # Face, where a projection is the output of a module only if it is stored separately.
-        type_words_by_layers_word[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+        type_words_by_first_column[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
-        type_words_by_layers_word[SPARSE] = (SPARSE,)
+        type_words_by_first_column[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            type_words_by_layers_word[SHARED] = (SPARSE,)
-    return type_words_by_layers_word
+            type_words_by_first_column[SHARED] = (SPARSE,)
+    return type_words_by_first_column
 
 
 def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:

@@ -152,13 +152,19 @@ def count_hosts(devices: Sequence[Any]) -> int:
 
 
 def host_rows(layout: Layout) -> HostRows:
-    """Returns the shardings of rows and activations for the devices of a mesh.
+    """Makes the `HostRows` of a mesh, which passes rows and activations between hosts and devices.
 
     Args:
         layout: The layout of the mesh, which must have devices (not an abstract mesh).
 
+    Returns:
+        An object with the same devices, ordered by host. It has the sharding with which hosts feed
+        their rows, the sharding with which they receive their activations, and a function that
+        copies the activations to NumPy arrays.
+
     Raises:
-        InputError: If the hosts have different numbers of devices in the mesh.
+        InputError: If the hosts have different numbers of devices in the mesh. The devices then
+            form no array with one row per host.
     """
     assert isinstance(layout.mesh, Mesh)
     mesh_devices = layout.mesh.devices

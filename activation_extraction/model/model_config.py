@@ -70,8 +70,8 @@ class ExpertsConfig:
 
     count: int
     per_token: int  # number of experts that a token uses; also a key in metadata.json
-    width: int
-    shared_width: int
+    width: int  # number of hidden values of an expert
+    shared_width: int  # number of hidden values of the shared expert
     renormalise: bool
 
 
@@ -91,8 +91,8 @@ class DeltaNet:
     """
 
     layers: tuple[int, ...]
-    key_heads: int
-    values_per_key: int
+    key_heads: int  # number of key heads
+    values_per_key: int  # number of value heads for each key head
     key_size: int
     value_size: int
     taps: int
@@ -146,7 +146,7 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    sliding_window: int | None
+    sliding_window: int | None  # number of tokens that a token sees
     sliding_layers: tuple[int, ...]
     qkv_bias: bool
     o_bias: bool

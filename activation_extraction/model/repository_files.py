@@ -36,7 +36,7 @@ class RepositoryKind(NamedTuple):
             "adapter with PEFT".
     """
 
-    flag: str
+    flag: str  # the flag whose value is such a repository
     config_file: str
     weights_file: str
     description: str
@@ -167,7 +167,7 @@ class RemoteFiles:
         return RemoteFile(self._folder, name, self._sizes[name])
 
     def _copy(self, name: str) -> Path | None:
-        """Copies a file to the temporary folder.
+        """Copies a file of the repository to the temporary folder of this object.
 
         Args:
             name: The name of the file in the repository.

@@ -232,18 +232,18 @@ class CostModel:
             num_moved_values += num_values_before_gather + num_gathered_values
         num_layers, *weight_axis_sizes = weight_spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
-            num_multiplied_tokens = num_layers * self._tokens_on_device(layout)
+            num_token_products = num_layers * self._tokens_on_device(layout)
             if experts_config is not None and "experts" in path:
-                num_multiplied_tokens *= experts_config.per_token
+                num_token_products *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
             # For each token, a product with a weight matrix moves its input and its output. One of
             # them has the hidden size, and the length of the other one is computed here. The hidden
             # size is added below, except for up_proj, whose input counts for gate_proj.
-            values_per_multiplication = math.prod(weight_axis_sizes) / hidden_size
+            moved_values_per_product = math.prod(weight_axis_sizes) / hidden_size
             if "up_proj" not in path:
-                values_per_multiplication += hidden_size
+                moved_values_per_product += hidden_size
             num_moved_values += (
-                num_multiplied_tokens * values_per_multiplication / layout.size(*MODEL_AXES)
+                num_token_products * moved_values_per_product / layout.size(*MODEL_AXES)
             )
         return self.model.dtype.itemsize * num_moved_values
 

@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     """
 
     exact_function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # arguments of the exact function and of the candidate
     compared_mask: Array
 
 

@@ -46,7 +46,7 @@ class WeightFile(ABC):
             time.
     """
 
-    name: str
+    name: str  # name of the file, without folders
     location: str
     byte_count: int
     values_at_once: int

@@ -55,7 +55,7 @@ class TensorSlice(NamedTuple):
 
     axis: int
     start: int
-    axis_size: int
+    axis_size: int  # size of the tensor along `axis`
     is_per_head: bool = False
 
 

@@ -56,7 +56,7 @@ class DataFiles:
 
     Attributes:
         files: The files, as a tuple.
-        records: The record of each file, as a tuple.
+        recorded_files: The record of each file, as a tuple.
 
     Raises:
         InputError: If a file cannot be read.
@@ -69,13 +69,13 @@ class DataFiles:
         if records is None:
             with ThreadPoolExecutor(BLOCKS_AT_ONCE, "fingerprint-data") as thread_pool:
                 records = list(thread_pool.map(_record_of_file, files))
-        self.records = tuple(records)
+        self.recorded_files = tuple(records)
         # Local files by the names under which rows may refer to them. In a mixture, `file.name`
         # begins with the number of the source (see open_data.py), but the name in a row does not.
         self._local_files_by_name_in_row: defaultdict[str, list[tuple[DataFile, RecordedFile]]] = (
             defaultdict(list)
         )
-        for data_file, recorded_file in zip(self.files, self.records, strict=True):
+        for data_file, recorded_file in zip(self.files, self.recorded_files, strict=True):
             if data_file.is_local:
                 for file_name in {data_file.name, data_file.name.partition("/")[2]}:
                     self._local_files_by_name_in_row[file_name].append((data_file, recorded_file))
@@ -152,12 +152,12 @@ class DataFiles:
             f"data file {recorded_file.name}": (
                 f"{recorded_file.bytes} bytes, {recorded_file.fingerprint}"
             )
-            for recorded_file in self.records
+            for recorded_file in self.recorded_files
         }
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the records of the files as the JSON that metadata.json contains."""
-        return [asdict(recorded_file) for recorded_file in self.records]
+        return [asdict(recorded_file) for recorded_file in self.recorded_files]
 
     def check(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Checks that the local files from which rows were read have not changed.

@@ -333,7 +333,13 @@ def _difference_message(fields_of_hosts: Sequence[Mapping[str, str]]) -> str:
 
 
 def _text_or_digest(content: object) -> str:
-    """Returns the content of a field as text, or its digest if the text exceeds MOST_SHOWN."""
+    """Returns a text that shows a value in a message.
+
+    If the text would have more than MOST_SHOWN characters, its digest is returned instead.
+
+    Args:
+        content: The value, which hosts compare with each other (see `raise_together`).
+    """
     content_as_text = str(content)
     if len(content_as_text) <= MOST_SHOWN:
         return content_as_text

@@ -261,8 +261,8 @@ def choose_commit(
     model_path, requested_revision = config.model.model_path, config.model.model_revision
     output_url, earlier_metadata = earlier_outputs[0] if earlier_outputs else ("", {})
     git_commit_of_run = recorded_commit(model_path, earlier_metadata)
-    # The same command continues the run even if the branch of --model_revision has a new commit by
-    # now.
+    # --model_revision may name a branch, which may have a newer commit by now. The recorded commit
+    # is used again, so that the same command continues the run with the same model.
     if git_commit_of_run and requested_revision in (
         None,
         earlier_metadata["configuration"].get("model_revision"),

@@ -270,7 +270,7 @@ class Bucket:
         bucket_kind = self._bucket_kind
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
-        is_permanent = not self._any_request_succeeded
+        is_failure_permanent = not self._any_request_succeeded
         match failure.meaning:
             case Meaning.MISSING:
                 return FileNotFoundError(failure_reason)
@@ -287,7 +287,7 @@ class Bucket:
                 problem_message = "no credentials were found, nor given by the machine"
                 return FolderError(
                     f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}",
-                    is_permanent,
+                    is_failure_permanent,
                 )
             case Meaning.FORBIDDEN:
                 return FolderError(
@@ -299,9 +299,11 @@ class Bucket:
                     f"{problem_message} ({failure_reason}); {bucket_kind.address_help}"
                 )
             case Meaning.UNREACHABLE:
-                return FolderError(f"{failure_reason}; {bucket_kind.address_help}", is_permanent)
+                return FolderError(
+                    f"{failure_reason}; {bucket_kind.address_help}", is_failure_permanent
+                )
             case Meaning.UNUSABLE:
-                return FolderError(failure_reason, is_permanent)
+                return FolderError(failure_reason, is_failure_permanent)
             case Meaning.REFUSED:
                 return FolderError(failure_reason)
             case Meaning.MAY_PASS:

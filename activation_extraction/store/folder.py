@@ -147,7 +147,7 @@ class Folder:
     def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
         self.full_url = url.rstrip("/")
         self.url = plain_url(self.full_url)
-        self.patience = patience
+        self.patience = patience  # in seconds
         self._patience_flag = flag
         self.flag_in_parentheses = f" ({flag})" if flag else ""
         self.retries = 0

@@ -83,7 +83,7 @@ class FileFacts:
     bytes: int
     sha256: str
     version: str | None = None
-    crc32c: str = ""
+    crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
     ranges: RangeChecksums | None = None
 
     @classmethod
@@ -170,7 +170,7 @@ class ShardFormat:
             whole.
     """
 
-    suffix: str
+    suffix: str  # end of the names of files in this format, such as ".pkl.gz"
     serialize: Callable[[Shard, str], list[memoryview]]
     is_compressed: bool = False
     checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None

@@ -109,7 +109,8 @@ class Tolerance:
     def different_numbers(self, compared_count: int) -> int:
         """Returns how many stored integers or features of a sample may differ from recomputed ones.
 
-        It is the fraction `max_different_fraction` of the compared numbers, but at least TIE.
+        This is the fraction `max_different_fraction` of the compared numbers. It is at least TIE
+        (2), because two nearly equal scores may be sorted in the other order.
 
         Args:
             compared_count: Number of integers or features that are compared.
@@ -135,7 +136,7 @@ class HookValues(ABC):
     """
 
     key: Key
-    name: str
+    name: str  # full name of the hook
     width: int
     stored_dtype: str
 

@@ -128,7 +128,7 @@ class Identity:
     keyed_by: str | list[str] = "layer"
     dtype: str = ""
     activation_dtype: str = ""
-    top_logits: int = 0
+    top_logits: int = 0  # number of largest logits that are stored for each token
     worker: Worker = Worker()
 
     def __post_init__(self) -> None:

@@ -115,8 +115,9 @@ class Repair:
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
         """Returns the largest numbers of samples and of tokens to store during this repair.
 
-        If there are gaps, these are the limits in metadata.json; a limit that metadata.json does
-        not record is taken from `limits`. If there are no gaps, they are the same as `limits`.
+        If shards are missing or bad (`gaps`), these are the limits that metadata.json records, so
+        that the repair stores the same samples as the run. A limit that metadata.json does not
+        record is taken from `limits`. Otherwise, they are the same as `limits`.
 
         Args:
             limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no

@@ -63,7 +63,7 @@ class StoragePlan:
             withdraw. None if the process begins or continues a run.
     """
 
-    commits: list[Commit] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)  # commits of the stored shards
     run_id: str | None = None
     next_shard_number: int = 1
     mark: Mark | None = None

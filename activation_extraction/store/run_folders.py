@@ -49,8 +49,8 @@ class HostFolder(NamedTuple):
         host: Number of the host in its machine, from 0. None if the machine has a single host.
     """
 
-    machine: int
-    host: int | None = None
+    machine: int  # number of the machine
+    host: int | None = None  # number of the host in its machine
 
     @classmethod
     def of(cls, machine: int, host: int, hosts: int) -> "HostFolder":

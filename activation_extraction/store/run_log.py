@@ -227,15 +227,15 @@ class Commit:
     mark: Mark | None
     run: str = ""
     owner: str = ""
-    url: str = ""
+    url: str = ""  # URL of the folder to which the shard was written
     identity: str = ""
     file: str = ""  # name of the file of activations
     files: Mapping[str, FileFacts] = field(default_factory=dict)
     unpacked: int = 0
     first: int = 0  # `sample_idx` of the first sample
     last: int = 0  # `sample_idx` of the last sample
-    count: int = 0
-    tokens: int = 0
+    count: int = 0  # number of samples
+    tokens: int = 0  # number of stored tokens
     hooks: list[dict[str, Any]] = field(default_factory=list)
     committed: float = 0.0
     cut_samples: int = 0
@@ -244,17 +244,17 @@ class Commit:
 
     @property
     def name(self) -> str:
-        """The name of the JSON file."""
+        """The name of the JSON file that contains this commit, such as "shard_0007.json"."""
         return commit_name(self.number)
 
     @property
     def bytes(self) -> int:
-        """The size of the file of activations in bytes; 0 if there is no such file."""
+        """The size in bytes of the shard's file of activations; 0 for a shard without samples."""
         return self.files[self.file].bytes if self.file else 0
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of the file of activations; "" if there is no such file."""
+        """The SHA-256 of the shard's file of activations; "" for a shard without samples."""
         return self.files[self.file].sha256 if self.file else ""
 
     @property
@@ -428,7 +428,7 @@ class RunLog:
     file_sizes: dict[str, int] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
-    url: str = ""
+    url: str = ""  # URL of the folder, without secrets
     is_local: bool = True
 
     @classmethod

@@ -48,7 +48,7 @@ class Blocks:
     start: int
     stop: int
     block_bytes: int
-    crc32c: str
+    crc32c: str  # CRC-32C of each block, 8 hexadecimal digits each
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class RangeChecksums:
     """
 
     front: int  # size in bytes of the beginning of the file, before `token_ids`
-    front_crc32c: str
-    tokens: int
-    consecutive: bool
-    crc32c: Mapping[str, str]
+    front_crc32c: str  # CRC-32C of the first `front` bytes of the file
+    tokens: int  # number of tokens in a block
+    consecutive: bool  # whether the positions in every sample are 0, 1, 2 and so on
+    crc32c: Mapping[str, str]  # name of a tensor -> CRC-32C of each of its blocks
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "RangeChecksums":

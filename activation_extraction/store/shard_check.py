@@ -60,7 +60,7 @@ class CheckedShard(NamedTuple):
     commit: Commit
     problem: str = ""
     failure: FolderError | None = None
-    sample_idx: np.ndarray | None = None
+    sample_idx: np.ndarray | None = None  # numbers of the shard's samples
 
 
 def file_path(folder_name: str, name: str) -> str:

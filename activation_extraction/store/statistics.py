@@ -157,8 +157,8 @@ class EncodingError:
     """
 
     tokens: int = 0
-    mean: float = 0.0
-    worst: float = 0.0
+    mean: float = 0.0  # mean relative error of these tokens
+    worst: float = 0.0  # largest relative error of a token
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "EncodingError":
@@ -203,8 +203,8 @@ class CodeSums:
     features: int = 0
     cut: int = 0
     cut_tokens: int = 0
-    error: float = 0.0
-    square: float = 0.0
+    error: float = 0.0  # sum of squared norms of reconstruction errors
+    square: float = 0.0  # sum of squared norms of activations
 
     @classmethod
     def of(cls, codes: Codes, token_mask: np.ndarray) -> "CodeSums":
@@ -253,8 +253,8 @@ class SumsOfCodes:
         others: Sums over all other tokens.
     """
 
-    sinks: CodeSums
-    others: CodeSums
+    sinks: CodeSums  # over the first tokens of samples
+    others: CodeSums  # over all other tokens
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
         """Returns the sums over the tokens of `self` and of `other` together."""
@@ -400,8 +400,8 @@ class DimensionStatistics:
     """
 
     tokens: int
-    mean: np.ndarray
-    variance: np.ndarray
+    mean: np.ndarray  # of every dimension
+    variance: np.ndarray  # of every dimension
     mean_norm: float
 
     @classmethod

@@ -588,12 +588,12 @@ class ActivationStorage:
         complete = (complete and not missing_sample_count) or self.plan.is_complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
-        has_finished = False
+        is_storing_finished = False
         try:
             self._shard_writer.finish(complete)
             self._log_writer.finish(complete)
             self._metrics_file.upload()
-            has_finished = True
+            is_storing_finished = True
         except OSError as error:
             raise StorageError(f"{self.folder}: {reason_of(error)}") from error
         except RunError:
@@ -603,7 +603,7 @@ class ActivationStorage:
         finally:
             # If the shards could not be stored, or after a second Ctrl-C, the program does not wait
             # for uploads.
-            self.close(patient=has_finished)
+            self.close(patient=is_storing_finished)
         if complete and self._incomplete_samples:
             sample_number, (_, activation_by_key) = next(iter(self._incomplete_samples.items()))
             missing_keys = [

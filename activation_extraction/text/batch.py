@@ -153,8 +153,8 @@ class Batch:
             activations of all tokens are stored.
     """
 
-    token_ids: np.ndarray
-    segment_ids: np.ndarray
+    token_ids: np.ndarray  # (B, T)
+    segment_ids: np.ndarray  # (B, T)
     positions: np.ndarray
     samples: tuple[PlacedSample, ...]
     kept_mask: np.ndarray | None = None

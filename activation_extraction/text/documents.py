@@ -76,7 +76,7 @@ class ReadRow(NamedTuple):
 
     document: Document | None
     skip_reason: str
-    state: dict[str, Any]
+    state: dict[str, Any]  # the state from which reading can continue with the next row
 
 
 class RowCounts(NamedTuple):

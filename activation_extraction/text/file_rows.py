@@ -72,8 +72,8 @@ class DataFile:
     """
 
     url: str
-    name: str
-    size: int
+    name: str  # path relative to the folder of the data set
+    size: int  # in bytes
     version: str = ""
 
     @property
@@ -113,7 +113,7 @@ class FileKind:
             to them during a run.
     """
 
-    name: str
+    name: str  # name of the kind, for messages
     extensions: tuple[str, ...]
     read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
     is_text: bool = False

@@ -35,6 +35,7 @@ class Mark:
     skip: int = 0  # the number of samples before the mark that come from the current chunk
     skipped_rows: int = 0
     empty_rows: int = 0
+    # The place in the data where the current chunk starts, as a JSON object.
     stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0  # the number of stored tokens before the mark
 
