@@ -52,7 +52,7 @@ def add_hooks(model: Any, layers: Sequence[int], outputs: dict[int, torch.Tensor
 @torch.inference_mode()
 def tokens_per_second(
     model: Any,
-    batches: Sequence[Sequence[int]],
+    lengths_of_batches: Sequence[Sequence[int]],
     outputs: dict[int, torch.Tensor],
     host_memory: torch.Tensor,
     seconds: float,
@@ -64,7 +64,7 @@ def tokens_per_second(
 
     Args:
         model: The model, with hooks (see `add_hooks`).
-        batches: For each batch, the lengths of its documents in tokens.
+        lengths_of_batches: For each batch, the lengths of its documents in tokens.
         outputs: The dict in which the hooks store the outputs of layers.
         host_memory: Memory on the host for the copies of the outputs, (hooks, tokens, width).
         seconds: The time in seconds after which no further batch begins, except that at least two
@@ -90,13 +90,13 @@ def tokens_per_second(
             memory_of_hook = host_memory[hook_number, : len(batch_lengths) * longest_length]
             memory_of_hook.copy_(layer_output.flatten(0, 1), non_blocking=True)
 
-    for batch_lengths in batches[:3]:
+    for batch_lengths in lengths_of_batches[:3]:
         compute(batch_lengths)
     synchronize()
     start_time = time.perf_counter()
     num_tokens = num_batches = 0
     while time.perf_counter() - start_time < seconds or num_batches < 2:
-        batch_lengths = batches[num_batches % len(batches)]
+        batch_lengths = lengths_of_batches[num_batches % len(lengths_of_batches)]
         compute(batch_lengths)
         num_tokens += sum(batch_lengths)
         num_batches += 1

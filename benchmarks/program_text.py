@@ -445,12 +445,12 @@ class ProgramText:
             The number of bytes. None if the `KernelPasses` of this object returns None for the
             kernel, which then counts like any other instruction.
         """
-        operand_texts = [
+        result_texts_of_operands = [
             self.instruction_by_name[operand_name].result for operand_name in kernel.operands
         ]
         # The result of an operand or of the kernel may contain no array. Its match is then None.
         matches_or_none = [
-            ARRAY.search(result_text) for result_text in (*operand_texts, kernel.result)
+            ARRAY.search(result_text) for result_text in (*result_texts_of_operands, kernel.result)
         ]
         kernel_array_matches = [
             array_match for array_match in matches_or_none if array_match is not None

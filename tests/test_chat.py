@@ -210,7 +210,8 @@ def test_positions_count_among_the_tokens_of_the_roles(samples_of, tokenizers):
     def kept(positions, *roles):
         choice = TokenChoice(parse_positions(positions), (), roles)
         return [
-            sample.kept_subset.tolist() for sample in samples_of(QWEN2_5, rows, token_choice=choice)
+            sample.kept_positions_or_none.tolist()
+            for sample in samples_of(QWEN2_5, rows, token_choice=choice)
         ]
 
     first, turns_end = kept("first:3", "assistant", "tool"), kept("last_of_turn", "assistant")
@@ -234,16 +235,18 @@ def test_the_end_of_a_sample_is_not_that_of_a_turn(samples_of, roles):
         for sample, cut in zip(
             whole, samples_of(QWEN3, rows, length=length, **options), strict=True
         ):
-            assert cut.kept_subset.tolist() == [
-                n for n in sample.kept_subset.tolist() if n < length
+            assert cut.kept_positions_or_none.tolist() == [
+                n for n in sample.kept_positions_or_none.tolist() if n < length
             ]
         found = {sample.facts.row["line"]: [] for sample in whole}
         for piece in samples_of(
             QWEN3, rows, length=length, splits_documents=True, overlap=5, **options
         ):
             row = piece.facts.row
-            found[row["line"]] += (piece.kept_subset + row["start"]).tolist()
-        assert found == {sample.facts.row["line"]: sample.kept_subset.tolist() for sample in whole}
+            found[row["line"]] += (piece.kept_positions_or_none + row["start"]).tolist()
+        assert found == {
+            sample.facts.row["line"]: sample.kept_positions_or_none.tolist() for sample in whole
+        }
 
 
 def test_tasks_of_arc_are_questions_of_the_user(samples_of, tokenizers, tmp_path):

@@ -12,7 +12,9 @@ from activation_extraction.text.packing import pack, samples_of
 def make_samples(lengths):
     """Samples whose token ids say which sample and position they are. 0: one that keeps nothing."""
     return [
-        replace(sample, kept_subset=None if len(sample.token_ids) else np.zeros(0, np.int32))
+        replace(
+            sample, kept_positions_or_none=None if len(sample.token_ids) else np.zeros(0, np.int32)
+        )
         for sample in samples_of(10_000 * i + np.arange(n) for i, n in enumerate(lengths))
     ]
 
@@ -68,7 +70,7 @@ def test_samples_without_tokens_do_not_wait_for_a_row_for_ever(small_groups):
 
 def test_only_kept_tokens_are_marked():
     first, second = make_samples([5, 4])
-    second = replace(second, kept_subset=np.array([1, 3], np.int32))
+    second = replace(second, kept_positions_or_none=np.array([1, 3], np.int32))
     (batch,) = pack([first, second], rows=2, length=8)
     assert batch.kept_mask.tolist() == [
         [True] * 5 + [False] * 3,

@@ -43,7 +43,7 @@ from activation_extraction.store.chosen_samples import RecomputeStates
 LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
 # The comparisons of a stored layer with the states at hooks: (name of a hook, token offset) -> how
 # well the stored states match the states at this hook, shifted by this number of tokens.
-Matches = Mapping[tuple[str, int], HookMatch]
+MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
 
 
 class ExpectedHook(NamedTuple):
@@ -69,13 +69,13 @@ class RowCheck:
         row: Content of the row's file.
         limits: Largest differences that rounding explains.
         matches_of_layers: For each layer, the result of comparing it with the states of the row's
-            sample at all hooks.
+            sample at all hooks: (name of a hook, token offset) -> match.
     """
 
     row_number: int
     row: StoredRow
     limits: Limits
-    matches_of_layers: list[Matches] = field(default_factory=list)
+    matches_of_layers: list[MatchByHookAndOffset] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
         """Returns a layer's match with the smallest error among all hooks and token offsets.
@@ -94,11 +94,12 @@ class RowCheck:
         """
         if len(self.row.states_by_layer[layer]) != len(self.row.token_ids):
             return False
-        expected_match = self.matches_of_layers[layer][hook, 0]
+        token_offset = 0
+        expected_match = self.matches_of_layers[layer][hook, token_offset]
         nearest_error = min(
             hook_match.row_error
             for hook_match in self.matches_of_layers[layer].values()
-            if hook_match.token_offset == 0
+            if hook_match.token_offset == token_offset
         )
         return (
             expected_match.within(self.limits)

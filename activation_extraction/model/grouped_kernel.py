@@ -59,14 +59,14 @@ def grouped_experts(
     return in_sorted_rows(run_experts, x, routing_weights, chosen_experts, stacks, parts=parts)
 
 
-def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> Array:
+def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool) -> Array:
     """Runs experts on sorted rows, with a kernel for the gate and up projections, and one for down.
 
     Letters: n rows, E experts.
 
     Args:
         x: The rows, sorted by expert, (n, D).
-        sizes: The number of rows of each expert, (E,) int32.
+        row_counts: The number of rows of each expert, (E,) int32.
         stacks: The weights of the experts.
         interpret: Whether Pallas interprets the kernels, for tests without a GPU.
 
@@ -78,13 +78,13 @@ def _run_in_kernels(x: Array, sizes: Array, stacks: Stacks, interpret: bool) -> 
     gate_stack, up_stack, down_stack = (
         layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
     )
-    first_expert_number = layer_number * len(sizes)
-    gated_values = _product(x, [gate_stack, up_stack], sizes, first_expert_number, interpret)
-    return _product(gated_values, [down_stack], sizes, first_expert_number, interpret)
+    first_expert_number = layer_number * len(row_counts)
+    gated_values = _product(x, [gate_stack, up_stack], row_counts, first_expert_number, interpret)
+    return _product(gated_values, [down_stack], row_counts, first_expert_number, interpret)
 
 
 def _product(
-    x: Array, stacks: Sequence[Array], sizes: Array, first_expert: Array, interpret: bool
+    x: Array, stacks: Sequence[Array], row_counts: Array, first_expert: Array, interpret: bool
 ) -> Array:
     """Multiplies rows with the weights of their experts.
 
@@ -95,7 +95,7 @@ def _product(
         stacks: One or two arrays with the weights of the experts of all layers, (L * E, D, M). With
             one array, the result is x times the weights. With two arrays, gate and up, it is
             silu(x gate) * (x up).
-        sizes: The number of rows of each expert of this layer, (E,) int32.
+        row_counts: The number of rows of each expert of this layer, (E,) int32.
         first_expert: The number of this layer's first expert in the stacks, () int32.
         interpret: Whether Pallas interprets the kernel, for tests without a GPU.
 
@@ -105,13 +105,13 @@ def _product(
     row_count, input_count = x.shape
     output_count = stacks[0].shape[-1]
     # The last tile of each expert may be partly empty, which takes up to one more tile per expert.
-    tile_count = -(-row_count // ROWS) + len(sizes)
+    tile_count = -(-row_count // ROWS) + len(row_counts)
     block_column_count = math.gcd(output_count, COLUMNS)
     # The kernel runs once for each block of columns and each tile of rows.
     tile_entry_spec = pl.BlockSpec((1,), lambda block, tile: (tile,))
     stack_block_shape = len(stacks[0]), input_count, block_column_count
     stack_block_spec = pl.BlockSpec(stack_block_shape, lambda block, tile: (0, 0, block))
-    expert_by_tile, first_row_by_tile, end_row_by_tile = _tile_table(sizes, tile_count)
+    expert_by_tile, first_row_by_tile, end_row_by_tile = _tile_table(row_counts, tile_count)
     return pl.pallas_call(
         partial(_multiply, inputs_at_once=math.gcd(input_count, INNER)),
         grid=(output_count // block_column_count, tile_count),
@@ -130,14 +130,14 @@ def _product(
     )(first_expert + expert_by_tile, first_row_by_tile, end_row_by_tile, x, *stacks)
 
 
-def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
+def _tile_table(row_counts: Array, tile_count: int) -> tuple[Array, Array, Array]:
     """Divides the rows, which are sorted by expert, into tiles of at most ROWS rows of one expert.
 
     Each program of the kernel computes one tile, and looks its expert and rows up in the returned
     arrays.
 
     Args:
-        sizes: The number of rows of each expert, (E,) int32.
+        row_counts: The number of rows of each expert, (E,) int32.
         tile_count: The number of tiles, at least the number that is needed for all rows.
 
     Returns:
@@ -148,17 +148,19 @@ def _tile_table(sizes: Array, tile_count: int) -> tuple[Array, Array, Array]:
           larger than the end in the third array, so that the tile has no rows.
         - The end of the rows of each tile's expert: the index of the row after the last one.
     """
-    tile_count_by_expert = -(-sizes // ROWS)
-    end_row_by_expert = jnp.cumsum(sizes)
+    tile_count_by_expert = -(-row_counts // ROWS)
+    end_row_by_expert = jnp.cumsum(row_counts)
     tile_numbers = jnp.arange(tile_count, dtype=jnp.int32)
     end_tile_by_expert = jnp.cumsum(tile_count_by_expert)
     expert_by_tile = jnp.searchsorted(end_tile_by_expert, tile_numbers, side="right").clip(
-        max=len(sizes) - 1
+        max=len(row_counts) - 1
     )
     tile_number_in_expert = (
         tile_numbers - (end_tile_by_expert - tile_count_by_expert)[expert_by_tile]
     )
-    first_row_by_tile = (end_row_by_expert - sizes)[expert_by_tile] + tile_number_in_expert * ROWS
+    first_row_by_tile = (end_row_by_expert - row_counts)[
+        expert_by_tile
+    ] + tile_number_in_expert * ROWS
     return expert_by_tile.astype(jnp.int32), first_row_by_tile, end_row_by_expert[expert_by_tile]
 
 

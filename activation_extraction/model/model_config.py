@@ -271,7 +271,7 @@ class ModelConfig:
             return 2.0 * (weights + products_per_token) * sum(lengths)
         query_size = self.num_attention_heads * self.head_dim
         window_length = self.sliding_window if layer in self.sliding_layers else None
-        num_products = 0
+        num_multiplications = 0
         for sample_length in lengths:
             num_seen_tokens = (
                 sample_length if window_length is None else min(window_length, sample_length)
@@ -280,8 +280,8 @@ class ModelConfig:
             # pair, all heads together multiply `query_size` numbers to compute the scores, and
             # `query_size` numbers again to compute the output.
             twice_num_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
-            num_products += weights * sample_length + query_size * twice_num_pairs
-        return 2.0 * num_products
+            num_multiplications += weights * sample_length + query_size * twice_num_pairs
+        return 2.0 * num_multiplications
 
 
 # The following functions read the configurations of the families. They raise InputError if the

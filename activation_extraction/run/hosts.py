@@ -509,7 +509,7 @@ class Lockstep:
         has_data_at_first_steps = []
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
-            has_data_at_first_steps.append(self._has_data)
+            has_data_at_first_steps.append(self._has_data_at_later_step)
         conditions_on_host = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
         # `has_any_host_data_at_steps` contains, for each of the first STEPS_AHEAD steps of the run,
         # whether any host has data.
@@ -531,18 +531,18 @@ class Lockstep:
     def _fetch(self) -> Batch | None:
         """Fetches the next batch, which is for the step STEPS_AHEAD steps after the current one.
 
-        `_has_data` is set to True if this host may have batches at that step or later, otherwise to
-        False.
+        `_has_data_at_later_step` is set to True if this host may have batches at that step or
+        later, otherwise to False.
 
         Returns:
             The batch. None if this host has no batch for that step.
         """
-        self._has_data = False
+        self._has_data_at_later_step = False
         if self.failure is None and not self._is_stop_requested():
             try:
                 with self._clock.measure("data"):
                     fetched_batch = next(self._remaining_batches)
-                self._has_data = True
+                self._has_data_at_later_step = True
                 return fetched_batch
             except StopIteration:
                 return None
@@ -559,7 +559,11 @@ class Lockstep:
             Whether it was asked to stop.
             Whether it failed.
         """
-        return self._has_data, bool(self._is_stop_requested()), self.failure is not None
+        return (
+            self._has_data_at_later_step,
+            bool(self._is_stop_requested()),
+            self.failure is not None,
+        )
 
     def learn(self, votes: Iterable[float]) -> None:
         """Decides whether to take a later step, by the votes of all hosts.

@@ -825,9 +825,9 @@ def _evenly_chosen(mask: np.ndarray) -> np.ndarray:
     """
     candidate_indices = np.flatnonzero(mask)
     index_interval = max(math.ceil(len(candidate_indices) / MAX_MEASURED_TOKENS), 1)
-    is_chosen = np.zeros(len(mask), bool)
-    is_chosen[candidate_indices[::index_interval]] = True
-    return is_chosen
+    is_chosen_token = np.zeros(len(mask), bool)
+    is_chosen_token[candidate_indices[::index_interval]] = True
+    return is_chosen_token
 
 
 def _root(squares: np.ndarray) -> np.ndarray:

@@ -70,7 +70,7 @@ class ShardWriter:
     ) -> None:
         self.format = chosen_format(options.shard_format, options.compress_shards)
         self._log_writer = log_writer
-        self._hooks = hooks
+        self._hook_values_by_key = hooks
         self._identity = identity
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit
@@ -104,7 +104,9 @@ class ShardWriter:
         """
         # While a shard is stored, memory contains its arrays and, if there are any, the compressed
         # file and the encoded values.
-        encodes_values = any(hook_values.is_encoded for hook_values in self._hooks.values())
+        encodes_values = any(
+            hook_values.is_encoded for hook_values in self._hook_values_by_key.values()
+        )
         copies_in_memory = 1 + self.format.is_compressed + encodes_values
         self.queue.take(batch_bytes * copies_in_memory)
 
@@ -118,7 +120,7 @@ class ShardWriter:
             mark: Place in the data from which the run continues when this sample and all samples
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
-        sample_bytes = sum(self._hooks[key].bytes_of(values[key]) for key in values)
+        sample_bytes = sum(self._hook_values_by_key[key].bytes_of(values[key]) for key in values)
         if self._pending_samples and self._pending_bytes + sample_bytes > self._shard_bytes:
             self._submit_pending(self._shard_numbers.take())
         self._pending_samples.append((sample, values))
@@ -154,11 +156,13 @@ class ShardWriter:
         """
         self._pending_samples.sort(key=lambda pending: pending[0].facts.sample_idx)
         shard_samples = [shard_sample for shard_sample, _ in self._pending_samples]
-        values_by_key: dict[Key, list[Any]] = {hook_key: [] for hook_key in self._hooks}
+        values_by_key: dict[Key, list[Any]] = {
+            hook_key: [] for hook_key in self._hook_values_by_key
+        }
         for _, sample_values in self._pending_samples:
-            for hook_key in self._hooks:
+            for hook_key in self._hook_values_by_key:
                 values_by_key[hook_key].append(sample_values[hook_key])
-        pending_shard = Shard(shard_samples, self._hooks, values_by_key)
+        pending_shard = Shard(shard_samples, self._hook_values_by_key, values_by_key)
         # The samples are removed before the shard is submitted, because Ctrl-C may interrupt
         # `_submit`. If they were removed afterwards, samples could be in two shards.
         self._clear_pending()

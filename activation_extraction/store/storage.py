@@ -133,14 +133,14 @@ class ActivationStorage:
             raise InputError(f"{self.folder}: overwrite and repair exclude each other; give one")
         facts = facts or RunFacts()
         self._identity = replace(identity or Identity(), hooks=tuple(hooks.values()))
-        self._hooks = {
+        self._hook_values_by_key = {
             hook_key: self._identity.hook_values(
                 hook_key, hook_name, facts.hooks.get(hook_key, {}).get("width", 0)
             )
             for hook_key, hook_name in hooks.items()
         }
         tensor_names = set(OF_TOKENS)
-        for hook_values in self._hooks.values():
+        for hook_values in self._hook_values_by_key.values():
             if not hook_values.can_be_in_pickles and options.shard_format != "safetensors":
                 raise InputError(
                     f"activation_dtype {self._identity.activation_dtype}: needs shard_format "
@@ -168,7 +168,7 @@ class ActivationStorage:
         self._metrics_file = MetricsFile(self.folder, remote)
         self._shard_writer = ShardWriter(
             self._log_writer,
-            self._hooks,
+            self._hook_values_by_key,
             self._identity,
             options,
             facts.sources,
@@ -381,7 +381,7 @@ class ActivationStorage:
                 kept_labels,
             )
             values_by_key = {}
-            for hook_key, hook_values in self._hooks.items():
+            for hook_key, hook_values in self._hook_values_by_key.items():
                 values_by_key[hook_key] = hook_values.for_shard(
                     activations[hook_key][index_of_kept_tokens]
                 )
@@ -446,8 +446,11 @@ class ActivationStorage:
             LostError: If another process has begun to write to the folder.
         """
         self.open()
-        if layer_idx not in self._hooks or not self._hooks[layer_idx].is_array:
-            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hooks)}")
+        if (
+            layer_idx not in self._hook_values_by_key
+            or not self._hook_values_by_key[layer_idx].is_array
+        ):
+            raise KeyError(f"hook {layer_idx!r} is not one of {list(self._hook_values_by_key)}")
         sample_number = index(sample_idx)
         if self._is_stored(sample_number):
             self._next_sample_number = max(self._next_sample_number, sample_number + 1)
@@ -480,7 +483,7 @@ class ActivationStorage:
             self._next_sample_number += 1
         shard_sample, activation_by_key = self._incomplete_samples[sample_number]
         activation_by_key[layer_idx] = activation
-        if len(activation_by_key) == len(self._hooks):
+        if len(activation_by_key) == len(self._hook_values_by_key):
             del self._incomplete_samples[sample_number]
             self._shard_writer.take(
                 sum(hook_activation.nbytes for hook_activation in activation_by_key.values())
@@ -546,7 +549,7 @@ class ActivationStorage:
             yield f"{activation_shape[0]}, expected {expected_count_in_words} as at other hooks"
         if dtype_name not in DTYPES:
             yield f"dtype {dtype_name}, expected one of {', '.join(sorted(DTYPES))}"
-        hook_values = self._hooks[key]
+        hook_values = self._hook_values_by_key[key]
         dtype_name = hook_values.stored_as(dtype_name)
         # The first sample of a run determines the width and, unless it is a setting, the dtype.
         width_and_dtype_if_first = (activation_shape[1], hook_values.stored_dtype or dtype_name)
@@ -607,7 +610,9 @@ class ActivationStorage:
         if complete and self._incomplete_samples:
             sample_number, (_, activation_by_key) = next(iter(self._incomplete_samples.items()))
             missing_keys = [
-                hook_key for hook_key in self._hooks if hook_key not in activation_by_key
+                hook_key
+                for hook_key in self._hook_values_by_key
+                if hook_key not in activation_by_key
             ]
             raise ValueError(
                 f"sample {sample_number} has no activation for {missing_keys}; it is not stored"

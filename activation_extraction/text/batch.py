@@ -82,15 +82,16 @@ class Sample:
         labels: Labels of the tokens by name, int32 (tokens,) each. The names are "role", an index
             into ROLES, and "turn", the number of the turn from 0. Empty if the sample is no
             conversation.
-        kept_subset: Positions in the sample, counted from 0, of the tokens whose activations are
-            stored, int32, ascending. None if the activations of all tokens are stored.
+        kept_positions_or_none: Positions in the sample, counted from 0, of the tokens whose
+            activations are stored, int32, ascending. None if the activations of all tokens are
+            stored.
     """
 
     facts: SampleFacts
     token_ids: np.ndarray
     mark: Mark
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
-    kept_subset: np.ndarray | None = None
+    kept_positions_or_none: np.ndarray | None = None
 
     @property
     def number(self) -> int:
@@ -105,14 +106,16 @@ class Sample:
     @property
     def kept_positions(self) -> np.ndarray:
         """Positions in the sample of the tokens whose activations are stored, int32, ascending."""
-        if self.kept_subset is None:
+        if self.kept_positions_or_none is None:
             return np.arange(len(self.token_ids), dtype=np.int32)
-        return self.kept_subset
+        return self.kept_positions_or_none
 
     @property
     def num_kept(self) -> int:
         """The number of tokens whose activations are stored."""
-        return len(self.token_ids if self.kept_subset is None else self.kept_subset)
+        return len(
+            self.token_ids if self.kept_positions_or_none is None else self.kept_positions_or_none
+        )
 
 
 class PlacedSample(NamedTuple):

@@ -213,7 +213,7 @@ def _batch_of_placed_samples(
     # For each row, the number of samples with tokens that are already placed in the row.
     num_segments_of_rows = [0] * num_rows
     keeps_all_tokens = all(
-        placed_sample.sample.kept_subset is None for placed_sample in placed_samples
+        placed_sample.sample.kept_positions_or_none is None for placed_sample in placed_samples
     )
     kept_mask = None if keeps_all_tokens else np.zeros((num_rows, row_length), bool)
     for placed_sample in placed_samples:

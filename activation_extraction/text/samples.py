@@ -360,12 +360,14 @@ def _sample_of_tokens(
         label_name: label_of_tokens[token_slice]
         for label_name, label_of_tokens in tokens.labels.items()
     }
-    kept_subset = None
+    kept_positions_or_none = None
     if eligible_mask is not None:
         eligible_mask_of_sample = eligible_mask[token_slice].copy()
         if piece_number:
             eligible_mask_of_sample[: settings.overlap] = False
-        kept_subset = settings.token_choice.kept(sample_idx, token_ids, eligible_mask_of_sample)
+        kept_positions_or_none = settings.token_choice.kept(
+            sample_idx, token_ids, eligible_mask_of_sample
+        )
     preview_start = 0
     if piece_number and tokens.start_offsets is not None:
         preview_start = int(tokens.start_offsets[token_range.start])
@@ -380,7 +382,7 @@ def _sample_of_tokens(
         cut=tokens.num_document_tokens - token_range.stop,
         columns=document.kept_value_by_column,
     )
-    return Sample(sample_facts, token_ids, mark, sample_labels, kept_subset)
+    return Sample(sample_facts, token_ids, mark, sample_labels, kept_positions_or_none)
 
 
 def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: bool) -> Sample:
@@ -397,14 +399,14 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
         continues: Whether the next sample continues with the remaining tokens of the document. If
             so, these tokens do not count as cut.
     """
-    kept_subset = sample.kept_subset
+    kept_positions_or_none = sample.kept_positions_or_none
     num_returned_tokens = len(sample.token_ids)
     if max_kept < sample.num_kept:
-        if kept_subset is None:
+        if kept_positions_or_none is None:
             num_returned_tokens = max_kept
         else:
-            kept_subset = kept_subset[:max_kept]
-            num_returned_tokens = int(kept_subset[-1]) + 1
+            kept_positions_or_none = kept_positions_or_none[:max_kept]
+            num_returned_tokens = int(kept_positions_or_none[-1]) + 1
     num_cut_tokens = (
         0 if continues else sample.facts.cut + len(sample.token_ids) - num_returned_tokens
     )
@@ -419,5 +421,5 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
             label_name: label_of_tokens[:num_returned_tokens]
             for label_name, label_of_tokens in sample.labels.items()
         },
-        kept_subset=kept_subset,
+        kept_positions_or_none=kept_positions_or_none,
     )
