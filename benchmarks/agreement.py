@@ -251,8 +251,8 @@ def deviation(values: np.ndarray, expected: np.ndarray) -> float:
     """
     float32_values = values.astype(np.float32)
     float32_expected_values = expected.astype(np.float32)
-    root_mean_square = np.sqrt(np.mean(np.square(float32_expected_values), dtype=np.float64))
-    return float(np.abs(float32_values - float32_expected_values).max() / root_mean_square)
+    rms_of_expected_values = np.sqrt(np.mean(np.square(float32_expected_values), dtype=np.float64))
+    return float(np.abs(float32_values - float32_expected_values).max() / rms_of_expected_values)
 
 
 def stored_documents(folder: Path) -> Iterator[tuple[int, np.ndarray, ValuesByHook]]:

@@ -68,7 +68,7 @@ class Counts(NamedTuple):
         bytes: Number of bytes of listings and objects that these requests asked for.
     """
 
-    requests: int
+    requests: int  # number of answered requests
     bytes: int
 
 

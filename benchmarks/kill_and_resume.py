@@ -289,7 +289,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                         stored_tokens.positions.tolist(),
                     ),
                     sample_facts,
-                    dict(zip(commit.names, stored_sample.values, strict=True)),
+                    dict(zip(commit.names, stored_sample.values_of_hooks, strict=True)),
                 )
     return samples_by_number
 
@@ -331,7 +331,7 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
         ]
         return np.concatenate(values_of_samples).astype(np.float64)
 
-    largest_deviation = 0.0
+    largest_deviation = 0.0  # largest difference at any hook, divided by the RMS at this hook
     for hook in next(iter(undisturbed.values())).values_of_hook:
         expected_values = values_at(hook, undisturbed)
         largest_difference = abs(values_at(hook, disturbed) - expected_values).max()

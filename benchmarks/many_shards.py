@@ -43,12 +43,12 @@ class Scenario(NamedTuple):
     Attributes:
         run: Run with a single shard. The run that is read consists of many copies of this shard.
         batch_options: Keyword arguments of `ActivationDataset.batches`.
-        kept_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
+        kept_sample_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
 
     run: Run
     batch_options: dict[str, Any]
-    kept_fraction: float = 1.0
+    kept_sample_fraction: float = 1.0
 
 
 def scenarios(shard_bytes: int) -> dict[str, Scenario]:
@@ -127,12 +127,12 @@ def passing_fraction(folder: Path, scenario: Scenario) -> float:
 
     Args:
         folder: The folder of the run.
-        scenario: The scenario, whose filters are in `batch_options` and `kept_fraction`.
+        scenario: The scenario, whose filters are in `batch_options` and `kept_sample_fraction`.
     """
     dataset = ActivationDataset(str(folder))
     batch_options = dict(scenario.batch_options)
-    if scenario.kept_fraction < 1:
-        batch_options["where"] = mask_of(len(dataset), scenario.kept_fraction)
+    if scenario.kept_sample_fraction < 1:
+        batch_options["where"] = mask_of(len(dataset), scenario.kept_sample_fraction)
     batches = dataset.batches(2**16, [], **batch_options)
     return sum(len(batch) for batch in batches) / dataset.tokens
 
@@ -164,7 +164,7 @@ def measure_reader(
         "--options",
         json.dumps(batch_options),
         "--keep",
-        str(scenario.kept_fraction),
+        str(scenario.kept_sample_fraction),
     ]
     reader_environment = {**os.environ, "PYTHONPATH": str(checkout)}
     reader_process = subprocess.run(

@@ -619,15 +619,15 @@ class ProgramText:
         aliased_positions = re.findall(r"\{(\d*)\}: ", aliasing_match[1]) if aliasing_match else []
         if "" in aliased_positions:
             return 0
-        result_arrays = [*ARRAY.finditer(instruction.result)]
+        result_array_matches = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
             # The result of an all-gather-start or collective-permute-start begins with its
             # operands, which are not written.
-            result_arrays = result_arrays[len(instruction.operands) :]
+            result_array_matches = result_array_matches[len(instruction.operands) :]
         written_bytes = 0
-        for result_position, result_array in enumerate(result_arrays):
+        for result_position, result_array_match in enumerate(result_array_matches):
             if str(result_position) not in aliased_positions:
-                written_bytes += _padded_hbm_bytes(result_array)
+                written_bytes += _padded_hbm_bytes(result_array_match)
         for instruction_or_callee in self._with_called(instruction):
             if instruction_or_callee.opcode == "dynamic-update-slice":
                 update_instruction = self.instruction_by_name[instruction_or_callee.operands[1]]
@@ -664,14 +664,16 @@ def _bytes_sent(collective: Instruction, is_fused: bool) -> int:
     """
     opcode = collective.opcode
     group_size = device_groups(collective.line).shape[1]
-    result_arrays = [*ARRAY.finditer(collective.result)]
+    result_array_matches = [*ARRAY.finditer(collective.result)]
     if opcode in ("all-gather-start", "collective-permute-start"):
         # The result of an all-gather-start or collective-permute-start consists of the operands,
         # as many received arrays, and sometimes synchronisation flags. Only the received arrays
         # count.
         num_operands = len(collective.operands)
-        result_arrays = result_arrays[num_operands : 2 * num_operands]
-    result_bytes = sum(_bytes_of_elements(result_array) for result_array in result_arrays)
+        result_array_matches = result_array_matches[num_operands : 2 * num_operands]
+    result_bytes = sum(
+        _bytes_of_elements(result_array_match) for result_array_match in result_array_matches
+    )
     if opcode.startswith("collective-permute"):
         return result_bytes
     sent_factor = 2 if opcode.startswith("all-reduce") and not is_fused else 1

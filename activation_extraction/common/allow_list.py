@@ -80,8 +80,8 @@ class _CompleteInstructions:
             size: The number of bytes. Fewer bytes are returned at the end of the pickle.
 
         Raises:
-            ValueError: If an instruction is unknown or incomplete, or if its index in the memo is
-                larger than the number of instructions before it.
+            ValueError: If an instruction is unknown or incomplete, or if an instruction uses an
+                index in the memo that is larger than the number of instructions before it.
         """
         returned_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():

@@ -44,9 +44,9 @@ class Positions:
         last_of_turn: Whether to keep the last position of each turn.
     """
 
-    start: int | None = None
-    stop: int | None = None
-    step: int = 1
+    start: int | None = None  # start of the slice of positions
+    stop: int | None = None  # end of the slice, exclusive
+    step: int = 1  # step of the slice
     random_count: int | None = None
     probability: float | None = None  # probability with which a position is kept
     seed: int = 0

@@ -56,7 +56,7 @@ class Tensor:
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # offset of the tensor's first byte in the file
 
     @property
     def row_bytes(self) -> int:

@@ -101,12 +101,12 @@ class Batches(Iterator[T]):
         self._has_looped = False  # whether a loop over `torch()` has begun since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
-        # A byte of memory that is shared with forked workers; None until `torch` is called. The
-        # byte is 1 if workers of a DataLoader have read batches since `restore`.
-        self._workers_have_read: mmap.mmap | None = None
+        # A byte of memory that is shared with forked workers. It is 1 if workers of a DataLoader
+        # have read batches since `restore`, otherwise 0. None until `torch` is called.
+        self._workers_have_read_flag: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_windows": None, "_window": None, "_workers_have_read": None}
+        return {**vars(self), "_windows": None, "_window": None, "_workers_have_read_flag": None}
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the iteration, from which `restore` continues.
@@ -120,7 +120,11 @@ class Batches(Iterator[T]):
             ValueError: If workers of a DataLoader have read batches since this object was made or
                 restored, because only the workers know their positions.
         """
-        if _loader_worker() is None and self._workers_have_read and self._workers_have_read[0]:
+        if (
+            _loader_worker() is None
+            and self._workers_have_read_flag
+            and self._workers_have_read_flag[0]
+        ):
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
                 "stand: save the state_dict() of torchdata's StatefulDataLoader, or read with "
@@ -158,8 +162,8 @@ class Batches(Iterator[T]):
         self._position = position
         self._loader_worker = _loader_worker()
         self._has_looped = False
-        if self._workers_have_read is not None and _loader_worker() is None:
-            self._workers_have_read[0] = 0
+        if self._workers_have_read_flag is not None and _loader_worker() is None:
+            self._workers_have_read_flag[0] = 0
 
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
@@ -218,9 +222,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._workers_have_read is None:
-            self._workers_have_read = mmap.mmap(-1, 1)
-        workers_have_read = self._workers_have_read
+        if self._workers_have_read_flag is None:
+            self._workers_have_read_flag = mmap.mmap(-1, 1)
+        workers_have_read_flag = self._workers_have_read_flag
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -244,7 +248,7 @@ class Batches(Iterator[T]):
                 if get_spawning_popen() is not None:
                     # The process that starts the worker sets the byte here, because a spawned
                     # worker does not share its memory.
-                    workers_have_read[0] = 1
+                    workers_have_read_flag[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -263,8 +267,8 @@ class Batches(Iterator[T]):
                 )
             self.close()  # threads that read ahead do not exist in a copy of the process
             self._loader_worker = loader_worker
-            if loader_worker is not None and self._workers_have_read is not None:
-                self._workers_have_read[0] = 1
+            if loader_worker is not None and self._workers_have_read_flag is not None:
+                self._workers_have_read_flag[0] = 1
         if self._window is None:
             self._window = self._next_window()
         window = self._window

@@ -88,7 +88,7 @@ class AlignedRuns:
             raise ValueError(f"{urls_of_runs}: no row of the data set has a sample in each of them")
         self.unpaired_samples = tuple(len(run) - len(self) for run in runs)
         token_counts_by_run = [run.shards.columns(["tokens"])["tokens"] for run in runs]
-        # For each run, the numbers of tokens of the samples that all runs have.
+        # For each run, an array with the token count of each sample that all runs have.
         common_token_counts = [
             counts_of_run[sample_indices].astype(int)
             for counts_of_run, sample_indices in zip(

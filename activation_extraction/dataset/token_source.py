@@ -88,11 +88,11 @@ class BatchOptions:
     hooks: Any = None
     shuffle: int | None = None
     buffer: Any = None
-    skip_first: int = 0
+    skip_first: int = 0  # number of tokens to leave out at the start of every sample
     max_norm: Any = None
-    dtype: Any = None
-    worker: int = 0
-    workers: int = 1
+    dtype: Any = None  # dtype of the activations in batches; None for the dtype of the dataset
+    worker: int = 0  # number of this process among `workers`, from 0
+    workers: int = 1  # number of processes that read the run
     where: Any = None  # mask of the samples to read, or a function that returns it
     roles: Any = None
     columns: Any = ()
@@ -311,12 +311,12 @@ class TokenSource:
             A function that waits for the tokens and returns them.
         """
         shard_number = chunks[0].shard_number
-        first_token = chunks[0].start
-        end_token = chunks[-1].stop
+        first_token_index = chunks[0].start
+        stop_token_index = chunks[-1].stop
         indices_in_shard = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         with as_os_errors():
             reader = self.shards.get(shard_number)
-            wait_for_fields = reader.begin_tokens(first_token, end_token)
+            wait_for_fields = reader.begin_tokens(first_token_index, stop_token_index)
 
         def wait() -> ShardTokens:
             sample_index_of_token = np.searchsorted(reader.offsets, indices_in_shard, "right") - 1
@@ -325,7 +325,7 @@ class TokenSource:
                 range_values_by_field = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
             values_by_field: dict[str, Any] = {
-                field_name: range_values[indices_in_shard - first_token]
+                field_name: range_values[indices_in_shard - first_token_index]
                 for field_name, range_values in range_values_by_field.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **values_by_field)

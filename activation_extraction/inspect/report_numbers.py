@@ -306,8 +306,8 @@ def throughput(
         of all hosts together in each bin, (bins,). None if the times in the commits do not show how
         long the shards took.
     """
-    # Seconds and tokens of each host until the end of each of its shards, (2, shards + 1). The
-    # first column is 0.
+    # An array (2, shards + 1) for each host. Column i contains the seconds until the end of the
+    # host's shard i, counted from 1, and the tokens that are stored then. Column 0 is 0.
     cumulative_seconds_and_tokens_of_hosts: list[np.ndarray] = []
     for commits_of_host in commits_of_hosts:
         seconds_and_tokens = [

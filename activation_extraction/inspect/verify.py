@@ -271,7 +271,7 @@ def _compare(
             continue
         token_positions = chosen_sample.tokens.positions
         for hook_values, stored_values in zip(
-            chosen_sample.hooks, chosen_sample.values, strict=True
+            chosen_sample.hooks, chosen_sample.values_of_hooks, strict=True
         ):
             recomputed_values = values_or_message[hook_values.name]
             for difference_message in hook_values.differences(
@@ -358,7 +358,7 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
             yield f"{folder_name}: is missing"
     yield from foreign_folders(folders)
     # Fingerprints of the files of the data set, by the name and the size in bytes of the file.
-    fingerprint_by_file: dict[tuple[str, int], str] = {}
+    fingerprint_by_name_and_bytes: dict[tuple[str, int], str] = {}
     for folder_name, run_log in folders.items():
         yield from run_log.damaged_files.values()
         yield from (
@@ -370,7 +370,7 @@ def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
         for data_file in folder_metadata.get("data_files", ()):
             file_name, file_bytes = data_file["name"], data_file["bytes"]
             file_fingerprint = data_file["fingerprint"]
-            if file_fingerprint != fingerprint_by_file.setdefault(
+            if file_fingerprint != fingerprint_by_name_and_bytes.setdefault(
                 (file_name, file_bytes), file_fingerprint
             ):
                 yield (

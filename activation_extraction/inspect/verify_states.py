@@ -41,8 +41,8 @@ from activation_extraction.store.chosen_samples import RecomputeStates
 # A function that loads the model. Its arguments are the token ids of all samples that may be
 # computed, (tokens,) each, and the width of the stored states.
 LoadStates = Callable[[Sequence[np.ndarray], int], RecomputeStates]
-# The comparisons of a stored layer with the states at hooks: (name of a hook, token offset) -> how
-# well the stored states match the states at this hook, shifted by this number of tokens.
+# How well the states of a stored layer match computed states: (name of a hook, token offset) -> the
+# match with the states at this hook and offset (see `HookMatch.token_offset`).
 MatchByHookAndOffset = Mapping[tuple[str, int], HookMatch]
 
 
@@ -62,14 +62,14 @@ class ExpectedHook(NamedTuple):
 
 @dataclass
 class RowCheck:
-    """The comparison of a stored row with the states that the model computes for its sample.
+    """The result of comparing a stored row with the states that the model computes for its sample.
 
     Attributes:
         row_number: Number of the row.
         row: Content of the row's file.
         limits: Largest differences that rounding explains.
-        matches_of_layers: For each layer, the result of comparing it with the states of the row's
-            sample at all hooks: (name of a hook, token offset) -> match.
+        matches_of_layers: For each layer of the row, how well its stored states match the computed
+            states at every hook: (name of a hook, token offset) -> match.
     """
 
     row_number: int

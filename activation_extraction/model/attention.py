@@ -55,8 +55,8 @@ QUERY_BLOCK = 64  # the number of queries that `blocked_attention` computes toge
 # every span except the longest one is a multiple of this number of keys, so that only a few
 # different lengths occur.
 KEY_BLOCK = 128
-# The largest number of different lengths of these spans of keys. The compiled program has a branch
-# for each length, and more branches take longer to compile.
+# The largest number of different lengths that the spans of keys in `blocked_attention` may have.
+# The compiled program has a branch for each length, and more branches take longer to compile.
 MOST_LENGTHS = 32
 
 

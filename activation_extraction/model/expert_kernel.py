@@ -132,9 +132,10 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     """Assigns rows to tiles and to groups of tokens, by sorting the rows twice.
 
     A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
-    group is TOKENS consecutive tokens. The first sort orders the rows by expert, together with the
-    rows of padding that fill the tiles. So it puts every row into its place without lookups. TPUs
-    sort fast, but look numbers up one by one. The second sort orders the rows by group.
+    group is TOKENS consecutive tokens. The first sort orders them by
+    expert, together with the rows of padding that fill the tiles, so it puts every row into its
+    place in a tile without lookups. TPUs sort fast, but look numbers up one by one. The second sort
+    orders the rows by group.
 
     Letters: T tokens, E experts, X experts of a token.
 
@@ -198,9 +199,10 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     group_sort_keys, tile_row_numbers = lax.sort(
         (group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
-    # A group is TOKENS consecutive tokens, whose rows share a buffer. The first rows of all tokens
-    # come before the second rows, so that `_add_fetched` can add TOKENS consecutive rows to the
-    # sums of the TOKENS tokens.
+    # A group is TOKENS consecutive tokens, whose rows share a buffer. A token has one row for each
+    # of its experts. The first rows of all tokens come first in the buffer, then the second rows,
+    # and so on, so that `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS
+    # tokens.
     places_in_group = group_sort_keys[:row_count] % rows_per_group
     token_indices_in_group = places_in_group // experts_per_token
     buffer_places = places_in_group % experts_per_token * TOKENS + token_indices_in_group

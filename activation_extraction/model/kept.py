@@ -214,9 +214,9 @@ def _array_of_host(mesh: Mesh, shards: list[Any]) -> Array:
         mesh: The devices of this host, with the axis "device".
         shards: The shard of each device, (hooks, rows, tokens, width), all of the same shape.
     """
-    num_hooks, num_rows, num_tokens, width = shards[0].data.shape
+    num_hooks, num_rows, tokens_per_row, width = shards[0].data.shape
     token_sharding = NamedSharding(mesh, PartitionSpec(None, None, "device"))
-    host_array_shape = num_hooks, num_rows, num_tokens * len(shards), width
+    host_array_shape = num_hooks, num_rows, tokens_per_row * len(shards), width
     shard_arrays = [shard.data for shard in shards]
     return jax.make_array_from_single_device_arrays(host_array_shape, token_sharding, shard_arrays)
 
@@ -238,11 +238,13 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
     """
 
     def take_on_device(device_part: Array, token_indices: Array) -> Array:
-        num_hooks, num_rows, num_tokens, width = device_part.shape
+        num_hooks, num_rows, tokens_per_row, width = device_part.shape
         # `device_part` is reshaped to a table of vectors, (hooks * rows * tokens, width), and its
         # rows are taken by their indices, as in an embedding. If `device_part` were indexed along
         # its axes of rows and tokens instead, XLA would copy all of it.
-        vector_indices = jnp.arange(num_hooks)[:, None] * (num_rows * num_tokens) + token_indices
+        vector_indices = (
+            jnp.arange(num_hooks)[:, None] * (num_rows * tokens_per_row) + token_indices
+        )
         vectors = device_part.reshape(-1, width)
         taken_vectors = jnp.take(vectors, vector_indices.reshape(-1), axis=0, mode="clip")
         return taken_vectors.reshape(num_hooks, -1, width)

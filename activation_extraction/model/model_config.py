@@ -276,11 +276,11 @@ class ModelConfig:
             num_seen_tokens = (
                 sample_length if window_length is None else min(window_length, sample_length)
             )
-            # Approximately twice the number of pairs of a token and a token that it sees. For each
-            # pair, all heads together multiply `query_size` numbers to compute the scores, and
-            # `query_size` numbers again to compute the output.
-            twice_num_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
-            num_multiplications += weights * sample_length + query_size * twice_num_pairs
+            # Approximately twice the number of pairs of a token (the query) and a token that it
+            # sees (the key). For each pair, all heads together multiply `query_size` numbers to
+            # compute the scores, and `query_size` numbers again to compute the output.
+            twice_num_query_key_pairs = num_seen_tokens * (2 * sample_length - num_seen_tokens)
+            num_multiplications += weights * sample_length + query_size * twice_num_query_key_pairs
         return 2.0 * num_multiplications
 
 

@@ -339,7 +339,9 @@ def dropped_ids(
     dropped_token_ids = {id_or_name for id_or_name in tokens if isinstance(id_or_name, int)}
     dropped_token_names = [id_or_name for id_or_name in tokens if isinstance(id_or_name, str)]
     for dropped_token_name in dropped_token_names:
-        assert tokenizer is not None  # cli/config.py refuses names of tokens with --ids_column
+        # The tokenizer is None only with --ids_column, and cli/config.py refuses names of tokens
+        # together with this flag.
+        assert tokenizer is not None
         dropped_token_id = tokenizer.token_to_id(dropped_token_name)
         if dropped_token_id is None:
             added_tokens = tokenizer.get_added_tokens_decoder().values()

@@ -106,8 +106,8 @@ TEMPLATE_FLAGS = ("chat_template", "model_path", "chat_template_args")
 TEMPLATE_PATHS = ("chat_template", "lora")
 DATA_FLAGS = ("mix", "dataset_path", "dataset_name", "dataset_config", "dataset_split")
 # Flags with the paths of data files, which may differ between hosts. The value of --mix also
-# contains weights and hub data sets, which must be the same on all hosts, so `settings_of` compares
-# these.
+# contains weights and the names of hub data sets. They must be the same on all hosts, so
+# `settings_of` compares them.
 DATA_PATHS = ("dataset_path", "mix")
 MODEL_INPUTS: tuple[Input[Forward], ...] = (
     Input("model", "model_digest", _model_digest, MODEL_FLAGS, ("model_path",)),

@@ -84,14 +84,14 @@ class ChosenSample:
         location_in_words: Path of the shard's file and number of the sample, for messages.
         tokens: Stored tokens of the sample.
         hooks: Hooks of the run.
-        values: Stored values at each hook, in the order of `hooks`. They are in the form in which
-            users get them: an array (tokens, width) or `Codes`.
+        values_of_hooks: Stored values at each hook, in the order of `hooks`. They are in the form
+            in which users get them: an array (tokens, width) or `Codes`.
     """
 
     location_in_words: str
     tokens: StoredTokens
     hooks: Sequence[HookValues]
-    values: list[Values]
+    values_of_hooks: list[Values]
 
 
 class Recompute(NamedTuple):
@@ -101,8 +101,8 @@ class Recompute(NamedTuple):
         jax_platform: JAX's name of the platform that computes the values, such as "tpu".
         compute_values: Function that takes samples, and returns a list with an item for each of
             them. The item is a dict from the full name of each hook to the recomputed values of the
-            stored tokens, in the form of `ChosenSample.values`. If the sample cannot be recomputed,
-            the item is the reason instead.
+            stored tokens, in the form of `ChosenSample.values_of_hooks`. If the sample cannot be
+            recomputed, the item is the reason instead.
     """
 
     jax_platform: str
@@ -181,12 +181,12 @@ def read_samples(
         start_token_index, stop_token_index = reader.offsets[
             sample_index : sample_index + 2
         ].tolist()
-        sample_values = [
+        values_of_hooks = [
             hook.for_user(hook.begin_rows(reader, start_token_index, stop_token_index)())
             for hook in hooks
         ]
         location_in_words = f"{where}: sample {tokens.sample_idx}"
-        chosen_samples.append(ChosenSample(location_in_words, tokens, hooks, sample_values))
+        chosen_samples.append(ChosenSample(location_in_words, tokens, hooks, values_of_hooks))
     return chosen_samples
 
 

@@ -26,7 +26,8 @@ REPOSITORY_URL = re.compile(
     r"(?:/(?P<path>.*))?"
 )
 COMMIT = re.compile("[0-9a-f]{40}")
-# Kind of a repository, as requests to the hub name it, by the prefix in the URL.
+# Prefix before ORG in a URL (None if there is none) -> kind of the repository, as requests to the
+# hub name it.
 KINDS = {"datasets": "dataset", "spaces": "space", "models": "model", None: "model"}
 # Name of each kind of repository in messages.
 NOUNS = {"dataset": "data set", "space": "space", "model": "model"}

@@ -113,7 +113,7 @@ class Identity:
     lora_digest: str = ""
     autoencoder_digest: str = ""
     tokenizer_digest: str = ""
-    data: str = ""
+    data: str = ""  # name of the data set; "files" for files
     data_revision: str = ""
     chat_template: str = ""
     special_tokens: str = ""
@@ -126,7 +126,7 @@ class Identity:
     # Largest numbers of features of a token, under the name of the flag --encode_most, as stored.
     encode_most: tuple[int, ...] = ()
     keyed_by: str | list[str] = "layer"
-    dtype: str = ""
+    dtype: str = ""  # dtype of the computation
     activation_dtype: str = ""
     top_logits: int = 0  # number of largest logits that are stored for each token
     worker: Worker = Worker()

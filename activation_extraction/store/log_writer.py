@@ -57,6 +57,7 @@ class RunDescription:
 
     identity: Identity
     hooks: Mapping[Key, str] = field(default_factory=dict)
+    # Largest numbers to store, by the names "max_samples" and "max_tokens"; None for no limit.
     limits: Mapping[str, int | None] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
 

@@ -45,8 +45,8 @@ class Blocks:
         crc32c: CRC-32C of each block, 8 hexadecimal digits each, concatenated.
     """
 
-    start: int
-    stop: int
+    start: int  # offset of the first byte
+    stop: int  # offset after the last byte
     block_bytes: int
     crc32c: str  # CRC-32C of each block, 8 hexadecimal digits each
 

@@ -58,7 +58,7 @@ class CheckedShard(NamedTuple):
 
     folder_name: str
     commit: Commit
-    problem: str = ""
+    problem: str = ""  # message on the first problem; "" if there is none
     failure: FolderError | None = None
     sample_idx: np.ndarray | None = None  # numbers of the shard's samples
 
@@ -119,8 +119,8 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
         actual_bytes = run_log.file_sizes.get(file_name)
         # The listing may be outdated, so the folder is asked again.
         if actual_bytes != recorded_facts.bytes:
-            latest_facts = store.head(file_name)
-            actual_bytes = None if latest_facts is None else latest_facts.byte_count
+            current_entry = store.head(file_name)
+            actual_bytes = None if current_entry is None else current_entry.byte_count
         if actual_bytes is None:
             upload_url = run_log.moved_to
             upload_note = f" here, it was uploaded to {upload_url}" if upload_url else ""

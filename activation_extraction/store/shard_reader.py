@@ -88,11 +88,12 @@ def front_bytes(commit: Commit) -> int:
 
 
 class ShardBytes:
-    """Reads ranges of a shard's file, and compares all bytes that it reads with a CRC-32C.
+    """Reads ranges of a shard's file of activations, and checks all bytes that it reads.
 
-    A file on this machine is mapped into memory, and each MiB is compared when it is first read. If
-    the file is in a bucket, the threads of `request_threads` read whole blocks, in requests of
-    about REQUEST_BYTES bytes.
+    The bytes are compared with the CRC-32C values that the commit records. A file on this machine
+    is mapped into memory, and each MiB is compared when it is first read. If the file is in a
+    bucket, the threads of `request_threads` read whole blocks, in requests of about REQUEST_BYTES
+    bytes.
 
     Args:
         folder: Folder of the shard.

@@ -43,11 +43,11 @@ class Sums:
         largest: Largest Euclidean norm of a token of either kind, float64 ().
     """
 
-    counts: np.ndarray
-    norms: np.ndarray
-    sums: np.ndarray
-    squares: np.ndarray
-    largest: np.ndarray
+    counts: np.ndarray  # number of tokens
+    norms: np.ndarray  # sum of the norms of tokens
+    sums: np.ndarray  # sum of the values in each dimension
+    squares: np.ndarray  # sum of the squared values in each dimension
+    largest: np.ndarray  # largest norm of a token
 
     @classmethod
     def zeros(cls, width: int) -> "Sums":
@@ -428,14 +428,15 @@ class DimensionStatistics:
 class HookStatistics(Statistics):
     """Statistics of a hook over all stored tokens of a run, as a whole and of every dimension.
 
-    `mean`, `variance`, `all_tokens` and `without_first_token` need the files of sums, which are
-    read when one of these properties is first used. This raises OSError if a file is damaged.
+    `mean`, `variance`, `all_tokens` and `without_first_token` are computed from files in which each
+    shard stores sums over its tokens (shard_0001.npz, for example). The files are read when one of
+    these properties is first used. This raises OSError if a file is damaged.
 
     The first token of a sample is often an attention sink, whose norm may be 100 times the norm of
     other tokens. So `without_first_token` has statistics without these tokens.
 
     Attributes:
-        load: Function that reads the files of sums and returns the sums over all shards.
+        load: Function that reads these files and returns the sums over the tokens of all shards.
     """
 
     load: Callable[[], Sums] = field(repr=False, compare=False)

@@ -264,8 +264,8 @@ class DocumentStream:
         """Yields the rows of the worker, each with the state after it (see `Documents`).
 
         Args:
-            state: The place in the data at which reading begins, a JSON object with the keys `rows`
-                and `dataset`.
+            state: The state before the first row to read, a JSON object with the keys `rows` and
+                `dataset` (see `DocumentStream`).
         """
         row_number: int = state["rows"]
         if state["dataset"] is not None:
@@ -407,8 +407,8 @@ class Mixture:
         """Yields the rows of the worker, each with the state after it (see `Documents`).
 
         Args:
-            state: The place in the data at which reading begins, a JSON object with the keys
-                `given` and `streams`.
+            state: The state before the first row to read, a JSON object with the keys `given` and
+                `streams` (see `Mixture`).
         """
         num_documents_by_dataset_index = list(state["given"])
         stream_states = list(state["streams"])

@@ -78,14 +78,14 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         RunError: If reading fails. Batches contain all samples that were read before the error.
     """
     read_error: RunError | None = None
-    mark_at_end: Mark | None = None
+    mark_at_end_of_samples: Mark | None = None
 
     def samples_before_error() -> Iterator[Sample]:
-        nonlocal mark_at_end, read_error
+        nonlocal mark_at_end_of_samples, read_error
         try:
             # The value of `yield from` is the mark that a generator returns, and None for another
             # iterable. mypy only knows the second case, so its error is ignored.
-            mark_at_end = yield from samples  # type: ignore[func-returns-value]
+            mark_at_end_of_samples = yield from samples  # type: ignore[func-returns-value]
         except ChangedDataError:  # the earlier samples of the group may be wrong as well
             raise
         except RunError as error:
@@ -125,7 +125,7 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
         yield _batch_of_placed_samples(placed_samples, rows, length)
     if read_error is not None:
         raise read_error
-    return mark_at_end
+    return mark_at_end_of_samples
 
 
 def _sample_groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:

@@ -342,10 +342,10 @@ class ShuffledRows:
                 ):
                     index_in_block = permuted_indices_in_block[num_rows_read]
                     self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
-                    block_row = block_rows[index_in_block]
+                    row_or_dict = block_rows[index_in_block]
                     # Hub data sets yield rows as dicts without a position, which is added here.
-                    if isinstance(block_row, SourceRow):
-                        source_row = block_row
+                    if isinstance(row_or_dict, SourceRow):
+                        source_row = row_or_dict
                     else:
                         row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
                         location_in_words = (
@@ -354,7 +354,7 @@ class ShuffledRows:
                         )
                         stored_position = {"shard": partition_index, "row": row_number_in_partition}
                         source_row = hub_row(
-                            block_row,
+                            row_or_dict,
                             partition_rows.features,
                             location_in_words,
                             stored_position,
