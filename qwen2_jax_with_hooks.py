@@ -387,7 +387,7 @@ class HookedModel(nn.Module):
                     token_ids,
                     positions,
                     requested={
-                        predicted_kind.intermediate.removeprefix(PREDICTED)
+                        predicted_kind.intermediate_path.removeprefix(PREDICTED)
                         for predicted_kind in predicted_kinds
                     },
                     top=max(predicted_kind.width_factor for predicted_kind in predicted_kinds),

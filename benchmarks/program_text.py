@@ -220,7 +220,7 @@ class ProgramText:
         return self._without_free_instructions(self.body)
 
     def _without_free_instructions(self, computation: str) -> list[Instruction]:
-        """Returns the instructions of a computation that may move bytes."""
+        """Returns the instructions of a computation, without those that never move bytes."""
         return [
             instruction
             for instruction in self.computations[computation]
@@ -456,13 +456,13 @@ class ProgramText:
             array_match for array_match in matches_or_none if array_match is not None
         ]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        pass_counts = self._count_kernel_passes(
+        pass_count_of_arrays = self._count_kernel_passes(
             kernel_name, [_shape(array_match) for array_match in kernel_array_matches]
         )
-        if pass_counts is None:
+        if pass_count_of_arrays is None:
             return None
         kernel_bytes = 0.0
-        for array_match, pass_count in zip(kernel_array_matches, pass_counts, strict=True):
+        for array_match, pass_count in zip(kernel_array_matches, pass_count_of_arrays, strict=True):
             kernel_bytes += _padded_hbm_bytes(array_match) * pass_count
         return round(kernel_bytes)
 
@@ -802,12 +802,12 @@ def device_groups(line: str) -> np.ndarray:
 
     if groups_match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
         return np.array([numbers_in(group_text) for group_text in groups_match[1].split("},{")])
-    range_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if groups_match := re.search(rf"replica_groups=\[([\d,]+)\]<={range_pattern}", line):
+    device_range_pattern = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    if groups_match := re.search(rf"replica_groups=\[([\d,]+)\]<={device_range_pattern}", line):
         return device_range(numbers_in(groups_match[2]), groups_match[3]).reshape(
             numbers_in(groups_match[1])
         )
-    device_ids_pattern = rf"(?:, device_ids=\({range_pattern}\))?"
+    device_ids_pattern = rf"(?:, device_ids=\({device_range_pattern}\))?"
     groups_match = re.search(
         rf"replica_groups=mesh\[(.*?)\]{device_ids_pattern} \{{([^:]*?)\}}", line
     )

@@ -42,13 +42,13 @@ class Sent(NamedTuple):
     Attributes:
         axes: Mesh axes along which the bytes are sent.
         num_bytes: Number of bytes.
-        hidden_bytes: Number of these bytes that the device sends while matrix products or kernels
-            run.
+        overlapped_bytes: Number of these bytes that the device sends while matrix products or
+            kernels run.
     """
 
     axes: tuple[str, ...]
     num_bytes: float  # number of bytes that the device sends along `axes`
-    hidden_bytes: float
+    overlapped_bytes: float
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
             (link_speed(layout, axis, chip, linked) for axis in mesh_axes),
             default=chip.link_bandwidth,
         )
-        hidden_seconds += sent_along_axes.hidden_bytes / sending_speed
+        hidden_seconds += sent_along_axes.overlapped_bytes / sending_speed
         exposed_seconds += (
-            sent_along_axes.num_bytes - sent_along_axes.hidden_bytes
+            sent_along_axes.num_bytes - sent_along_axes.overlapped_bytes
         ) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
@@ -172,17 +172,17 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     moves = program_text.moves(program_text.entry)
     # The keys of this dict and of the next one are the mesh axes along which a device sends.
     sent_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
-    hidden_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
+    overlapped_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for move in moves:
         if move.sent_bytes:
             sent_bytes_of_axes[move.axes] += move.sent_bytes
-            hidden_bytes_of_axes[move.axes] += move.sent_bytes * move.is_hidden
+            overlapped_bytes_of_axes[move.axes] += move.sent_bytes * move.is_hidden
     return StepPlan(
         flops=step_flops / layout.mesh.size,
         kernel_flops=_flops_of_delta_rule(program),
         hbm_bytes=sum(move.hbm_bytes for move in moves),
         sent_by_axes=tuple(
-            Sent(axes, sent_bytes_of_axes[axes], hidden_bytes_of_axes[axes])
+            Sent(axes, sent_bytes_of_axes[axes], overlapped_bytes_of_axes[axes])
             for axes in sent_bytes_of_axes
         ),
     )

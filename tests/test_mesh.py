@@ -252,7 +252,7 @@ def test_the_least_memory_of_all_hosts_decides():
     config = parse_model_config(SHAPES["0.5B"])
     request = step_request(parse_args(["--batch_size", "8", "--layers_to_extract", "3"]))
     large, small = (
-        build_model(dataclasses.replace(request, device_memory=memory), config)[0].layout
+        build_model(dataclasses.replace(request, device_memory_bytes=memory), config)[0].layout
         for memory in (1e12, 1e9)
     )
     assert large.shape == {"data": 8} and small.size("fsdp") > 1

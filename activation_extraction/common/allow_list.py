@@ -85,11 +85,11 @@ class _CompleteInstructions:
         """
         returned_blocks: list[bytes] = []
         while size > 0 and self._has_bytes():
-            oldest_recorded_bytes = self._recorded_stream.recorded_blocks.popleft()
-            returned_bytes = oldest_recorded_bytes[:size]
+            oldest_pending_bytes = self._recorded_stream.pending_blocks.popleft()
+            returned_bytes = oldest_pending_bytes[:size]
             returned_blocks.append(returned_bytes)
-            if len(oldest_recorded_bytes) > size:
-                self._recorded_stream.recorded_blocks.appendleft(oldest_recorded_bytes[size:])
+            if len(oldest_pending_bytes) > size:
+                self._recorded_stream.pending_blocks.appendleft(oldest_pending_bytes[size:])
             size -= len(returned_bytes)
         return b"".join(returned_blocks)
 
@@ -98,7 +98,7 @@ class _CompleteInstructions:
 
         Returns b"" at the end of the pickle.
         """
-        return self._recorded_stream.recorded_blocks.popleft() if self._has_bytes() else b""
+        return self._recorded_stream.pending_blocks.popleft() if self._has_bytes() else b""
 
     def _has_bytes(self) -> bool:
         """Returns whether there are bytes to pass on, which is false at the end of the pickle.
@@ -108,7 +108,7 @@ class _CompleteInstructions:
         Raises:
             ValueError: If the instruction is not valid (see `read`).
         """
-        if self._recorded_stream.recorded_blocks:
+        if self._recorded_stream.pending_blocks:
             return True
         for instruction_number, (instruction, argument, _) in self._numbered_instructions:
             if instruction.name in MEMO_INSTRUCTIONS:
@@ -128,19 +128,19 @@ class _RecordedStream:
     which the unpickler reads, passes them on to the unpickler.
 
     Attributes:
-        recorded_blocks: Bytes that were read but not passed on yet, in order. Each call of `read`
+        pending_blocks: Bytes that were read but not passed on yet, in order. Each call of `read`
             or `readline` appends a block, and `_CompleteInstructions` removes the blocks that it
             passes on.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self.recorded_blocks: deque[bytes] = deque()
+        self.pending_blocks: deque[bytes] = deque()
 
     def read(self, size: int) -> bytes:
-        self.recorded_blocks.append(self._stream.read(size))
-        return self.recorded_blocks[-1]
+        self.pending_blocks.append(self._stream.read(size))
+        return self.pending_blocks[-1]
 
     def readline(self) -> bytes:
-        self.recorded_blocks.append(self._stream.readline())
-        return self.recorded_blocks[-1]
+        self.pending_blocks.append(self._stream.readline())
+        return self.pending_blocks[-1]

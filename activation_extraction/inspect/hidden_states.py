@@ -117,21 +117,22 @@ class StatesFolder(ABC):
 
     Args:
         path: Path of the folder.
-        files: Path of the file of each row, by the number of the row, in any order.
+        path_by_row_number: Path of the file of each row, by the number of the row, in any order.
 
     Attributes:
         program_name: Name of the program that trains on the folder.
         first_block_number: Number that this program gives to the output of the first block.
         path: Path of the folder.
-        files: Path of the file of each row, by the number of the row, in ascending order.
+        path_by_row_number: Path of the file of each row, by the number of the row, in ascending
+            order.
     """
 
     program_name: str
     first_block_number: int  # number that the program gives to the output of the first block
 
-    def __init__(self, path: Path, files: dict[int, Path]) -> None:
+    def __init__(self, path: Path, path_by_row_number: dict[int, Path]) -> None:
         self.path = path
-        self.files = dict(sorted(files.items()))
+        self.path_by_row_number = dict(sorted(path_by_row_number.items()))
 
     @abstractmethod
     def last_hook(self, depth: int) -> str:
@@ -192,7 +193,7 @@ class StatesFolder(ABC):
         Args:
             number: Number of the row, which must be a key of `files`.
         """
-        return str(self.files[number].relative_to(self.path))
+        return str(self.path_by_row_number[number].relative_to(self.path))
 
 
 class SpeculatorsFolder(StatesFolder):
@@ -210,7 +211,7 @@ class SpeculatorsFolder(StatesFolder):
         return last_stream_hook(depth)
 
     def read(self, number: int) -> StoredRow:
-        file_path = self.files[number]
+        file_path = self.path_by_row_number[number]
         tensors_by_name = _safetensors(file_path)
         _check_names(file_path, tensors_by_name, ("hidden_states", "token_ids"))
         states_of_layers = tensors_by_name["hidden_states"]
@@ -277,7 +278,7 @@ class SpeculatorsFolder(StatesFolder):
             return [
                 "there is no data set beside hidden_states, so token_ids are not compared with it"
             ]
-        missing_file_count = len(set(range(len(self._data_set))) - self.files.keys())
+        missing_file_count = len(set(range(len(self._data_set))) - self.path_by_row_number.keys())
         if missing_file_count:
             return [
                 f"{missing_file_count:,} of the {len(self._data_set):,} rows of the data set "
@@ -301,7 +302,7 @@ class SpecForgeFolder(StatesFolder):
         return FINAL_NORM_HOOK
 
     def read(self, number: int) -> StoredRow:
-        file_path = self.files[number]
+        file_path = self.path_by_row_number[number]
         tensors_by_name = _torch_tensors(file_path)
         _check_names(
             file_path, tensors_by_name, ("input_ids", LOSS_MASK, "hidden_state", "aux_hidden_state")

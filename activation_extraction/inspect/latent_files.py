@@ -150,9 +150,8 @@ class DelphiFormat(ExportFormat):
                     hook_codes.data[is_kept_value],
                 ]
                 value_entries = np.rec.fromarrays(entry_columns, dtype=ENTRY)
-                for (first_feature, stop_feature), file_path in path_by_range_by_hook[
-                    hook_name
-                ].items():
+                path_by_range = path_by_range_by_hook[hook_name]
+                for (first_feature, stop_feature), file_path in path_by_range.items():
                     feature_of_value = value_entries["latent"]
                     is_in_file = (feature_of_value >= first_feature) & (
                         feature_of_value < stop_feature

@@ -130,7 +130,9 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
             f"--verify: {folder.path} holds hidden states of {folder.program_name}, which are "
             "compared with a model; give --model_path"
         )
-    chosen_row_numbers = sorted(random.sample([*folder.files], min(count, len(folder.files))))
+    chosen_row_numbers = sorted(
+        random.sample([*folder.path_by_row_number], min(count, len(folder.path_by_row_number)))
+    )
     row_by_number, read_problems = _read_rows(folder, chosen_row_numbers)
     if not row_by_number:
         say(*read_problems)
@@ -184,8 +186,8 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),
         f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program_name}, "
-        f"{counted(len(folder.files), 'row')}; {counted(len(chosen_row_numbers), 'row')} compared, "
-        f"{len(wrong_row_numbers)} wrong",
+        f"{counted(len(folder.path_by_row_number), 'row')}; "
+        f"{counted(len(chosen_row_numbers), 'row')} compared, {len(wrong_row_numbers)} wrong",
     )
     return 1 if has_failed else 0
 
@@ -246,7 +248,10 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
     token_ids_by_neighbour = {}
     for row_number in row_numbers:
         for neighbour_number in (row_number - 1, row_number + 1):
-            if neighbour_number in folder.files and neighbour_number not in row_numbers:
+            if (
+                neighbour_number in folder.path_by_row_number
+                and neighbour_number not in row_numbers
+            ):
                 try:
                     token_ids_by_neighbour[neighbour_number] = folder.read(
                         neighbour_number

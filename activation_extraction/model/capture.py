@@ -109,25 +109,34 @@ class Capture:
         Returns:
             The plan, in which the slots of each kind have the shape (layers,).
         """
-        kind_by_kind_index = {
-            hook.kind_index: hook.kind for hook in self.hooks if not hook.kind.is_after_layers
+        kind_by_table_index = {
+            hook.kind_index_in_table: hook.kind
+            for hook in self.hooks
+            if not hook.kind.is_after_layers
         }
         hooks_by_type = self.hooks_by_type()
-        kind_indices = sorted(kind_by_kind_index)
+        kind_indices_in_table = sorted(kind_by_table_index)
         slots_by_kind = []
-        for kind_index in kind_indices:
+        for kind_index_in_table in kind_indices_in_table:
             hook_sort_keys = [
-                (hook.layer, hook.kind_index)
-                for hook in hooks_by_type[self.vector_type(kind_by_kind_index[kind_index])]
+                (hook.layer, hook.kind_index_in_table)
+                for hook in hooks_by_type[
+                    self.vector_type(kind_by_table_index[kind_index_in_table])
+                ]
                 if hook.layer >= layers.start
             ]
             slot_by_layer = [
-                sum(hook_sort_key < (layer, kind_index) for hook_sort_key in hook_sort_keys)
+                sum(
+                    hook_sort_key < (layer, kind_index_in_table) for hook_sort_key in hook_sort_keys
+                )
                 for layer in layers
             ]
             slots_by_kind.append(np.array(slot_by_layer, np.int32))
         return Plan(
-            tuple(kind_by_kind_index[kind_index] for kind_index in kind_indices),
+            tuple(
+                kind_by_table_index[kind_index_in_table]
+                for kind_index_in_table in kind_indices_in_table
+            ),
             tuple(slots_by_kind),
         )
 
@@ -220,7 +229,7 @@ class Capture:
         bits_by_kind = []
         for hook_kind in kinds:
             vector_type_of_kind = self.vector_type(hook_kind)
-            x = intermediate(intermediates, hook_kind.intermediate)
+            x = intermediate(intermediates, hook_kind.intermediate_path)
             if x is None:
                 x = jnp.zeros(
                     (*row_and_token_counts, vector_type_of_kind.width), vector_type_of_kind.dtype

@@ -193,11 +193,11 @@ def _compute_block(
         )
         added_vectors_by_head = []
         for head_number in range(head_count):
-            value_differences = v_ref[head_number, token_slice].astype(jnp.float32)
-            value_differences -= chunk_decays[head_number] * key_state_products_by_head[head_number]
-            value_differences *= betas[token_slice, head_number, None]
+            values = v_ref[head_number, token_slice].astype(jnp.float32)
+            values_in_state = chunk_decays[head_number] * key_state_products_by_head[head_number]
+            right_hand_side = (values - values_in_state) * betas[token_slice, head_number, None]
             added_vectors = _product(
-                "IJ,JU->IU", inverse_by_head[head_number][:, token_slice], value_differences
+                "IJ,JU->IU", inverse_by_head[head_number][:, token_slice], right_hand_side
             )
             added_vectors_by_head.append(added_vectors)
             head_output = chunk_decays[head_number] * query_state_products_by_head[head_number]
@@ -276,7 +276,8 @@ def _indices() -> tuple[Array, Array, Array]:
     Returns:
         The row of each value in its matrix, (C, 2C) int32.
         The column of each value in its matrix, (C, 2C) int32.
-        The matrix of each value, (C, 2C) int32: 0 for the first matrix, CHUNK for the second.
+        The first column of each value's matrix in the array, (C, 2C) int32: 0 for the first matrix,
+            CHUNK for the second.
     """
     row_indices = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 0)
     column_indices_side_by_side = lax.broadcasted_iota(jnp.int32, (CHUNK, TWO_CHUNKS), 1)
@@ -301,8 +302,8 @@ def _side_by_side(x: Array) -> Array:
         The values side by side, (C, 2C). Values of pairs of tokens in different chunks are dropped.
         The value of a single token is repeated in all columns of its chunk.
     """
-    _, _, matrix_offsets = _indices()
-    return jnp.where(matrix_offsets == 0, x[:CHUNK], x[CHUNK:])
+    _, _, first_column_of_matrix = _indices()
+    return jnp.where(first_column_of_matrix == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
@@ -361,7 +362,7 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses side by side, (C, 2C).
     """
-    row_indices, column_indices, matrix_offsets = _indices()
+    row_indices, column_indices, first_column_of_matrix = _indices()
     inverses = (row_indices == column_indices).astype(jnp.float32)
     block_starts = row_indices & -SUBLANES
     for column_offset in range(SUBLANES - 1):
@@ -370,12 +371,14 @@ def _inverse(matrices: Array) -> Array:
         )
         elimination_factors = jnp.where(is_in_eliminated_column, matrices, 0)
         first_matrix_factors = jnp.sum(
-            jnp.where(matrix_offsets == 0, elimination_factors, 0), axis=1, keepdims=True
+            jnp.where(first_column_of_matrix == 0, elimination_factors, 0), axis=1, keepdims=True
         )
         second_matrix_factors = jnp.sum(
-            jnp.where(matrix_offsets == 0, 0, elimination_factors), axis=1, keepdims=True
+            jnp.where(first_column_of_matrix == 0, 0, elimination_factors), axis=1, keepdims=True
         )
-        row_factors = jnp.where(matrix_offsets == 0, first_matrix_factors, second_matrix_factors)
+        row_factors = jnp.where(
+            first_column_of_matrix == 0, first_matrix_factors, second_matrix_factors
+        )
         inverses -= row_factors * _repeat_row(inverses, column_offset)
     block_size = SUBLANES
     while block_size < CHUNK:
@@ -438,7 +441,7 @@ def _block_diagonal(x: Array) -> Array:
     Returns:
         The array, (2C, 2C).
     """
-    _, _, matrix_offsets = _indices()
+    _, _, first_column_of_matrix = _indices()
     return jnp.concatenate(
-        [jnp.where(matrix_offsets == 0, x, 0), jnp.where(matrix_offsets == 0, 0, x)]
+        [jnp.where(first_column_of_matrix == 0, x, 0), jnp.where(first_column_of_matrix == 0, 0, x)]
     )

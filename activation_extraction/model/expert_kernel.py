@@ -68,10 +68,10 @@ class Table(NamedTuple):
         row_count_by_tile: The number of rows of each tile, without padding, (tiles,) int32.
         token_by_row: The token of each row of a tile, (tiles, 1, ROWS) int32.
         weight_by_row: The routing weight of each row of a tile, (tiles, 1, ROWS) float32.
-        fetches_by_group: The rows of each group, (groups, 2, X * TOKENS) int32. Index 0 of the
-            second axis holds the number of each row among the rows of all tiles. Index 1 holds the
-            place of the row in the group's buffer of X * TOKENS rows. Rows that are fetched come
-            first.
+        row_numbers_and_places_by_group: The rows of each group, (groups, 2, X * TOKENS) int32.
+            Index 0 of the second axis holds the number of each row among the rows of all tiles.
+            Index 1 holds the place of the row in the group's buffer of X * TOKENS rows. Rows that
+            are fetched come first.
         fetch_count_by_group: The number of rows that are fetched for each group, (groups,) int32.
     """
 
@@ -80,7 +80,7 @@ class Table(NamedTuple):
     row_count_by_tile: Array
     token_by_row: Array
     weight_by_row: Array
-    fetches_by_group: Array
+    row_numbers_and_places_by_group: Array
     fetch_count_by_group: Array
 
 
@@ -116,13 +116,17 @@ def pallas_experts(
     weighted_expert_rows = _run_weighted(
         tile_and_group_table, stacks, _run_gated(tile_and_group_table, stacks, x)
     )
-    part_count = parts if len(tile_and_group_table.fetches_by_group) % parts == 0 else 1
-    fetches_by_part = jnp.split(tile_and_group_table.fetches_by_group, part_count)
+    part_count = (
+        parts if len(tile_and_group_table.row_numbers_and_places_by_group) % parts == 0 else 1
+    )
+    row_numbers_and_places_by_part = jnp.split(
+        tile_and_group_table.row_numbers_and_places_by_group, part_count
+    )
     fetch_counts_by_part = jnp.split(tile_and_group_table.fetch_count_by_group, part_count)
     sums_by_part = [
-        _run_added(weighted_expert_rows, part_fetches, part_fetch_counts)
-        for part_fetches, part_fetch_counts in zip(
-            fetches_by_part, fetch_counts_by_part, strict=True
+        _run_added(weighted_expert_rows, part_row_numbers_and_places, part_fetch_counts)
+        for part_row_numbers_and_places, part_fetch_counts in zip(
+            row_numbers_and_places_by_part, fetch_counts_by_part, strict=True
         )
     ]
     return jnp.concatenate(sums_by_part)[: len(x)]
@@ -159,10 +163,10 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     has_expert = (expert_by_row >= 0) & (expert_by_row < expert_count)
     expert_by_row = jnp.where(has_expert, expert_by_row, expert_count)
     expert_numbers = jnp.arange(expert_count)
-    places_in_tile = jnp.arange(ROWS)
+    row_indices_in_tile = jnp.arange(ROWS)
     # For each expert, the number of rows of padding that its last tile needs.
     padding_row_counts = -(expert_by_row[:, None] == expert_numbers).sum(axis=0) % ROWS
-    is_padding_row_needed = places_in_tile < padding_row_counts[:, None]
+    is_padding_row_needed = row_indices_in_tile < padding_row_counts[:, None]
     # The sizes of arrays must not depend on the routing, so there are ROWS rows of padding for each
     # expert. The last tile of an expert needs only some of them. This array contains the expert of
     # each row of padding that is needed, and `expert_count` for the other rows of padding.
@@ -216,7 +220,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
             is_row_fetched, row_numbers_in_expert_order // experts_per_token, 0
         ).reshape(-1, 1, ROWS),
         weight_by_row=routing_weights.reshape(-1, 1, ROWS),
-        fetches_by_group=jnp.concatenate([fetched_row_numbers, buffer_places], axis=1),
+        row_numbers_and_places_by_group=jnp.concatenate(
+            [fetched_row_numbers, buffer_places], axis=1
+        ),
         fetch_count_by_group=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )
 

@@ -33,7 +33,7 @@ OTHER_SCALES = re.compile(
     r"(.*[._])?(input|output|activation|prob|q|k|v|kv|cache)_(global_scale|scale|zero_point)"
 )
 # The dtypes of scales that are read, by their names in safetensors.
-SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+SCALE_DTYPE_NAMES = ("F32", "BF16", "F16", "F8_E8M0")
 # Supported quant_method in config.json -> the field with the number format of the weights, and the
 # values of this field that mean float8.
 METHODS = {
@@ -51,11 +51,11 @@ class Float8Format(NamedTuple):
 
     Attributes:
         block_size: The number of rows and the number of columns of a block.
-        scale_types: The dtypes that scales may have, by their names in safetensors.
+        scale_dtype_names: The dtypes that scales may have, by their names in safetensors.
     """
 
     block_size: tuple[int, int] = (128, 128)
-    scale_types: tuple[str, ...] = SCALE_TYPES
+    scale_dtype_names: tuple[str, ...] = SCALE_DTYPE_NAMES
 
 
 def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
@@ -123,8 +123,10 @@ def float8_format(raw: Mapping[str, Any], source: str) -> Float8Format | None:
             f"{source}: quantization_config: {block_sizes!r:.80} is not one size of blocks"
         )
     # With this scale_fmt, the scales may be stored as bytes, each of which is an exponent.
-    exponent_scale_types = ("U8",) if quantization_config.get("scale_fmt") == "ue8m0" else ()
-    return Float8Format((block_size[0], block_size[1]), SCALE_TYPES + exponent_scale_types)
+    exponent_scale_dtype_names = ("U8",) if quantization_config.get("scale_fmt") == "ue8m0" else ()
+    return Float8Format(
+        (block_size[0], block_size[1]), SCALE_DTYPE_NAMES + exponent_scale_dtype_names
+    )
 
 
 def _reject_transforms(quantization: Mapping[str, Any], source: str) -> None:
@@ -284,14 +286,14 @@ class Scales:
         values_per_scale_by_shape = _layouts(header_entry.shape, float8.block_size)
         scale_dtype = DTYPE_NAMES[scale_header_entry.dtype]
         if (
-            scale_dtype not in float8.scale_types
+            scale_dtype not in float8.scale_dtype_names
             or scale_header_entry.shape not in values_per_scale_by_shape
         ):
             raise InputError(
                 f"{scale_file.location}: tensor {scale_name} is {scale_dtype} of shape "
                 f"{scale_header_entry.shape}; scales of {header_entry.shape} in blocks of "
-                f"{float8.block_size} are read in {', '.join(float8.scale_types)} and have one of "
-                "the shapes "
+                f"{float8.block_size} are read in {', '.join(float8.scale_dtype_names)} and have "
+                "one of the shapes "
                 f"{', '.join(map(str, values_per_scale_by_shape))}"
             )
         values_per_scale = values_per_scale_by_shape[scale_header_entry.shape]

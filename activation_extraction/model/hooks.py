@@ -1,8 +1,9 @@
 """Declares the hooks of a model, and finds the hooks that a user asked for.
 
-A hook is a kind of hook at a layer. It has one canonical name, which TransformerLens uses. It may
-have other names in TransformerLens, and names as the input or output of a Hugging Face module. The
-hook table of a model lists its kinds of hooks. capture.py collects the values.
+A hook is a point in the model whose values can be stored. Hooks at the same point in several layers
+are of the same kind. A hook has one canonical name, which TransformerLens uses. It may have other
+names in TransformerLens, and names as the input or output of a Hugging Face module. The hook table
+of a model lists its kinds of hooks. capture.py collects the values.
 
 Names and meanings are the same as in TransformerLens with unprocessed weights. The values of
 `hook_normalized` are taken before the weight of the norm, and the values of `hook_out` after it.
@@ -50,7 +51,8 @@ from activation_extraction.model.model_config import ATTENTION, DENSE, LINEAR, S
 HEAD_SIZES = "HCZ"  # the letters that stand for head sizes
 # Value of --activation_type -> the name of its hook, without the prefix of the layer.
 ACTIVATION_TYPES = {"residual": "hook_resid_post", "attn": "hook_attn_out", "mlp": "hook_mlp_out"}
-PREDICTED = "predicted."  # prefix of `HookKind.intermediate` for values computed from the logits
+# Prefix of `HookKind.intermediate_path` for values that are computed from the logits.
+PREDICTED = "predicted."
 
 
 class VectorType(NamedTuple):
@@ -84,8 +86,9 @@ class HookKind:
             In addition, S is the number of tokens of a row, and Q the number of heads of the query
             projection, which may contain a gate for each head. The width of the hook is the product
             of these sizes and `width_factor`.
-        intermediate: The dotted path of the array to capture among the intermediates of a layer,
-            such as "attn.q": the names of the modules that contain the array, then its own name.
+        intermediate_path: The dotted path of the array to capture among the intermediates of a
+            layer, such as "attn.q": the names of the modules that contain the array, then its own
+            name.
         modules: The names of the same values in Hugging Face: module paths that end in ".input" or
             ".output".
         aliases: The other names in TransformerLens.
@@ -101,7 +104,7 @@ class HookKind:
 
     name: str
     letters: str
-    intermediate: str
+    intermediate_path: str
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     is_after_layers: bool = False
@@ -112,7 +115,7 @@ class HookKind:
     @property
     def is_prediction(self) -> bool:
         """Returns whether the values at hooks of this kind are computed from the logits."""
-        return self.intermediate.startswith(PREDICTED)
+        return self.intermediate_path.startswith(PREDICTED)
 
     @property
     def grows_with_row_length(self) -> bool:
@@ -178,13 +181,13 @@ class Hook(NamedTuple):
 
     Attributes:
         layer: The number of the layer.
-        kind_index: The index of the kind in the hook table. Kinds that a layer computes earlier
-            have smaller indices.
+        kind_index_in_table: The index of the kind in the hook table. Kinds that a layer computes
+            earlier have smaller indices.
         kind: The kind of the hook.
     """
 
     layer: int
-    kind_index: int
+    kind_index_in_table: int
     kind: HookKind
 
     @property
@@ -276,8 +279,8 @@ class HookTable:
             large: Whether to include hooks of large kinds (see `HookKind.is_large`).
         """
         return sorted(
-            Hook(layer, kind_index, hook_kind)
-            for kind_index, hook_kind in enumerate(self.kinds)
+            Hook(layer, kind_index_in_table, hook_kind)
+            for kind_index_in_table, hook_kind in enumerate(self.kinds)
             for layer in hook_kind.layers(depth, self.layer_types)
             if large or not hook_kind.is_large
         )
@@ -379,7 +382,7 @@ APART, INTERLEAVED = "apart", "interleaved"
 #   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,
 #   the canonical name, without the prefix "blocks.{}.",
 #   the letters of the width (see `HookKind.letters`),
-#   the path of the intermediate (see `HookKind.intermediate`),
+#   the path of the intermediate (see `HookKind.intermediate_path`),
 #   the names in Hugging Face, without the prefix "model.layers.{}.", separated by spaces,
 #   the aliases, without the prefix "blocks.{}.", separated by spaces.
 # fmt: off

@@ -28,9 +28,9 @@ from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.host_rows import rows_and_tokens, shards_of_host, to_host
 
 # A device gathers its kept tokens of a batch in blocks, and each block takes one call of `take`.
-# This is the largest number of blocks, which are needed if all tokens are kept. So a block has room
-# for the number of all tokens on the device divided by this number. If the number were larger,
-# blocks would contain less padding, but `take` would be called more often.
+# This is the largest number of blocks, which is reached if all tokens are kept. So a block has room
+# for the number of all tokens on the device divided by MAX_BLOCKS. With a larger number, blocks
+# would contain less padding, but `take` would be called more often.
 MAX_BLOCKS = 16
 
 

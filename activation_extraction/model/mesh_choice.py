@@ -212,7 +212,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def cheapest_mesh(
-    cost_model: CostModel, devices: Sequence[Any], device_memory: float | None
+    cost_model: CostModel, devices: Sequence[Any], device_memory_bytes: float | None
 ) -> MeshChoice:
     """Chooses the mesh for `--mesh_type auto`, by estimates of the duration of a step.
 
@@ -224,8 +224,8 @@ def cheapest_mesh(
     Args:
         cost_model: The model of the step's cost, which estimates the cost on each mesh.
         devices: The devices, ordered by host.
-        device_memory: The bytes of memory of each device. None if they are unknown, and then all
-            meshes are assumed to fit.
+        device_memory_bytes: The bytes of memory of each device. None if they are unknown, and then
+            all meshes are assumed to fit.
 
     Raises:
         InputError: If no mesh divides the rows of a step and the widths of the model.
@@ -234,11 +234,11 @@ def cheapest_mesh(
     fitting_costs = [
         cost
         for cost in step_costs
-        if device_memory is None or cost.memory_bytes <= USABLE * device_memory
+        if device_memory_bytes is None or cost.memory_bytes <= USABLE * device_memory_bytes
     ]
     if not fitting_costs:
         best_cost = min(step_costs, key=lambda cost: cost.memory_bytes)
-        memory_in_words = _memory_in_words(best_cost, device_memory)
+        memory_in_words = _memory_in_words(best_cost, device_memory_bytes)
         return MeshChoice(
             best_cost.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
         )
@@ -247,7 +247,7 @@ def cheapest_mesh(
         cost for cost in fitting_costs if cost.seconds <= SIMILAR_FACTOR * shortest_seconds
     ]
     best_cost = min(similar_costs, key=_weight_splits)
-    return MeshChoice(best_cost.layout.shape, _reason(best_cost, device_memory))
+    return MeshChoice(best_cost.layout.shape, _reason(best_cost, device_memory_bytes))
 
 
 def _weight_splits(cost: StepCost) -> list[int]:
@@ -320,15 +320,15 @@ def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
         yield {axis: size for axis, size in size_of_axis.items() if size > 1 or axis == "data"}
 
 
-def _reason(best_cost: StepCost, device_memory: float | None) -> str:
+def _reason(best_cost: StepCost, device_memory_bytes: float | None) -> str:
     """Returns the reasons for the choice of a mesh in one line.
 
     Args:
         best_cost: The cost of a step on this mesh.
-        device_memory: The bytes of memory of each device. None if they are unknown.
+        device_memory_bytes: The bytes of memory of each device. None if they are unknown.
     """
     mesh_shape = best_cost.layout.shape
-    reasons_for_mesh = [_memory_in_words(best_cost, device_memory)]
+    reasons_for_mesh = [_memory_in_words(best_cost, device_memory_bytes)]
     if mesh_shape.keys() == {"data"} and mesh_shape["data"] > 1:
         reasons_for_mesh.append("every device holds all weights and computes its own rows")
     if "fsdp" in mesh_shape:
@@ -346,8 +346,10 @@ def _reason(best_cost: StepCost, device_memory: float | None) -> str:
     return "; ".join(reasons_for_mesh)
 
 
-def _memory_in_words(cost: StepCost, device_memory: float | None) -> str:
-    memory_limit_text = "" if device_memory is None else f" of {device_memory / 1e9:.3g}"
+def _memory_in_words(cost: StepCost, device_memory_bytes: float | None) -> str:
+    memory_limit_text = (
+        "" if device_memory_bytes is None else f" of {device_memory_bytes / 1e9:.3g}"
+    )
     return f"about {cost.memory_bytes / 1e9:.2g}{memory_limit_text} GB per device"
 
 

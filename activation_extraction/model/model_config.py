@@ -51,7 +51,7 @@ DELTA_SIZES = {
     "values_per_key": "linear_num_value_heads",
     "key_size": "linear_key_head_dim",
     "value_size": "linear_value_head_dim",
-    "taps": "linear_conv_kernel_dim",
+    "convolution_taps": "linear_conv_kernel_dim",
 }
 
 
@@ -85,7 +85,7 @@ class DeltaNet:
         values_per_key: Number of value heads that share a key head.
         key_size: Size of a key head.
         value_size: Size of a value head.
-        taps: Number of tokens over which the convolution sums.
+        convolution_taps: Number of tokens over which the convolution sums.
         interleaved: Whether the checkpoint stores two input projections, whose rows are ordered by
             key head, as for Qwen3-Next. Otherwise it stores four, as for Qwen3.5.
     """
@@ -95,7 +95,7 @@ class DeltaNet:
     values_per_key: int  # number of value heads for each key head
     key_size: int
     value_size: int
-    taps: int
+    convolution_taps: int
     interleaved: bool = False
 
 
@@ -185,7 +185,7 @@ class ModelConfig:
             size_of_letter |= {
                 "O": num_value_heads * delta_net.value_size,
                 "I": 1,
-                "W": delta_net.taps,
+                "W": delta_net.convolution_taps,
             }
         return size_of_letter
 
@@ -661,8 +661,10 @@ def _experts(hf: Any, source: str) -> dict[str, Any]:
             f"mlp_only_layers {hf.mlp_only_layers}); such a model is not supported"
         )
     # Families whose configuration class lacks norm_topk_prob always renormalise.
-    is_renormalised = not hasattr(type(hf), "norm_topk_prob") or bool(hf.norm_topk_prob)
-    experts_config = _experts_config(hf, source, is_renormalised)
+    are_routing_weights_renormalised = not hasattr(type(hf), "norm_topk_prob") or bool(
+        hf.norm_topk_prob
+    )
+    experts_config = _experts_config(hf, source, are_routing_weights_renormalised)
     return {"experts": experts_config, "sparse_layers": sparse_layers}
 
 

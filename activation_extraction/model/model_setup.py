@@ -61,7 +61,7 @@ class StepRequest:
             tokens per row.
         has_several_hosts: Whether the run has several hosts. If so, weights from the hub are not
             kept in the cache of this host, because a host may need only some of the weights.
-        device_memory: Bytes of memory of a device. If the hosts' devices differ, the smallest
+        device_memory_bytes: Bytes of memory of a device. If the hosts' devices differ, the smallest
             number. None to use the memory of this host's first device.
         planned_devices: Devices of a machine that --plan describes. None for the devices of this
             machine.
@@ -73,7 +73,7 @@ class StepRequest:
     computing: ComputingOptions
     batch_shape: tuple[int, int]
     has_several_hosts: bool = False
-    device_memory: float | None = None
+    device_memory_bytes: float | None = None
     planned_devices: Sequence[Any] | None = None
     autoencoders: tuple[Autoencoder, ...] = ()
 
@@ -134,10 +134,10 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     if adapter is not None:
         # The adapter may also change tensors that this step need not read: the head, and the layers
         # after the last hook.
-        tensors_of_model = {HEAD}
+        tensor_names_of_model = {HEAD}
         for spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
-            tensors_of_model.update(spec.hf_names)
-        adapter.check_read(tensors_of_model)
+            tensor_names_of_model.update(spec.hf_names)
+        adapter.check_read(tensor_names_of_model)
     stored_hook_of_key, encoders = choose_hooks(request, model_config)
     return Forward(
         model,
@@ -236,11 +236,11 @@ def build_model(request: StepRequest, config: ModelConfig) -> tuple[HookedModel,
     def choose_automatically() -> MeshChoice:
         """Chooses the mesh for `--mesh_type auto`, by estimates of the duration of a step."""
         model = create_model_with_hooks(config, computed_hooks, model_dtype, activation_dtype)
-        device_memory = request.device_memory
-        if device_memory is None:
-            device_memory = memory_of((devices_of_this_host(devices) or devices)[0])
+        device_memory_bytes = request.device_memory_bytes
+        if device_memory_bytes is None:
+            device_memory_bytes = memory_of((devices_of_this_host(devices) or devices)[0])
         cost_model = CostModel(model, weight_table(model), num_rows_of_step, row_length, encoders)
-        return cheapest_mesh(cost_model, devices, device_memory)
+        return cheapest_mesh(cost_model, devices, device_memory_bytes)
 
     # Without data parallelism, each host uses one device, and the flags for the shape and the axes
     # of the mesh are ignored.

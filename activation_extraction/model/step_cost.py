@@ -104,15 +104,17 @@ class CostModel:
         for num_operations, dtype in self._operations:
             chip_at_dtype = at_dtype(chip, dtype, devices[0].platform)
             seconds_on_one_device += num_operations / chip_at_dtype.flops_per_second
-        speed_of_axis = {axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES}
-        exchange_seconds = self._bytes_along_model(layout) / speed_of_axis["model"]
-        exchange_seconds += self._bytes_along_expert(layout) / speed_of_axis["expert"]
+        bytes_per_second_of_axis = {
+            axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES
+        }
+        exchange_seconds = self._bytes_along_model(layout) / bytes_per_second_of_axis["model"]
+        exchange_seconds += self._bytes_along_expert(layout) / bytes_per_second_of_axis["expert"]
         return StepCost(
             layout,
             memory_bytes=self.memory_bytes(layout),
             product_seconds=seconds_on_one_device / layout.size(*AXES, "query"),
             hbm_seconds=self._moved_bytes(layout) / chip.memory_bandwidth,
-            gather_seconds=self._gathered_bytes(layout) / speed_of_axis["fsdp"],
+            gather_seconds=self._gathered_bytes(layout) / bytes_per_second_of_axis["fsdp"],
             exchange_seconds=exchange_seconds,
         )
 

@@ -113,11 +113,11 @@ def try_kernels(config: Any, layout: Layout, length: int, dtype: jnp.dtype) -> d
         trial_maker_of_kind["experts"] = partial(expert_trials, config, layout, dtype)
     if config.delta is not None:
         trial_maker_of_kind["delta_rule"] = partial(delta_trials, config, layout, dtype)
-    candidates_of_kind = candidates_for(jax.default_backend())
+    candidate_kernels_of_kind = candidates_for(jax.default_backend())
     tolerance = TOLERANCE[dtype.name]
     return {
         kernel_kind: choose_kernel(
-            kernel_kind, candidates_of_kind[kernel_kind], make_trials, tolerance
+            kernel_kind, candidate_kernels_of_kind[kernel_kind], make_trials, tolerance
         )
         for kernel_kind, make_trials in trial_maker_of_kind.items()
     }

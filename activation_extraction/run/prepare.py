@@ -116,11 +116,11 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     earlier_outputs = together(host, lambda: find_earlier_outputs(config, run_folders))
     commit_choice = together(host, lambda: choose_commit(config, earlier_outputs))
     model_commit = agree_on_commit(host, commit_choice)
-    device_memory = smallest_device_memory(config, host)
+    device_memory_bytes = smallest_device_memory(config, host)
     source_names = source_names_of_first_host(config, host)
 
     config = together(host, lambda: with_inputs_of_demo(config, run_folders.folder))
-    request = together(host, lambda: step_request(config, model_commit, device_memory))
+    request = together(host, lambda: step_request(config, model_commit, device_memory_bytes))
     forward = together(host, lambda: prepare_model(request), step_of)
     earlier_metadata = [metadata for _, metadata in earlier_outputs]
     metadata_facts: dict[str, Any] = {}
@@ -391,7 +391,7 @@ def with_inputs_of_demo(config: Config, folder: Path) -> Config:
 def step_request(
     config: Config,
     commit: str | None = None,
-    device_memory: float | None = None,
+    device_memory_bytes: float | None = None,
     planned: Sequence[Any] | None = None,
 ) -> StepRequest:
     """Returns the request for a step: the model, the hooks, the mesh and the shape of batches.
@@ -402,8 +402,8 @@ def step_request(
     Args:
         config: The configuration.
         commit: The git commit of the model on the hub. None to use --model_revision.
-        device_memory: The memory of each device in bytes. None for the memory that this host's
-            devices report.
+        device_memory_bytes: The memory of each device in bytes. None for the memory that this
+            host's devices report.
         planned: The devices of the machine that --plan names, on which a step is only estimated.
             None for this machine's devices.
 
@@ -427,7 +427,7 @@ def step_request(
         computing_options,
         (batch_size, tokens_per_row),
         has_several_hosts=config.hosts.multihost,
-        device_memory=device_memory,
+        device_memory_bytes=device_memory_bytes,
         planned_devices=planned,
         autoencoders=autoencoders_of_hooks,
     )

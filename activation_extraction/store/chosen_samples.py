@@ -68,12 +68,12 @@ class RunText:
     Attributes:
         decode: Function that takes token ids, int32 (tokens,), and returns their text without
             special tokens.
-        reread: Function that reads samples from the data set again, to get also the token ids that
-            the run did not store. None if the run stores all tokens.
+        reread_samples: Function that reads samples from the data set again, to get also the token
+            ids that the run did not store. None if the run stores all tokens.
     """
 
     decode: Callable[[np.ndarray], str]
-    reread: Reread | None
+    reread_samples: Reread | None
 
 
 @dataclass(frozen=True)
