@@ -31,7 +31,8 @@ BUCKET = "bucket"
 RATE = 200.0
 # The number of entries of a listing's page. Google, S3 and Azure use this number.
 PAGE_ENTRIES = 1000
-# The number of bytes that are sent before the server waits again to keep to the largest rate.
+# The number of bytes that the server sends at a time. It then waits as long as necessary to keep
+# below the largest rate.
 SENT_AT_ONCE = 2**20
 # The modification time of all files, as listings and as headers contain it.
 LISTED_DATE, HEADER_DATE = "2026-01-01T00:00:00.000Z", "Thu, 01 Jan 2026 00:00:00 GMT"

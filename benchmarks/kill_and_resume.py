@@ -245,12 +245,12 @@ class Sample(NamedTuple):
         ids_and_positions: Tuple of two lists: the ids of the stored tokens, and their positions in
             the sample, from 0.
         facts: Row of the sample in the table of samples.
-        values_of_hook: Key of a hook -> activations (tokens, width).
+        activations_by_hook_key: Key of a hook -> activations (tokens, width).
     """
 
     ids_and_positions: tuple[list[int], list[int]]
     facts: SampleFacts
-    values_of_hook: Mapping[Any, Any]
+    activations_by_hook_key: Mapping[Any, Any]
 
 
 def samples_in(*urls: object) -> dict[int, Sample]:
@@ -327,12 +327,12 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
     def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
         values_of_samples = [
-            samples[sample_number].values_of_hook[hook] for sample_number in undisturbed
+            samples[sample_number].activations_by_hook_key[hook] for sample_number in undisturbed
         ]
         return np.concatenate(values_of_samples).astype(np.float64)
 
     largest_deviation = 0.0  # largest difference at any hook, divided by the RMS at this hook
-    for hook in next(iter(undisturbed.values())).values_of_hook:
+    for hook in next(iter(undisturbed.values())).activations_by_hook_key:
         expected_values = values_at(hook, undisturbed)
         largest_difference = abs(values_at(hook, disturbed) - expected_values).max()
         root_mean_square = np.sqrt((expected_values**2).mean())

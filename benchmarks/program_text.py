@@ -157,15 +157,15 @@ class ProgramText:
         instructions: Instruction name -> instruction, for all computations.
         text: Text of the compiled program.
         mesh: Mesh axis -> size. Device numbers change slowest along the first axis.
-        fraction_by_layer_type: For each type of layer, the fraction of the model's layers that have
-            this type, in the order of the branches of the conditional that chooses the type.
+        fractions_of_layer_types: For each type of layer, the fraction of the model's layers that
+            have this type, in the order of the branches of the conditional that chooses the type.
     """
 
     def __init__(
         self,
         text: str,
         mesh: Mapping[str, int] | None = None,
-        fraction_by_layer_type: Sequence[float] = (),
+        fractions_of_layer_types: Sequence[float] = (),
         kernel_passes: KernelPasses = lambda _name, _shapes: None,
     ) -> None:
         """Parses the text of a program.
@@ -173,15 +173,15 @@ class ProgramText:
         Args:
             text: The text of the compiled program.
             mesh: Mesh axis -> size. None to leave out the mesh axes of collectives.
-            fraction_by_layer_type: For each type of layer, the fraction of the model's layers that
-                have this type, in the order of the branches of the conditional that chooses the
-                type. Empty if the program has no such conditional.
+            fractions_of_layer_types: For each type of layer, the fraction of the model's layers
+                that have this type, in the order of the branches of the conditional that chooses
+                the type. Empty if the program has no such conditional.
             kernel_passes: The function that returns how often a Pallas kernel reads and writes its
                 arrays (see `KernelPasses`).
         """
         self.text = text
         self.mesh = dict(mesh or {})
-        self.fraction_by_layer_type = fraction_by_layer_type
+        self.fractions_of_layer_types = fractions_of_layer_types
         self._count_kernel_passes = kernel_passes
         # On v6e, a computation that sorts runs in a thread of its own. The last line of the
         # computation names this thread.
@@ -315,11 +315,11 @@ class ProgramText:
         moves_of_branches = [
             self.moves(branch, channels_in_flight) for branch in instruction.branches
         ]
-        if len(moves_of_branches) != len(self.fraction_by_layer_type) or computation != self.body:
+        if len(moves_of_branches) != len(self.fractions_of_layer_types) or computation != self.body:
             return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
         average_moves: list[Move] = []
         for fraction_of_layers, branch_moves in zip(
-            self.fraction_by_layer_type, moves_of_branches, strict=True
+            self.fractions_of_layer_types, moves_of_branches, strict=True
         ):
             average_moves += [move.times(fraction_of_layers) for move in branch_moves]
         return average_moves

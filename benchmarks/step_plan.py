@@ -210,13 +210,13 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         for layer_type in sorted(num_layers_of_type)
         if layer_type in model_config.layer_types
     ]
-    fraction_by_layer_type = [layer_count / sum(layer_counts) for layer_count in layer_counts]
+    fractions_of_layer_types = [layer_count / sum(layer_counts) for layer_count in layer_counts]
     computed_share_of_pairs = 1 / program.layout.size("expert")
     count_passes_of_kernel = partial(
         passes_of_expert_kernel, computed_share_of_pairs=computed_share_of_pairs
     )
     return ProgramText(
-        compiled.as_text() or "", mesh.shape, fraction_by_layer_type, count_passes_of_kernel
+        compiled.as_text() or "", mesh.shape, fractions_of_layer_types, count_passes_of_kernel
     )
 
 
@@ -252,14 +252,14 @@ def passes_of_expert_kernel(
     ) = shapes
     num_full_tiles = computed_share_of_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
     # The last tile of each expert is half full on average.
-    computed_share = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
+    computed_share_of_rows = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:
         num_column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
-        num_reads_of_rows = num_column_blocks * computed_share
+        num_reads_of_rows = num_column_blocks * computed_share_of_rows
         return [1] * (len(shapes_before_last_weights) - 1) + [
             num_reads_of_rows,
             1 / num_layers,
-            computed_share,
+            computed_share_of_rows,
         ]
     num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
     *shapes_before_tokens, token_shape, _gate_weights = shapes_before_last_weights
@@ -268,7 +268,7 @@ def passes_of_expert_kernel(
         num_reads_of_tokens,
         1 / num_layers,
         1 / num_layers,
-        computed_share,
+        computed_share_of_rows,
     ]
 
 

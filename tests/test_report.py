@@ -54,7 +54,7 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         np.testing.assert_allclose(found.norms, expected, rtol=1e-5)
         assert found.largest_norm_tokens[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
-        assert found.by_position[4] == pytest.approx(np.median(fours), rel=1e-5)
+        assert found.median_norm_by_position_range[4] == pytest.approx(np.median(fours), rel=1e-5)
 
 
 def test_the_page_is_one_file_with_every_section(run, capsys):

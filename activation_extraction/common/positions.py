@@ -32,12 +32,13 @@ class Positions:
     turn of a conversation. The attributes of the other kinds have their default values.
 
     Attributes:
-        start: Start of the slice, which may be negative. For a rule with `random_count`, the first
-            position that can be chosen, counted from 0. None for the first position of the sample.
+        start: Start of the slice, which may be negative. For a rule with `num_random_positions`,
+            the first position that can be chosen, counted from 0. None for the first position of
+            the sample.
         stop: End of the slice, exclusive, which may be negative. None for the end of the sample.
         step: Step of the slice, positive.
-        random_count: Number of positions to choose at random. If there are fewer positions from
-            `start` on, all of them are kept. None for a rule of another kind.
+        num_random_positions: Number of positions to choose at random. If there are fewer positions
+            from `start` on, all of them are kept. None for a rule of another kind.
         probability: Probability with which a position is kept, between 0 and 1. None for a rule of
             another kind.
         seed: Seed of the random choice.
@@ -47,7 +48,7 @@ class Positions:
     start: int | None = None  # start of the slice of positions
     stop: int | None = None  # end of the slice, exclusive
     step: int = 1  # step of the slice
-    random_count: int | None = None
+    num_random_positions: int | None = None
     probability: float | None = None  # probability with which a position is kept
     seed: int = 0
     last_of_turn: bool = False
@@ -63,8 +64,8 @@ class Positions:
         """
         if self.probability is not None:
             return self.probability * length
-        if self.random_count is not None:
-            return min(self.random_count, len(range(length)[self.start :]))
+        if self.num_random_positions is not None:
+            return min(self.num_random_positions, len(range(length)[self.start :]))
         return len(range(length)[self.start : self.stop : self.step])
 
     def may_keep(self, longest: int) -> bool:
@@ -90,9 +91,9 @@ class Positions:
         """Returns the rule in its canonical spelling, which `parse_positions` reads back."""
         if self.last_of_turn:
             return LAST_OF_TURN
-        if self.random_count is not None:
+        if self.num_random_positions is not None:
             start_suffix = "" if self.start is None else f":{self.start}"
-            return f"random:{self.random_count}:{self.seed}{start_suffix}"
+            return f"random:{self.num_random_positions}:{self.seed}{start_suffix}"
         if self.probability is not None:
             return f"random:{self.probability!r}:{self.seed}"
         if self == Positions():
@@ -139,7 +140,7 @@ def parse_positions(typed: str) -> Positions:
         )
         if token_count < 1:
             raise FlagValueError(f"{typed}: keeps no token; give at least 1")
-        return Positions(start=first_position or None, random_count=token_count, seed=seed)
+        return Positions(start=first_position or None, num_random_positions=token_count, seed=seed)
     if probability_rule_match := RANDOM_FRACTION.fullmatch(typed):
         probability = float(probability_rule_match[1])
         if not 0 < probability < 1:

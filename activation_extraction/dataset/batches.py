@@ -40,8 +40,8 @@ MAX_READ_BYTES = 8 * 2**20
 # only be read whole, so most bytes that are read for a smaller chunk would belong to other chunks.
 MIN_READ_BYTES = 2 * 2**20
 # Largest number of bytes of each hook in a chunk, if a run is in a bucket and tokens stay in order.
-# Each chunk also needs requests for its token ids and positions, so chunks that need not be small
-# for shuffling are larger.
+# It is larger than MAX_READ_BYTES, because each chunk also needs requests for its token ids and
+# positions, so larger chunks need fewer requests. Shuffling needs many small chunks.
 MAX_ORDERED_READ_BYTES = 14 * 2**20
 # Smallest number of chunks in a shuffled buffer, so that tokens from many parts of the data mix.
 MIN_SHUFFLED_CHUNKS = 32
@@ -340,7 +340,7 @@ class Batches(Iterator[T]):
             1,
         )
         chunks = token_sources[0].chunks()
-        num_chunks_ahead = 1
+        num_chunks_read_at_once = 1
         if are_read_by_ranges:
             tokens_per_block_of_chunks = [
                 token_sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
@@ -367,7 +367,7 @@ class Batches(Iterator[T]):
             chunks = smaller_chunks
         elif not are_local:
             max_bytes_read_ahead = MAX_REQUESTS * MAX_READ_BYTES
-            num_chunks_ahead = max(
+            num_chunks_read_at_once = max(
                 min(
                     MAX_REQUESTS // hook_count,
                     max_bytes_read_ahead // (tokens_per_chunk * row_bytes),
@@ -379,7 +379,7 @@ class Batches(Iterator[T]):
         num_window_tokens = batch_options.buffer // 2 // batch_options.size * batch_options.size
         max_window_tokens = min(num_window_tokens, sum(map(len, chunks)))
         return Windows(
-            chunks, self._make_reader(), num_chunks_ahead, max_window_tokens, shuffle_seed
+            chunks, self._make_reader(), num_chunks_read_at_once, max_window_tokens, shuffle_seed
         )
 
     def _check_selection(self) -> None:

@@ -157,7 +157,7 @@ class ActivationDataset(Samples):
 
     def __len__(self) -> int:
         """Returns the number of samples."""
-        return self.shards.first_sample_by_shard[-1]
+        return self.shards.first_sample_index_by_shard[-1]
 
     def __repr__(self) -> str:
         return (

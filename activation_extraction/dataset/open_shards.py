@@ -101,8 +101,8 @@ class OpenShards:
             itself) and the commit of the shard.
         hooks: Dtype, width and encoding of every hook that is read, by the name of the hook.
         commits: Commits of the shards, in their order.
-        first_sample_by_shard: For each shard, the index of its first sample in the run. One further
-            item at the end is the number of all samples.
+        first_sample_index_by_shard: For each shard, the index of its first sample in the run. One
+            further item at the end is the number of all samples.
         can_read_ranges: Whether a range of rows can be read from every shard without reading the
             whole shard. False if a shard is a pickle.
         table: Function that takes the number of a shard and returns the table of its samples.
@@ -118,7 +118,7 @@ class OpenShards:
 
     def __post_init__(self) -> None:
         self.commits = [commit for _, commit in self.shards]
-        self.first_sample_by_shard = [0, *accumulate(commit.count for commit in self.commits)]
+        self.first_sample_index_by_shard = [0, *accumulate(commit.count for commit in self.commits)]
         self.can_read_ranges = all(map(read_by_ranges, self.commits))
         self._check_sizes()
         self._values_by_column: dict[str, np.ndarray] = {}
@@ -204,7 +204,7 @@ class OpenShards:
         Args:
             sample: Index of the sample in the run, in the order of the shards.
         """
-        return bisect_right(self.first_sample_by_shard, sample) - 1
+        return bisect_right(self.first_sample_index_by_shard, sample) - 1
 
     def facts(self, sample: int) -> SampleFacts:
         """Returns the facts of a sample, such as its row and its id, from the table of its shard.
@@ -213,7 +213,7 @@ class OpenShards:
             sample: Index of the sample in the run, in the order of the shards.
         """
         shard_number = self.shard_of(sample)
-        index_in_shard = sample - self.first_sample_by_shard[shard_number]
+        index_in_shard = sample - self.first_sample_index_by_shard[shard_number]
         sample_row = self.sample_table(shard_number).slice(index_in_shard, 1)
         return stored_samples(sample_row)[0].facts
 
@@ -233,7 +233,7 @@ class OpenShards:
                 shard_sample_idx = self.sample_table(shard_number)["sample_idx"].to_numpy()
                 index_in_shard = int(np.searchsorted(shard_sample_idx, sample_idx))
                 if shard_sample_idx[index_in_shard] == sample_idx:
-                    return self.first_sample_by_shard[shard_number] + index_in_shard
+                    return self.first_sample_index_by_shard[shard_number] + index_in_shard
         return None
 
     def read_all(self, read: Callable[[int], T]) -> Iterator[T]:

@@ -420,21 +420,23 @@ def _partners(
     first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
     # One integer for each token. Its upper 32 bits are the index of the token's sample in the first
     # run, and its lower 32 bits are the token's position.
-    sample_and_position_numbers = (
+    packed_sample_and_position_of_token = (
         first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
     )
-    partner_rows = np.full(len(sample_and_position_numbers), -1)
+    partner_rows = np.full(len(packed_sample_and_position_of_token), -1)
     partner_batches = list[TokenBatch]()
     for chunks_of_shard in other_source.by_shard(other_run_samples):
         other_run_tokens = other_source.tokens(chunks_of_shard)
         sample_index_of_token = first_run_samples[
             np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
         ]
-        other_sample_and_position_numbers = (
+        packed_sample_and_position_of_other_token = (
             sample_index_of_token << 32 | other_run_tokens.tokens.position
         )
         _, first_run_indices, other_run_indices = np.intersect1d(
-            sample_and_position_numbers, other_sample_and_position_numbers, return_indices=True
+            packed_sample_and_position_of_token,
+            packed_sample_and_position_of_other_token,
+            return_indices=True,
         )
         common_tokens = (
             first_run_tokens.tokens.map(itemgetter(first_run_indices)),

@@ -298,7 +298,7 @@ class Block(NamedTuple):
     """
 
     tokens: TokenBatch
-    wanted_rows: np.ndarray
+    wanted_rows: np.ndarray  # indices of the wanted tokens in `tokens`
 
 
 def copy_rows(block: Block, target_indices: np.ndarray, target: TokenBatch) -> None:

@@ -231,7 +231,7 @@ class TokenSource:
         Args:
             samples: Indices of the samples in the run.
         """
-        sample_mask = np.isin(np.arange(self.shards.first_sample_by_shard[-1]), samples)
+        sample_mask = np.isin(np.arange(self.shards.first_sample_index_by_shard[-1]), samples)
         if self.sample_mask is not None:
             sample_mask &= self.sample_mask
         return replace(self, sample_mask=sample_mask)
@@ -249,13 +249,15 @@ class TokenSource:
 
         Shards in which `sample_mask` selects no sample are left out.
         """
-        first_sample_by_shard = self.shards.first_sample_by_shard
+        first_sample_index_by_shard = self.shards.first_sample_index_by_shard
         return [
             self.whole(shard_number)
             for shard_number, _ in enumerate(self.shards.commits)
             if self.sample_mask is None
             or self.sample_mask[
-                first_sample_by_shard[shard_number] : first_sample_by_shard[shard_number + 1]
+                first_sample_index_by_shard[shard_number] : first_sample_index_by_shard[
+                    shard_number + 1
+                ]
             ].any()
         ]
 
@@ -269,12 +271,12 @@ class TokenSource:
             A list of the chunks of a shard. Samples that are adjacent in the shard form one chunk.
         """
         shard_number_by_sample = (
-            np.searchsorted(self.shards.first_sample_by_shard, samples, "right") - 1
+            np.searchsorted(self.shards.first_sample_index_by_shard, samples, "right") - 1
         )
         for shard_number in np.unique(shard_number_by_sample).tolist():
             sample_indices_in_shard = (
                 samples[shard_number_by_sample == shard_number]
-                - self.shards.first_sample_by_shard[shard_number]
+                - self.shards.first_sample_index_by_shard[shard_number]
             )
             with as_os_errors():
                 token_offsets = self.shards.get(shard_number).offsets
@@ -329,7 +331,7 @@ class TokenSource:
                 for field_name, range_values in range_values_by_field.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **values_by_field)
-            sample_index_of_token += self.shards.first_sample_by_shard[shard_number]
+            sample_index_of_token += self.shards.first_sample_index_by_shard[shard_number]
             is_wanted = tokens.position >= self.options.skip_first
             if self.sample_mask is not None:
                 is_wanted &= self.sample_mask[sample_index_of_token]

@@ -65,10 +65,10 @@ class Position:
         taken: Number of tokens of this window that are in earlier batches.
     """
 
-    window: int = 0
-    chunk: int = 0
+    window: int = 0  # number of the window
+    chunk: int = 0  # index of the window's first chunk
     row: int = 0  # number of wanted tokens of the chunk in earlier windows
-    taken: int = 0
+    taken: int = 0  # number of tokens of the window in earlier batches
 
 
 class Window(NamedTuple):
@@ -95,14 +95,14 @@ class Windows:
         chunks: Ranges of the tokens of shards to read, in order.
         read: Function that reads a chunk and returns a tuple of blocks (arrays of tokens), one for
             each of the runs that are read side by side.
-        num_chunks_ahead: Number of chunks that are read at the same time.
+        num_chunks_read_at_once: Number of chunks that are read at the same time.
         max_tokens: Number of tokens in a window; the last window may have fewer.
         seed: Seed for shuffling the tokens of a window. None to keep their order.
     """
 
     chunks: Sequence[Chunk]
     read: Callable[[Chunk], tuple[Block, ...]]
-    num_chunks_ahead: int
+    num_chunks_read_at_once: int
     max_tokens: int
     seed: int | None
 
@@ -121,7 +121,7 @@ class Windows:
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
         self._window_batches_by_parity: tuple[list[TokenBatch], ...] = [], []
-        thread_pool = ThreadPoolExecutor(1 + self.num_chunks_ahead, "read-ahead")
+        thread_pool = ThreadPoolExecutor(1 + self.num_chunks_read_at_once, "read-ahead")
         try:
             future_of_next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
             while (window := future_of_next_window.result()) is not None:
@@ -221,7 +221,7 @@ class Windows:
         """
         self._future_by_chunk_index.pop(chunk_index - 1, None)
         for next_index in range(
-            chunk_index, min(chunk_index + self.num_chunks_ahead, len(self.chunks))
+            chunk_index, min(chunk_index + self.num_chunks_read_at_once, len(self.chunks))
         ):
             if next_index not in self._future_by_chunk_index:
                 self._future_by_chunk_index[next_index] = thread_pool.submit(

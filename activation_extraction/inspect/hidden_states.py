@@ -61,13 +61,13 @@ class StoredRow:
         token_ids: Token ids of the sample, int64 (tokens,).
         states_by_layer: Hidden states of each layer in the stored dtype, (states, width). There is
             a state for each token, unless the file is wrong.
-        scales: Scale of each token, by which its float8 values in all layers are multiplied,
-            float32 (states, 1). None if the states are not float8.
+        scale_of_token: Scale of each token, by which its float8 values in all layers are
+            multiplied, float32 (states, 1). None if the states are not float8.
     """
 
     token_ids: np.ndarray
     states_by_layer: Sequence[np.ndarray]
-    scales: np.ndarray | None = None
+    scale_of_token: np.ndarray | None = None  # None if the states are not float8
 
     @property
     def dtype(self) -> str:
@@ -87,7 +87,9 @@ class StoredRow:
             layer: Index of the layer in the file.
         """
         float32_states = self.states_by_layer[layer].astype(np.float32)
-        return float32_states if self.scales is None else float32_states * self.scales
+        return (
+            float32_states if self.scale_of_token is None else float32_states * self.scale_of_token
+        )
 
     def as_if_stored(self, values: np.ndarray, first_state: int) -> np.ndarray:
         """Rounds recomputed values to float8 as the file does, if the file contains float8 values.
@@ -103,9 +105,9 @@ class StoredRow:
         Returns:
             The values, float32 (tokens, width). They are unchanged if the file is not float8.
         """
-        if self.scales is None:
+        if self.scale_of_token is None:
             return values
-        token_scales = self.scales[first_state : first_state + len(values)]
+        token_scales = self.scale_of_token[first_state : first_state + len(values)]
         clipped_values = np.clip(values / token_scales, -LARGEST_FLOAT8, LARGEST_FLOAT8)
         return clipped_values.astype(VALUE_DTYPE).astype(np.float32) * token_scales
 

@@ -26,6 +26,8 @@ SMALLEST_VALUE = 1e-5  # values of this or a smaller magnitude are left out, as 
 # Dtype of a file while it is being written. Each entry is the value of the feature `latent` at the
 # token at `position` in the row `row`.
 ENTRY = np.dtype([("row", "u4"), ("position", "u4"), ("latent", "u4"), ("value", "f4")])
+# A range of features: its first feature, and the feature after its last one.
+FeatureRange = tuple[int, int]
 
 
 class DelphiFormat(ExportFormat):
@@ -112,7 +114,7 @@ class DelphiFormat(ExportFormat):
         # Name of a hook -> range of features (first, stop) -> path of the file. While tokens
         # are read, a file contains values of the dtype ENTRY in the order of the tokens. After the
         # last token, the tensors of the format replace them.
-        path_by_range_by_hook: dict[str, dict[tuple[int, int], Path]] = {}
+        path_by_range_by_hook: dict[str, dict[FeatureRange, Path]] = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()
             path_by_range_by_hook[hook_name] = {}

@@ -105,11 +105,15 @@ def norms_by_position(axes: Axes, hooks: Sequence[HookReport], range_starts: Seq
     line_colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(hooks)))
     for line_color, hook_report in zip(line_colors, hooks, strict=True):
         layer_label = hook_report.layer if hook_report in (hooks[0], hooks[-1]) else None
-        axes.plot(hook_report.by_position, ".-", color=line_color, label=layer_label)
+        axes.plot(
+            hook_report.median_norm_by_position_range, ".-", color=line_color, label=layer_label
+        )
     axes.figure.legend(loc="outside upper center", ncols=2, title=_label(hooks))
     axes.set(xlabel="position in the document", ylabel="median norm")
     axes.set_xticks(range(len(range_starts)), [str(range_start) for range_start in range_starts])
-    _norm_scale(axes, np.stack([hook_report.by_position for hook_report in hooks]))
+    _norm_scale(
+        axes, np.stack([hook_report.median_norm_by_position_range for hook_report in hooks])
+    )
 
 
 @_image

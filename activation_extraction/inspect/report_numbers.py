@@ -216,7 +216,8 @@ class HookReport:
         layer: The number of the layer. `hook_number` if the kind is OTHER.
         norms: The quantiles of the norms: the 1 %, 25 %, 50 %, 75 % and 99 % quantiles and the
             largest norm (see LEVELS), float64 (6,).
-        by_position: The median norm in each range of `sample.position_ranges`, float64 (ranges,).
+        median_norm_by_position_range: The median norm in each range of `sample.position_ranges`,
+            float64 (ranges,).
         is_outlier_token: Whether the norm of each token is an outlier, bool (tokens,).
         largest_norm_tokens: The tokens with the largest norms, in groups of tokens with the same
             token id (see `largest_tokens`). A tuple contains the index of the group's token with
@@ -241,7 +242,7 @@ class HookReport:
             np.median(hook_norms[token_indices])
             for token_indices in sample.position_ranges.values()
         ]
-        self.by_position = np.array(median_norms)
+        self.median_norm_by_position_range = np.array(median_norms)
         self.is_outlier_token = hook_norms > OUTLIER * self.norms[MEDIAN]
         self.largest_norm_tokens = largest_tokens(sample, hook_norms)
         dimension_statistics = sampled_statistics.without_first_token

@@ -73,13 +73,13 @@ class HostState:
     samples: int = 0  # number of stored samples
     tokens: int = 0  # number of stored tokens
     bytes: int = 0
-    last_commit: float | None = None
+    last_commit: float | None = None  # Unix time of the last commit
     last_sign: float | None = None  # Unix time of the last write to the folder's log
     tokens_per_second: float | None = None
     utilisation: float | None = None  # this name is a key of aggregated_metadata.json
-    waited: dict[str, float] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited
     expected_end: float | None = None
-    share: float | None = None
+    share: float | None = None  # fraction of the limit that is stored
 
 
 def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int:
@@ -235,12 +235,12 @@ def shard_seconds(commits: Iterable[Commit]) -> Iterator[tuple[Commit, float]]:
         the times in the commits do not show how long it took.
     """
     # Unix time of the last commit of each process, by the Unix time at which the process began.
-    last_commit_by_start: dict[float, float] = {}
+    last_commit_time_by_process_start: dict[float, float] = {}
     for commit in sorted(commits, key=lambda commit: commit.committed):
-        shard_start_time = last_commit_by_start.get(commit.began, commit.began)
+        shard_start_time = last_commit_time_by_process_start.get(commit.began, commit.began)
         if commit.committed > shard_start_time:
             yield commit, commit.committed - shard_start_time
-        last_commit_by_start[commit.began] = commit.committed
+        last_commit_time_by_process_start[commit.began] = commit.committed
 
 
 def _pace(commits: list[Commit]) -> Pace | None:

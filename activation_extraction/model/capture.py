@@ -151,7 +151,8 @@ class Capture:
             length: The number of layers in a stage.
 
         Returns:
-            The plan, in which the slots of each kind have the shape (stages, layers of a stage).
+            The plan, in which the array of the slots of each kind has the shape (stages, layers of
+            a stage).
         """
         first_layer_by_stage = range(0, stages * length, length)
         stage_plans = [

@@ -288,7 +288,7 @@ def gated_delta_rule(
     arrays_of_tokens = q, k, v, log_decay[..., None], beta[..., None]
     chunks = _prepare(*map(_in_chunks, (*arrays_of_tokens, segment_ids[..., None])))
     initial_state = jnp.zeros(
-        (*chunks.initial_vectors.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
+        (*chunks.added_vectors_from_zero_state.shape[1:4], k.shape[-1], v.shape[-1]), jnp.float32
     )
     _, chunk_outputs = lax.scan(_step, initial_state, chunks)
     chunk_outputs = jnp.moveaxis(chunk_outputs, (0, 4), (1, 2))  # shape (B, N, C, K, G, U)
@@ -337,18 +337,19 @@ class _Chunks(NamedTuple):
     J), D key size, U value size.
 
     Attributes:
-        initial_vectors: The vectors that tokens would add if S were zero before the chunk,
-            (N, B, K, G, C, U).
+        added_vectors_from_zero_state: The vectors that tokens would add if S were zero before the
+            chunk, (N, B, K, G, C, U).
         state_readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D).
-            The products of the first C rows are subtracted from `initial_vectors`, which gives the
-            vectors that the tokens add. The products of the other C rows are added to the outputs.
+            The products of the first C rows are subtracted from `added_vectors_from_zero_state`,
+            which gives the vectors that the tokens add. The products of the other C rows are added
+            to the outputs.
         output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
         decayed_keys: The key of each token, multiplied by the decay from this token to the end of
             the chunk, (N, B, K, G, C, D).
         state_decay: The fraction of S before the chunk that is left after it, (N, B, K, G, 1, 1).
     """
 
-    initial_vectors: Array
+    added_vectors_from_zero_state: Array
     state_readers: Array
     output_factors: Array
     decayed_keys: Array
@@ -382,10 +383,13 @@ def _prepare(
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    # The vectors that tokens add to S are initial_vectors - state_readers_of_vectors @ S.
-    initial_vectors, state_readers_of_vectors = jnp.split(solution, [v.shape[-1]], axis=-1)
+    # The vectors that tokens add to S are added_vectors_from_zero_state - state_readers_of_vectors
+    # @ S.
+    added_vectors_from_zero_state, state_readers_of_vectors = jnp.split(
+        solution, [v.shape[-1]], axis=-1
+    )
     return _Chunks(
-        initial_vectors=initial_vectors,
+        added_vectors_from_zero_state=added_vectors_from_zero_state,
         state_readers=jnp.concatenate(
             [state_readers_of_vectors, decay_since_chunk_begin * q], axis=-2
         ),
@@ -492,7 +496,7 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
     """
     reader_products = einsum("BKGCD,BKGDU->BKGCU", chunk.state_readers, state)
     subtracted_vectors, state_outputs = jnp.split(reader_products, 2, axis=3)
-    added_vectors = chunk.initial_vectors - subtracted_vectors
+    added_vectors = chunk.added_vectors_from_zero_state - subtracted_vectors
     token_outputs = state_outputs + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
     )

@@ -87,9 +87,10 @@ class Table(NamedTuple):
 def pallas_experts(
     x: Array, routing_weights: Array, chosen_experts: Array, stacks: Stacks, parts: int = 1
 ) -> Array:
-    """Computes the weighted sum of each token's experts with three kernels, except in float32.
+    """Computes the weighted sum of each token's experts with three kernels for TPUs.
 
-    float32, and sizes D or M that are not multiples of LANES, are left to `ragged_experts`.
+    The kernels cannot compute in float32, or with sizes D or M that are not multiples of LANES. In
+    these cases, `ragged_experts` computes the sums instead.
 
     Letters: M width of an expert, X experts of a token.
 

@@ -82,9 +82,10 @@ def route(logits: Array, count: int, renormalise: bool) -> tuple[Array, Array]:
         renormalise: Whether to divide the weights of a token's experts by their sum.
 
     Returns:
-        The weights of the chosen experts, (B, T, X) float32. They are rounded to the dtype of the
-        logits, as in transformers.
-        The numbers of the chosen experts, (B, T, X) int32.
+        A tuple of:
+            The weights of the chosen experts, (B, T, X) float32. They are rounded to the dtype of
+                the logits, as in transformers.
+            The numbers of the chosen experts, (B, T, X) int32.
     """
     routing_weights, chosen_experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), count)
     if renormalise:
@@ -263,19 +264,19 @@ def _sum_in_ring(
         ]
         return lax.ppermute(arrays, "expert", sender_receiver_pairs)
 
-    halves_by_direction = []
+    half_arrays_by_direction = []
     for half_slice, ring_shift in half_slices_and_shifts:
-        halves_by_part = [
+        half_arrays_by_part = [
             [token_array[half_slice] for token_array in (x, routing_weights, chosen_experts)]
         ]
         for _ in range(1, device_count):
-            halves_by_part.append(hop(halves_by_part[-1], ring_shift))
-        halves_by_direction.append(halves_by_part)
+            half_arrays_by_part.append(hop(half_arrays_by_part[-1], ring_shift))
+        half_arrays_by_direction.append(half_arrays_by_part)
     # The arrays of each half (its tokens, their routing weights and their chosen experts), in the
     # order: first half of part 0, second half of part 0, first half of part 1, and so on.
     half_arrays_in_order: list[list[Array]] = []
-    for halves_of_part in zip(*halves_by_direction, strict=True):
-        half_arrays_in_order.extend(halves_of_part)
+    for half_arrays_of_part in zip(*half_arrays_by_direction, strict=True):
+        half_arrays_in_order.extend(half_arrays_of_part)
     x, routing_weights, chosen_experts = (
         jnp.concatenate(half_arrays) for half_arrays in zip(*half_arrays_in_order, strict=True)
     )

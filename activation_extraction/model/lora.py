@@ -87,7 +87,7 @@ class Change(NamedTuple):
     has_exchanged_factors: bool = False
     expert_number: int = 0
     expert_count: int = 1
-    first_row_of_b: int = 0
+    first_row_of_b: int = 0  # index of the row of B for row 0 of the tensor
     is_transposed: bool = False
 
 

@@ -136,23 +136,23 @@ class Rope:
         if self.blended_range is None:
             return divided_frequencies
         blend_start, blend_end = self.blended_range
-        share_of_undivided_frequency: np.ndarray
+        weights_of_undivided_frequencies: np.ndarray
         if self.rope_type == "llama3":
             turns_of_frequencies = (
                 np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
             )
-            share_of_undivided_frequency = (turns_of_frequencies - blend_start) / (
+            weights_of_undivided_frequencies = (turns_of_frequencies - blend_start) / (
                 blend_end - blend_start
             )
         else:
             frequency_indices = np.arange(num_rotated_dims // 2, dtype=np.float32)
-            share_of_undivided_frequency = 1 - (frequency_indices - blend_start) / (
+            weights_of_undivided_frequencies = 1 - (frequency_indices - blend_start) / (
                 blend_end - blend_start
             )
-        share_of_undivided_frequency = np.clip(share_of_undivided_frequency, 0, 1)
+        weights_of_undivided_frequencies = np.clip(weights_of_undivided_frequencies, 0, 1)
         return (
-            divided_frequencies * (1 - share_of_undivided_frequency)
-            + undivided_frequencies * share_of_undivided_frequency
+            divided_frequencies * (1 - weights_of_undivided_frequencies)
+            + undivided_frequencies * weights_of_undivided_frequencies
         )
 
 
@@ -289,8 +289,7 @@ def _llama3_turns(rope: Mapping[str, Any], source: str) -> tuple[float, float]:
         source: The path of config.json, for messages.
 
     Returns:
-        The lowest number of turns in the range.
-        The highest number of turns in the range.
+        A tuple of the lowest and the highest number of turns in the range.
 
     Raises:
         InputError: If a number is missing or unusable, or if the lowest number is not below the

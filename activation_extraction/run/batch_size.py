@@ -27,7 +27,7 @@ DEFAULT_ROWS = 8  # rows of a host per step on accelerators, without --batch_siz
 # Largest number of rows of a host that --batch_size auto tries. Each try compiles the step.
 MOST_ROWS = 512
 # Number of steps whose activations must fit in a host's memory together, because the activations of
-# one step are received while those of others wait to be stored.
+# one step are received while the activations of earlier steps wait to be stored.
 STEPS_ON_HOST = 4
 
 
@@ -112,13 +112,15 @@ def fit_rows(
         "mesh": forward.layout.shape,
     }
     recorded_batch_sizes = [metadata.get("auto_batch_size") or {} for metadata in earlier]
-    recorded_rows_for_same_devices = [
+    recorded_row_counts_for_same_devices = [
         recorded_batch_size["rows"]
         for recorded_batch_size in recorded_batch_sizes
         if device_and_mesh.items() <= recorded_batch_size.items()
     ]
-    recorded_rows_of_hosts = gather(host, min(recorded_rows_for_same_devices, default=None))
-    num_recorded_rows = min(filter(None, recorded_rows_of_hosts), default=None)
+    recorded_row_count_by_host = gather(
+        host, min(recorded_row_counts_for_same_devices, default=None)
+    )
+    num_recorded_rows = min(filter(None, recorded_row_count_by_host), default=None)
 
     def prepare(num_rows: int) -> Forward:
         request_with_rows = replace(request, batch_shape=(num_rows, request.batch_shape[1]))

@@ -458,7 +458,8 @@ def explain_abort(host: Host, message: str) -> Iterator[None]:
         start_new_session=True,  # Ctrl-C in the terminal must not end this process
     )
     try:
-        # Ctrl-C raises an exception, so that `finally` ends the helper before it prints a message.
+        # Ctrl-C raises an exception, so that `finally` ends the helper process before that process
+        # prints its message.
         with raise_on_ctrl_c():
             yield
     finally:
@@ -552,9 +553,9 @@ class Lockstep:
 
     @property
     def votes(self) -> tuple[bool, bool, bool]:
-        """The votes of this host, which are sent with the step of the batch that was yielded last.
+        """The votes by which the hosts decide together whether to take another step (see `learn`).
 
-        A tuple of:
+        They are sent with the step of the batch that was yielded last. A tuple of:
             Whether this host has data.
             Whether it was asked to stop.
             Whether it failed.

@@ -75,8 +75,9 @@ def _autoencoder_digest(forward: Forward) -> str:
         return ""
     autoencoder_digest_lines = []
     for encoder in forward.encoders:
-        # k, the number of active features of a token, is part of the digest, because the files may
-        # not contain k: it may only be part of the folder's name.
+        # The digest also includes k, the number of active features of a token, because the files of
+        # some autoencoders do not contain k, which is then read from the name of their folder or
+        # repository.
         files_digest = digest_fingerprints(encoder.autoencoder.files)
         autoencoder_digest_lines.append(
             f"{encoder.source_hook.name} {encoder.autoencoder.k} {files_digest}\n"

@@ -111,7 +111,7 @@ def open_dataset(
 def _recorded_metadata(
     data_description: str, earlier_metadata: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], str]:
-    """Finds the stored metadata that belongs to a data set, and the revision that it records.
+    """Finds the stored metadata of a data set, and the revision of the data set that it records.
 
     Metadata of another data set is left out without an error. In this case, this process fails
     later, when the identity of its run is compared with the stored identity.
@@ -122,7 +122,7 @@ def _recorded_metadata(
 
     Returns:
         A tuple of:
-            The metadata that names this data set.
+            The list of the metadata that names this data set.
             The revision of the data set in the first such metadata; "" if no metadata names this
                 data set.
     """
@@ -201,15 +201,16 @@ def _open_mixture(
     for name_and_revision in recorded_revisions.split():
         source_name, source_revision = name_and_revision.rsplit("@", 1)
         revision_by_source[source_name] = source_revision
-    files_of_path_sources = []
+    # All files of the mixture. The name of each file begins with the number of its source.
+    files_with_source_numbers = []
     for source_number, (source_text, _) in enumerate(sources_and_weights):
         if is_path(source_text):
             for data_file in list_files(source_text):
-                files_of_path_sources.append(
+                files_with_source_numbers.append(
                     replace(data_file, name=f"{source_number}/{data_file.name}")
                 )
-    refuse_repeated(files_of_path_sources)
-    files_of_mixture = DataFiles.as_recorded(files_of_path_sources, recorded_metadata)
+    refuse_repeated(files_with_source_numbers)
+    files_of_mixture = DataFiles.as_recorded(files_with_source_numbers, recorded_metadata)
     opened_sources: list[Source] = []
     for source_number, (source_text, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]

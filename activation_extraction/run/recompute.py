@@ -71,14 +71,16 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         ]
         if reread_samples is not None:
             token_ids_or_messages = reread_samples(tokens_of_samples)
-        values_or_messages: list[dict[str, Values] | str] = []
+        # For each sample, either the recomputed values by the name of the hook, or a message with
+        # the reason why it cannot be recomputed.
+        values_or_message_of_sample: list[dict[str, Values] | str] = []
         # Indices in `chosen_samples` of the samples whose token ids are known.
         readable_sample_indices: list[int] = []
         for sample_index, token_ids_or_message in enumerate(token_ids_or_messages):
             if isinstance(token_ids_or_message, str):
-                values_or_messages.append(token_ids_or_message)
+                values_or_message_of_sample.append(token_ids_or_message)
             else:
-                values_or_messages.append({})
+                values_or_message_of_sample.append({})
                 readable_sample_indices.append(sample_index)
         readable_token_ids = [
             np.asarray(token_ids_or_messages[sample_index])
@@ -95,13 +97,13 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
                 sample_index = readable_sample_indices[placed_sample.sample.number]
                 kept_positions = np.asarray(tokens_of_samples[sample_index].positions, int)
                 indices_in_row = placed_sample.start_in_row + kept_positions
-                values_or_messages[sample_index] = {
+                values_or_message_of_sample[sample_index] = {
                     stored_hook.name: stored_hook.for_user(
                         values_by_hook[stored_hook.name][placed_sample.row_index, indices_in_row]
                     )
                     for stored_hook in chosen_samples[sample_index].hooks
                 }
-        return values_or_messages
+        return values_or_message_of_sample
 
     return Recompute(jax.default_backend(), recompute)
 

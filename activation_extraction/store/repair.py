@@ -107,7 +107,7 @@ class Repair:
     """
 
     withdrawn_entry_versions: Mapping[int, str | None]
-    gaps: tuple[int, ...] = ()
+    gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -126,9 +126,9 @@ class Repair:
         Returns:
             A dict of the limits, with the names and meanings of `limits`.
         """
-        recorded_limits = self.previous_metadata if self.gaps else {}
+        metadata_with_limits = self.previous_metadata if self.gaps else {}
         return {
-            limit_name: recorded_limits.get(limit_name, process_limit)
+            limit_name: metadata_with_limits.get(limit_name, process_limit)
             for limit_name, process_limit in limits.items()
         }
 

@@ -223,7 +223,7 @@ class Commit:
     """
 
     number: int
-    began: float
+    began: float  # Unix time at which the writing process began
     mark: Mark | None
     run: str = ""
     owner: str = ""
@@ -231,7 +231,7 @@ class Commit:
     identity: str = ""
     file: str = ""  # name of the file of activations
     files: Mapping[str, FileFacts] = field(default_factory=dict)
-    unpacked: int = 0
+    unpacked: int = 0  # bytes of the file before compression
     first: int = 0  # `sample_idx` of the first sample
     last: int = 0  # `sample_idx` of the last sample
     count: int = 0  # number of samples

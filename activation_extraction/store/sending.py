@@ -50,7 +50,7 @@ class Patience:
 
     Args:
         seconds: Seconds for the write, without the time in which its body is being sent.
-        sending: Seconds in which a slow line can send the body.
+        sending_seconds: Seconds in which a slow line can send the body.
 
     Attributes:
         start_time: Time of `time.monotonic` at which the write began, in seconds.
@@ -60,11 +60,11 @@ class Patience:
             second attempt.
     """
 
-    def __init__(self, seconds: float, sending: float = 0.0) -> None:
+    def __init__(self, seconds: float, sending_seconds: float = 0.0) -> None:
         self.start_time = time.monotonic()
         self.end_time = self.start_time + seconds
         self.max_silent_seconds = seconds / 2
-        self._latest_end_time = self.end_time + sending
+        self._latest_end_time = self.end_time + sending_seconds
 
     def add(self, seconds: float) -> None:
         """Postpones `end`, because the body of the write was being sent.

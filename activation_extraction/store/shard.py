@@ -62,7 +62,7 @@ class Shard:
 
     samples: list[ShardSample]
     hooks: Mapping[Key, HookValues]
-    values: Mapping[Key, list[Any]]
+    values: Mapping[Key, list[Any]]  # key of a hook -> values of each sample
 
     @property
     def positions(self) -> list[np.ndarray]:

@@ -139,11 +139,11 @@ class ShardWriter:
             StorageError: If a shard could not be stored. All shards before it are committed.
         """
         with suppress(StorageError):  # `queue.wait` raises the error again
-            gap_numbers = self._shard_numbers.take_gaps() if complete else []
-            for gap_number in gap_numbers[:-1]:
-                self._submit(Shard([], {}, {}), gap_number)
-            if gap_numbers:
-                self._submit_pending(gap_numbers[-1])
+            gap_shard_numbers = self._shard_numbers.take_gaps() if complete else []
+            for gap_shard_number in gap_shard_numbers[:-1]:
+                self._submit(Shard([], {}, {}), gap_shard_number)
+            if gap_shard_numbers:
+                self._submit_pending(gap_shard_numbers[-1])
             elif self._pending_samples:
                 self._submit_pending(self._shard_numbers.take())
         self.queue.wait()

@@ -200,9 +200,9 @@ class CodeSums:
     """
 
     tokens: int = 0
-    features: int = 0
-    cut: int = 0
-    cut_tokens: int = 0
+    features: int = 0  # number of stored features of all tokens
+    cut: int = 0  # number of active features that are not stored
+    cut_tokens: int = 0  # number of tokens with features that are not stored
     error: float = 0.0  # sum of squared norms of reconstruction errors
     square: float = 0.0  # sum of squared norms of activations
 
@@ -270,7 +270,7 @@ class SumsOfCodes:
 class Statistics:
     """Statistics of the values of some tokens at a hook, which can be merged.
 
-    At hooks with integers or codes, all numbers are 0, including the number of tokens.
+    At hooks with integers or codes, all fields that are numbers are 0, also the number of tokens.
 
     Attributes:
         tokens: Number of tokens.
@@ -292,7 +292,7 @@ class Statistics:
     mean_norm: float = 0.0
     max_norm: float = 0.0
     error: ErrorByTokenKind = field(default_factory=dict)
-    codes: dict[str, CodeSums] = field(default_factory=dict)
+    codes: dict[str, CodeSums] = field(default_factory=dict)  # kind of token -> sums
 
     @property
     def finite(self) -> bool:

@@ -552,8 +552,13 @@ class ActivationStorage:
         hook_values = self._hook_values_by_key[key]
         dtype_name = hook_values.stored_as(dtype_name)
         # The first sample of a run determines the width and, unless it is a setting, the dtype.
-        width_and_dtype_if_first = (activation_shape[1], hook_values.stored_dtype or dtype_name)
-        expected_width_and_dtype = self._width_and_dtype_by_key.get(key, width_and_dtype_if_first)
+        width_and_dtype_if_first_sample = (
+            activation_shape[1],
+            hook_values.stored_dtype or dtype_name,
+        )
+        expected_width_and_dtype = self._width_and_dtype_by_key.get(
+            key, width_and_dtype_if_first_sample
+        )
         if (activation_shape[1], dtype_name) != expected_width_and_dtype:
             expected_width, expected_dtype = expected_width_and_dtype
             yield (
@@ -588,13 +593,13 @@ class ActivationStorage:
         missing_sample_count = 0
         if complete and self.plan.repair is not None:
             missing_sample_count = self.plan.repair.samples_missing(self._next_sample_number)
-        complete = (complete and not missing_sample_count) or self.plan.is_complete
+        is_run_complete = (complete and not missing_sample_count) or self.plan.is_complete
         self.totals.count_rows(skipped_rows, empty_rows)
         self._state = "closed"
         is_storing_finished = False
         try:
-            self._shard_writer.finish(complete)
-            self._log_writer.finish(complete)
+            self._shard_writer.finish(is_run_complete)
+            self._log_writer.finish(is_run_complete)
             self._metrics_file.upload()
             is_storing_finished = True
         except OSError as error:
@@ -607,7 +612,7 @@ class ActivationStorage:
             # If the shards could not be stored, or after a second Ctrl-C, the program does not wait
             # for uploads.
             self.close(patient=is_storing_finished)
-        if complete and self._incomplete_samples:
+        if is_run_complete and self._incomplete_samples:
             sample_number, (_, activation_by_key) = next(iter(self._incomplete_samples.items()))
             missing_keys = [
                 hook_key

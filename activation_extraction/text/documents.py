@@ -216,10 +216,10 @@ class DocumentStream:
         self.worker = worker or Worker()
         self.skip_bad_rows = skip_bad_rows
         self._dataset = dataset
-        # The workers that read the same partitions take turns. Row number n of these partitions
-        # belongs to this worker if n % self._num_worker_turns == self._worker_turn.
-        self._worker_turn = 0
-        self._num_worker_turns = 1
+        # The workers that share the same partitions take turns. Row number n of these partitions
+        # belongs to this worker if n % _num_sharing_workers == _index_among_sharing_workers.
+        self._index_among_sharing_workers = 0
+        self._num_sharing_workers = 1
         # The subset of partitions that the worker reads, such as "0 of 2": its number, counted from
         # 0, and the number of subsets. "" if the worker reads all partitions.
         self._subset_name = ""
@@ -247,9 +247,9 @@ class DocumentStream:
         num_subsets = min(self._dataset.num_shards, count)
         subset_index = index % num_subsets
         self._dataset = self._dataset.shard(num_shards=num_subsets, index=subset_index)
-        self._worker_turn += self._num_worker_turns * (index // num_subsets)
+        self._index_among_sharing_workers += self._num_sharing_workers * (index // num_subsets)
         share_indices_of_subset = range(subset_index, count, num_subsets)
-        self._num_worker_turns *= len(share_indices_of_subset)
+        self._num_sharing_workers *= len(share_indices_of_subset)
         if num_subsets > 1:
             # The new subset is a subset of the one that an earlier call has named.
             names_outside_in = (self._subset_name, f"{subset_index} of {num_subsets}")
@@ -288,7 +288,9 @@ class DocumentStream:
                     f"reading the data set failed after row {row_number}: {one_line(error)}"
                 )
                 raise RunError(error_message) from error
-            is_row_of_worker = row_number % self._num_worker_turns == self._worker_turn
+            is_row_of_worker = (
+                row_number % self._num_sharing_workers == self._index_among_sharing_workers
+            )
             if is_row_of_worker:
                 if isinstance(stream_row, SourceRow):
                     source_row = stream_row

@@ -105,15 +105,15 @@ class TokenChoice:
                 position_rule.start : position_rule.stop : position_rule.step
             ]
             if (
-                position_rule.random_count is not None
-                and len(chosen_positions) > position_rule.random_count
+                position_rule.num_random_positions is not None
+                and len(chosen_positions) > position_rule.num_random_positions
             ):
                 # The positions with the smallest hashes are chosen. There are no ties, because the
                 # hashes of different positions of a sample differ.
                 position_hashes = _hashes(position_rule.seed, sample_idx, chosen_positions)
                 indices_of_smallest_hashes = np.argpartition(
-                    position_hashes, position_rule.random_count - 1
-                )[: position_rule.random_count]
+                    position_hashes, position_rule.num_random_positions - 1
+                )[: position_rule.num_random_positions]
                 chosen_positions = chosen_positions[np.sort(indices_of_smallest_hashes)]
         is_token_dropped = np.isin(token_ids[chosen_positions], self.dropped_ids)
         return chosen_positions[~is_token_dropped]
