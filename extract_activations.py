@@ -199,8 +199,8 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
                 num_waiting_bytes / 1e9,
             )
         with device_errors():
-            finish(run, clock, lockstep.is_complete, lockstep.failure)
-        return lockstep.is_complete, get_stop_signal()
+            finish(run, clock, lockstep.reaches_end_of_data, lockstep.failure)
+        return lockstep.reaches_end_of_data, get_stop_signal()
 
 
 def start_together(run: Run) -> tuple[Step, Run]:

@@ -138,8 +138,8 @@ class HookedModel(nn.Module):
         if self.is_initializing():
             self._declare(token_ids)
             return {}
-        axis_sizes = self.config.sizes_with(token_ids.shape[1])
-        capture = Capture(self.hooks, axis_sizes, self.captured_dtype, self.layout)
+        size_of_axis_letter = self.config.sizes_with(token_ids.shape[1])
+        capture = Capture(self.hooks, size_of_axis_letter, self.captured_dtype, self.layout)
         run_layers = self._run_in_one_loop if self.num_stages == 1 else self._run_in_stages
         return run_layers(capture, token_ids, segment_ids, positions)
 

@@ -79,9 +79,9 @@ def _carry_out(config: "Config") -> int:
     from activation_extraction.common.errors import InputError, install_extra
     from activation_extraction.common.log import start_logging
 
-    hosts = config.hosts
-    host_number = hosts.host_id if hosts.multihost else 0
-    start_logging(config.verbose, hosts.machine_id, host_number)
+    host_options = config.hosts
+    host_number = host_options.host_id if host_options.multihost else 0
+    start_logging(config.verbose, host_options.machine_id, host_number)
     if config.looking.requested and not config.looking.needs_model:
         from activation_extraction.inspect.look import look
 

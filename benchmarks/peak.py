@@ -143,7 +143,10 @@ def best(speeds: dict[str, dict[str, float]]) -> dict[str, float]:
     Args:
         speeds: The JSON object that this script prints: dtype -> sizes of the product -> FLOP/s.
     """
-    return {dtype: max(speed_of_product.values()) for dtype, speed_of_product in speeds.items()}
+    return {
+        dtype: max(speed_by_product_name.values())
+        for dtype, speed_by_product_name in speeds.items()
+    }
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ class FinishedProcess:
 
     Attributes:
         stdout: Text that the process has written to its stdout.
-        stderr_lines: Tuple for each line that the process has written to its stderr. It contains
-            the seconds from the start of the process to the line, and the line.
+        timed_stderr_lines: Tuple for each line that the process has written to its stderr. It
+            contains the seconds from the start of the process to the line, and the line.
         seconds: Seconds from the start of the process to its end.
         peak_bytes: Peak resident memory of the process in bytes.
         disturbed_fraction: Fraction of the machine's processor time that other processes used while
@@ -76,7 +76,7 @@ class FinishedProcess:
     """
 
     stdout: str
-    stderr_lines: list[tuple[float, str]]
+    timed_stderr_lines: list[tuple[float, str]]
     seconds: float
     peak_bytes: int  # peak resident memory of the process
     disturbed_fraction: float
@@ -100,7 +100,7 @@ class FinishedProcess:
         """
         return next(
             seconds_since_start
-            for seconds_since_start, stderr_line in self.stderr_lines
+            for seconds_since_start, stderr_line in self.timed_stderr_lines
             if words in stderr_line
         )
 
@@ -125,7 +125,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
         process_environment["JAX_PLATFORMS"] = platform if platform == "cpu" else f"{platform},cpu"
     start_time = time.perf_counter()
     seconds_of_other_processes_before = _seconds_of_other_processes()
-    stderr_lines: list[tuple[float, str]] = []
+    timed_stderr_lines: list[tuple[float, str]] = []
     with subprocess.Popen(
         command, env=process_environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as started_process:
@@ -135,14 +135,14 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
 
         def read_lines() -> None:
             for stderr_line in stderr_stream:
-                stderr_lines.append((time.perf_counter() - start_time, stderr_line))
+                timed_stderr_lines.append((time.perf_counter() - start_time, stderr_line))
 
         reader_thread = threading.Thread(target=read_lines)
         reader_thread.start()
         stdout_text = started_process.stdout.read()
         reader_thread.join()
     if started_process.returncode:
-        sys.stderr.writelines(stderr_line for _, stderr_line in stderr_lines)
+        sys.stderr.writelines(stderr_line for _, stderr_line in timed_stderr_lines)
         raise SystemExit(f"{' '.join(command)}: ended with status {started_process.returncode}")
     process_seconds = time.perf_counter() - start_time
     seconds_of_other_processes = max(
@@ -150,7 +150,7 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
     )
     disturbed_fraction = seconds_of_other_processes / process_seconds / (os.cpu_count() or 1)
     return FinishedProcess(
-        stdout_text, stderr_lines, process_seconds, peak_memory.peak_bytes, disturbed_fraction
+        stdout_text, timed_stderr_lines, process_seconds, peak_memory.peak_bytes, disturbed_fraction
     )
 
 
@@ -201,7 +201,7 @@ def extract(output: Path, flags: Sequence[str], platform: str = "cpu") -> dict[s
     run_metadata = json.loads((output / "metadata.json").read_text())
     compile_message = next(
         stderr_line
-        for _, stderr_line in extraction_process.stderr_lines
+        for _, stderr_line in extraction_process.timed_stderr_lines
         if "compiled in" in stderr_line
     )
     return {

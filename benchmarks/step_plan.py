@@ -120,7 +120,7 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         mesh_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.axes}
         sending_speed = min(
             (link_speed(layout, axis, chip, linked) for axis in mesh_axes),
-            default=chip.link_bandwidth,
+            default=chip.link_bytes_per_second,
         )
         hidden_seconds += sent_along_axes.overlapped_bytes / sending_speed
         exposed_seconds += (

@@ -62,8 +62,8 @@ class TokenRecords:
         first_token_index = (
             record_number - self._first_record_indices[shard_number]
         ) * self._tokens_per_record
-        shard_tokens = token_source.shards.commits[shard_number].tokens
-        end_token_index = min(first_token_index + self._tokens_per_record, shard_tokens)
+        num_shard_tokens = token_source.shards.commits[shard_number].tokens
+        end_token_index = min(first_token_index + self._tokens_per_record, num_shard_tokens)
         batch = token_source.whole_tokens([Chunk(shard_number, first_token_index, end_token_index)])
         token_fields = {
             field_name: getattr(batch, field_name)

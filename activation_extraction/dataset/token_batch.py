@@ -49,7 +49,9 @@ class ByHook(dict[str, T]):
         Args:
             convert: Function that takes a value and returns the converted value.
         """
-        return ByHook({hook: convert(value) for hook, value in self.items()}, self.aliases)
+        return ByHook(
+            {hook_name: convert(value) for hook_name, value in self.items()}, self.aliases
+        )
 
     def chosen(self, run_name: str, hooks: Any) -> list[str]:
         """Returns the canonical names of the hooks that a user has selected.
@@ -68,8 +70,8 @@ class ByHook(dict[str, T]):
         if hooks is None:
             return list(self)
         names_by_hook = {hook: [hook] for hook in self}
-        for alias, hook in self.aliases.items():
-            names_by_hook.get(hook, []).append(alias)
+        for alias, canonical_name in self.aliases.items():
+            names_by_hook.get(canonical_name, []).append(alias)
         chosen_hooks: dict[str, None] = {}  # a dict serves as an ordered set
         for pattern in [hooks] if isinstance(hooks, str) else hooks:
             matching_hooks = [

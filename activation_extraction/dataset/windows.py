@@ -151,17 +151,18 @@ class Windows:
         # contains the tokens of this part.
         blocks_of_parts = list[list[Block]]()
         # Rows of the window's memory, in the order in which tokens are copied to them.
-        memory_row_indices = np.arange(self.max_tokens)
+        memory_row_indices = np.arange(self.max_window_tokens)
         if self.seed is not None:
             np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_row_indices)
         while (
-            num_filled_tokens < self.max_tokens
+            num_filled_tokens < self.max_window_tokens
             and chunk_index < len(self.chunks)
             and not self._is_stopped
         ):
             blocks = self._blocks(chunk_index, thread_pool)
             stop_wanted_index = min(
-                first_wanted_index + self.max_tokens - num_filled_tokens, len(blocks[0].wanted_rows)
+                first_wanted_index + self.max_window_tokens - num_filled_tokens,
+                len(blocks[0].wanted_rows),
             )
             num_part_tokens = stop_wanted_index - first_wanted_index
             if num_part_tokens > 0:
@@ -174,7 +175,8 @@ class Windows:
                 if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
                     if not window_batches:
                         window_batches += [
-                            empty_batch(block.tokens, self.max_tokens) for block in part_blocks
+                            empty_batch(block.tokens, self.max_window_tokens)
+                            for block in part_blocks
                         ]
                     target_row_indices = memory_row_indices[num_filled_tokens:][:num_part_tokens]
                     for block, window_batch in zip(part_blocks, window_batches, strict=True):

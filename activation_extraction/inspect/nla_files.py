@@ -72,7 +72,9 @@ def with_texts(
         for token_index, (sample_number, token_position) in enumerate(sample_numbers_and_positions):
             while current_sample_number != sample_number:
                 current_sample_number, current_token_ids = next(sample_numbers_and_token_ids)
-            truncated_texts[token_index] = run_text.decode(current_token_ids[: token_position + 1])
+            truncated_texts[token_index] = run_text.decode_token_ids(
+                current_token_ids[: token_position + 1]
+            )
         yield replace(token_batch, columns={**token_batch.columns, TEXT_COLUMN: truncated_texts})
 
 

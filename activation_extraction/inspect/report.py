@@ -99,9 +99,11 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
         RunError: If a shard is damaged or cannot be read.
     """
     try:
-        hooks_and_values = dataset.shards.hooks.items()
+        hook_values_by_name = dataset.shards.hooks
         hook_names = [
-            hook_name for hook_name, hook_values in hooks_and_values if hook_values.are_activations
+            hook_name
+            for hook_name, hook_values in hook_values_by_name.items()
+            if hook_values.are_activations
         ]
         token_sample = report_numbers.read_sample(dataset, hook_names)
     except ValueError as error:

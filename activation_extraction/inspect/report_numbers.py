@@ -77,12 +77,14 @@ class TokenSample:
         first_position_of_ranges = np.array(
             [0, 1, 2, 3, *(2**exponent for exponent in range(2, 31))]
         )
-        range_of_token = np.searchsorted(first_position_of_ranges, self.positions, "right") - 1
+        range_number_of_token = (
+            np.searchsorted(first_position_of_ranges, self.positions, "right") - 1
+        )
         return {
             int(first_position_of_ranges[range_number]): np.flatnonzero(
-                range_of_token == range_number
+                range_number_of_token == range_number
             )
-            for range_number in np.unique(range_of_token)
+            for range_number in np.unique(range_number_of_token)
         }
 
     def around(self, token_index: int, max_neighbours: int) -> slice:

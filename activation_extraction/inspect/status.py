@@ -255,7 +255,7 @@ def _pace(commits: list[Commit]) -> Pace | None:
     timed_commits = list(shard_seconds(commits))[-RECENT_SHARDS:]
     if not timed_commits:
         return None
-    total_seconds = sum(seconds for _, seconds in timed_commits)
+    total_seconds = sum(seconds_of_shard for _, seconds_of_shard in timed_commits)
     token_count = sum(commit.tokens for commit, _ in timed_commits)
     sample_count = sum(commit.count for commit, _ in timed_commits)
     return Pace(

@@ -245,7 +245,7 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
         The token ids of each neighbouring row, int64 (tokens,), by its number. Neighbours that do
         not exist, that cannot be read or that are in `row_numbers` are left out.
     """
-    token_ids_by_neighbour = {}
+    token_ids_by_neighbour_row = {}
     for row_number in row_numbers:
         for neighbour_number in (row_number - 1, row_number + 1):
             if (
@@ -253,14 +253,14 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
                 and neighbour_number not in row_numbers
             ):
                 try:
-                    token_ids_by_neighbour[neighbour_number] = folder.read(
+                    token_ids_by_neighbour_row[neighbour_number] = folder.read(
                         neighbour_number
                     ).token_ids
                 except RunError:
                     # Neighbours only serve to explain wrong states, so an unreadable one is left
                     # out.
                     continue
-    return token_ids_by_neighbour
+    return token_ids_by_neighbour_row
 
 
 def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[RowCheck]:

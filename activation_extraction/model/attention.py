@@ -243,9 +243,9 @@ def blocked_attention(
     k_bits = to_bits(k).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
     v_bits = to_bits(v).swapaxes(1, 2)  # (rows, key/value heads, keys, head size)
 
-    def compute_block(number: Array) -> Array:
-        row_index = number // blocks_per_row
-        first_query_of_block = first_query + number % blocks_per_row * QUERY_BLOCK
+    def compute_block(block_number: Array) -> Array:
+        row_index = block_number // blocks_per_row
+        first_query_of_block = first_query + block_number % blocks_per_row * QUERY_BLOCK
 
         def attend_to_span(length: int) -> Array:
             first_key_of_span = jnp.clip(
@@ -256,14 +256,16 @@ def blocked_attention(
             segments_of_span_keys = lax.dynamic_slice(
                 segments.k, (row_index, first_key_of_span), (1, length)
             )[0]
-            block_q = from_bits(grouped_query_bits[number], q.dtype)
+            block_q = from_bits(grouped_query_bits[block_number], q.dtype)
             span_k = from_bits(
                 lax.dynamic_slice(k_bits, span_start_indices, span_shape)[0], k.dtype
             )
             span_v = from_bits(
                 lax.dynamic_slice(v_bits, span_start_indices, span_shape)[0], v.dtype
             )
-            segments_of_block_and_span = Segments(segments_by_block[number], segments_of_span_keys)
+            segments_of_block_and_span = Segments(
+                segments_by_block[block_number], segments_of_span_keys
+            )
             sees_key = visible_keys(
                 segments_of_block_and_span, first_query_of_block, window, first_key_of_span
             )
@@ -273,7 +275,7 @@ def blocked_attention(
             return jnp.zeros(grouped_query_bits.shape[1:], grouped_query_bits.dtype)
 
         span_branches = [partial(attend_to_span, span_length) for span_length in span_lengths]
-        return lax.switch(branch_number_by_block[number], [skip, *span_branches])
+        return lax.switch(branch_number_by_block[block_number], [skip, *span_branches])
 
     block_outputs = lax.map(compute_block, jnp.arange(block_count))
     block_outputs = block_outputs.reshape(block_count, kv_head_count, QUERY_BLOCK, -1).swapaxes(

@@ -67,19 +67,19 @@ class Capture:
 
     Attributes:
         hooks: The hooks, in the order in which they are computed.
-        axis_sizes: Letter of an axis -> its size, for all letters of `HookKind.letters`.
+        size_of_axis_letter: Letter of an axis -> its size, for all letters of `HookKind.letters`.
         dtype: The dtype of activations. Some kinds of hooks have a dtype of their own.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     hooks: tuple[Hook, ...]
-    axis_sizes: Mapping[str, int]
+    size_of_axis_letter: Mapping[str, int]
     dtype: Any
     layout: Layout
 
     def vector_type(self, kind: HookKind) -> VectorType:
         """Returns the width and the dtype of the values at a kind of hook."""
-        return kind.vector_type(self.axis_sizes, self.dtype)
+        return kind.vector_type(self.size_of_axis_letter, self.dtype)
 
     def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
         """Groups the hooks by their vector type.

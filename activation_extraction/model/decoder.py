@@ -38,7 +38,7 @@ TOKENS_AT_ONCE = 2048
 # Some layers of a model, as a tuple of two elements. The first one is the stacked parameters of the
 # layers. The second one tells whether the attention of each layer has a sliding window, (layers,)
 # bool; it is None in a model without windows.
-StackedLayers = tuple[Any, Any]
+StackedLayers = tuple[Any, Any]  # (stacked parameters, sliding-window flags of layers)
 # A function that maps the intermediates of a layer, by name, to a pytree of the arrays to keep.
 KeepArrays = Callable[[dict[str, Any]], Any]
 

@@ -421,7 +421,7 @@ def _inverse(matrices: Array) -> Array:
         The inverses, (N, B, K, G, I, J).
     """
     token_numbers = np.arange(CHUNK)
-    inverses = jnp.eye(CHUNK)
+    block_inverses = jnp.eye(CHUNK)
     multiply_matrices = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
     for block_level in range(CHUNK.bit_length() - 1):
         block_numbers = token_numbers >> block_level
@@ -433,10 +433,10 @@ def _inverse(matrices: Array) -> Array:
         # not changed by multiplying it by the inverses from both sides.
         if block_level > 0:
             lower_left_values = multiply_matrices(
-                multiply_matrices(inverses, lower_left_values), inverses
+                multiply_matrices(block_inverses, lower_left_values), block_inverses
             )
-        inverses = inverses - lower_left_values
-    return inverses
+        block_inverses = block_inverses - lower_left_values
+    return block_inverses
 
 
 def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:

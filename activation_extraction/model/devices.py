@@ -26,7 +26,7 @@ class Chip(NamedTuple):
         flops_per_second: Dense bfloat16 operations per second.
         memory_bytes: Bytes of memory.
         memory_bandwidth: Bytes per second from and to the device's memory.
-        link_bandwidth: Bytes per second that a device receives over one fast link.
+        link_bytes_per_second: Bytes per second that a device receives over one fast link.
         link_count: Number of fast links over which a device receives if the devices form a ring.
             TPUs receive from both neighbours over two links. GPUs have one link, NVLink.
         network_bandwidth: Bytes per second that a device receives from another TPU slice, or from
@@ -36,7 +36,7 @@ class Chip(NamedTuple):
     flops_per_second: float
     memory_bytes: float
     memory_bandwidth: float
-    link_bandwidth: float
+    link_bytes_per_second: float
     link_count: int  # number of fast links over which the device receives
     network_bandwidth: float
 

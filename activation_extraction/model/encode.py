@@ -358,13 +358,15 @@ def _records(
     )
     is_kept = (feature_scores > lowest_kept_score) | is_tied_and_kept
     kept_features = jnp.where(is_kept & is_active, pre_activations, 0).astype(product_dtype)
-    result = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
+    reconstruction = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
     if encoder.source_hook == encoder.target_hook:
-        result = undo_normalisation(result)
+        reconstruction = undo_normalisation(reconstruction)
     if autoencoder.W_skip is not None:
-        result += einsum("BTD,OD->BTO", rounded_input.astype(product_dtype), weights["W_skip"])
+        reconstruction += einsum(
+            "BTD,OD->BTO", rounded_input.astype(product_dtype), weights["W_skip"]
+        )
     target_values = target_values.astype(jnp.float32)
-    squared_error = jnp.square(target_values - result).sum(axis=-1, keepdims=True)
+    squared_error = jnp.square(target_values - reconstruction).sum(axis=-1, keepdims=True)
     target_norm = jnp.sqrt(jnp.square(target_values).sum(axis=-1, keepdims=True))
     feature_values = top_scores
     if autoencoder.score_factor is not None:

@@ -44,9 +44,9 @@ class Stacks(NamedTuple):
     """
 
     layer_number: Array
-    gate: Array
-    up: Array
-    down: Array
+    gate: Array  # shape (L, E, D, M)
+    up: Array  # shape (L, E, D, M)
+    down: Array  # shape (L, E, M, D)
 
 
 # A function that computes experts. It maps (x, routing_weights, chosen_experts, stacks, parts=1) to

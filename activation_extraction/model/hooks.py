@@ -103,7 +103,7 @@ class HookKind:
     """
 
     name: str
-    letters: str
+    letters: str  # one letter for each axis of the values of a token, such as "NH"
     intermediate_path: str
     modules: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()

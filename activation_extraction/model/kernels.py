@@ -143,11 +143,11 @@ def _largest_block(length: int, dtype: Any) -> int:
 
 # Field of `Kernels` -> a dict of the functions that the field may have: name -> function, with the
 # preferred functions first.
-Candidates = Mapping[str, Mapping[str, Callable[..., Array]]]
+KernelsByFieldAndName = Mapping[str, Mapping[str, Callable[..., Array]]]
 # Field of `Kernels` -> the name of its default function, which works on every platform.
 DEFAULT_NAMES = {"attention": "blocked", "experts": "tiled", "delta_rule": "chunked"}
 # Platform -> the kernels that are preferred to the defaults.
-PREFERRED: Mapping[str, Candidates] = {
+PREFERRED: Mapping[str, KernelsByFieldAndName] = {
     "cpu": {},
     "tpu": {
         "attention": {"splash": splash_attention},
@@ -158,7 +158,7 @@ PREFERRED: Mapping[str, Candidates] = {
 }
 
 
-def candidates_for(platform: str) -> Candidates:
+def candidates_for(platform: str) -> KernelsByFieldAndName:
     """Returns the kernels that a platform may use.
 
     Args:

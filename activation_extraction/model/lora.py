@@ -367,7 +367,7 @@ class LoraAdapter:
             )
         weight_shape = self._shape(weight_name)
         rank = self._shape_by_key[a_key][0]
-        named_changes: list[tuple[str, Change]] = []
+        tensor_names_and_changes: list[tuple[str, Change]] = []
         if len(weight_shape) == 2:
             output_size, input_size = weight_shape[::-1] if is_embedding_module else weight_shape
             self._check_shape(a_key, (rank, input_size))
@@ -378,7 +378,7 @@ class LoraAdapter:
                 self._scale(path, a_key, rank),
                 has_exchanged_factors=is_embedding_module,
             )
-            named_changes = [(weight_name, matrix_change)]
+            tensor_names_and_changes = [(weight_name, matrix_change)]
             if BIAS in keys:
                 self._check_shape(keys[BIAS], self._shape(bias_name))
                 self._bias_key_and_scale_by_tensor[bias_name] = keys[BIAS], matrix_change.scale
@@ -386,12 +386,12 @@ class LoraAdapter:
                 self._check_shape(keys[MAGNITUDE], weight_shape[:1])
                 self._magnitude_key_by_tensor[weight_name] = keys[MAGNITUDE]
         elif sorted(keys) == LINEAR_SUFFIXES:
-            named_changes = self._expert_changes(path, module_name, a_key, b_key)
-        for tensor_name in dict(named_changes):
+            tensor_names_and_changes = self._expert_changes(path, module_name, a_key, b_key)
+        for tensor_name in dict(tensor_names_and_changes):
             self._check_new(a_key, tensor_name, self._changes_by_tensor)
-        for tensor_name, matrix_change in named_changes:
+        for tensor_name, matrix_change in tensor_names_and_changes:
             self._changes_by_tensor[tensor_name].append(matrix_change)
-        return [] if named_changes else [*keys.values()]
+        return [] if tensor_names_and_changes else [*keys.values()]
 
     def _expert_changes(
         self, path: str, name: str, a_key: str, b_key: str
@@ -473,7 +473,7 @@ class LoraAdapter:
             expert_count=expert_count,
             is_transposed=is_transposed,
         )
-        named_changes = []
+        tensor_names_and_changes = []
         for expert_number in range(expert_count):
             tensor_names = [f"{name}.{matrix_name}_proj"]
             # Without fused experts, gate and up are two tensors.
@@ -486,8 +486,8 @@ class LoraAdapter:
                 expert_change = change_of_all_experts._replace(
                     expert_number=expert_number, first_row_of_b=projection_number * expert_width
                 )
-                named_changes.append((tensor_name, expert_change))
-        return named_changes
+                tensor_names_and_changes.append((tensor_name, expert_change))
+        return tensor_names_and_changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
         """Returns the factor by which a module's change B A of a matrix is multiplied.

@@ -51,7 +51,7 @@ DELTA_SIZES = {
     "values_per_key": "linear_num_value_heads",
     "key_size": "linear_key_head_dim",
     "value_size": "linear_value_head_dim",
-    "convolution_taps": "linear_conv_kernel_dim",
+    "taps": "linear_conv_kernel_dim",
 }
 
 
@@ -68,11 +68,12 @@ class ExpertsConfig:
         renormalise: Whether the weights of a token's experts are scaled to a sum of 1.
     """
 
-    count: int
+    count: int  # number of experts in a layer; also a key in metadata.json
     per_token: int  # number of experts that a token uses; also a key in metadata.json
+    # The names of the following fields are also keys in metadata.json.
     width: int  # number of hidden values of an expert
-    shared_width: int  # number of hidden values of the shared expert
-    renormalise: bool
+    shared_width: int  # number of hidden values of the shared expert; 0 without one
+    renormalise: bool  # whether the weights of a token's experts are scaled to a sum of 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +86,19 @@ class DeltaNet:
         values_per_key: Number of value heads that share a key head.
         key_size: Size of a key head.
         value_size: Size of a value head.
-        convolution_taps: Number of tokens over which the convolution sums.
+        taps: Number of tokens over which the convolution sums.
         interleaved: Whether the checkpoint stores two input projections, whose rows are ordered by
             key head, as for Qwen3-Next. Otherwise it stores four, as for Qwen3.5.
     """
 
-    layers: tuple[int, ...]
+    # The names of these fields are also keys in metadata.json.
+    layers: tuple[int, ...]  # numbers of the layers with a delta net
     key_heads: int  # number of key heads
     values_per_key: int  # number of value heads for each key head
-    key_size: int
-    value_size: int
-    convolution_taps: int
-    interleaved: bool = False
+    key_size: int  # number of dimensions of a key head
+    value_size: int  # number of dimensions of a value head
+    taps: int  # number of tokens over which the convolution sums
+    interleaved: bool = False  # whether the checkpoint orders projection rows by key head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +187,7 @@ class ModelConfig:
             size_of_letter |= {
                 "O": num_value_heads * delta_net.value_size,
                 "I": 1,
-                "W": delta_net.convolution_taps,
+                "W": delta_net.taps,
             }
         return size_of_letter
 

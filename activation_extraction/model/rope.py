@@ -54,6 +54,7 @@ class Rope:
     attention_factor: float = 1.0
     blended_range: tuple[float, float] | None = None
     trained_length: float = 0.0
+    # The share of a head's dimensions that are rotated; also a key in metadata.json.
     rotated_share: float = 1.0
     attn_factor: Any = None
 

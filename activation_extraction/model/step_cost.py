@@ -374,5 +374,5 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     if axis in axis_names:
         num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])
     if linked % num_consecutive_devices == 0:
-        return chip.link_bandwidth * num_links_used
+        return chip.link_bytes_per_second * num_links_used
     return chip.network_bandwidth

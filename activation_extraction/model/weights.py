@@ -94,11 +94,11 @@ class WeightSpec:
     def hf_shape(self) -> tuple[int, ...]:
         """The shape that each of the tensors `hf_names` must have in the checkpoint."""
         bounds_by_axis = self._bounds([*map(range, self.shape[self.num_stacked_axes :])])
-        tensor_sizes = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
+        tensor_shape = [axis_stop - axis_start for axis_start, axis_stop in bounds_by_axis]
         if self.tensor_slice is not None:
             head_count = self.shape[self.num_stacked_axes] if self.tensor_slice.is_per_head else 1
-            tensor_sizes[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
-        return tuple(tensor_sizes)
+            tensor_shape[self.tensor_slice.axis] = self.tensor_slice.axis_size * head_count
+        return tuple(tensor_shape)
 
     def _bounds(self, ranges: Sequence[range]) -> list[tuple[int, int]]:
         """Translates a part of the parameter to the bounds of this part in a tensor.
@@ -176,22 +176,22 @@ class WeightSpec:
             The array, with the shape of the part.
         """
         parameter_part = _aligned([*map(len, ranges)], dtype)
-        first_tensor_axis = self.num_stacked_axes
+        first_unstacked_axis = self.num_stacked_axes
         rows_at_once = max(
-            values_at_once // math.prod(parameter_part.shape[first_tensor_axis + 1 :]), 1
+            values_at_once // math.prod(parameter_part.shape[first_unstacked_axis + 1 :]), 1
         )
         # Tensors of single experts may have their axes in reverse order, so they are read whole.
-        if "experts" in self.logical_axes[:first_tensor_axis]:
-            rows_at_once = len(ranges[first_tensor_axis])
-        for first_row in range(0, len(ranges[first_tensor_axis]), rows_at_once):
+        if "experts" in self.logical_axes[:first_unstacked_axis]:
+            rows_at_once = len(ranges[first_unstacked_axis])
+        for first_row in range(0, len(ranges[first_unstacked_axis]), rows_at_once):
             row_slice = slice(first_row, first_row + rows_at_once)
             ranges_of_rows = (
-                *ranges[:first_tensor_axis],
-                ranges[first_tensor_axis][row_slice],
-                *ranges[first_tensor_axis + 1 :],
+                *ranges[:first_unstacked_axis],
+                ranges[first_unstacked_axis][row_slice],
+                *ranges[first_unstacked_axis + 1 :],
             )
             self._fill(
-                parameter_part[(slice(None),) * first_tensor_axis + (row_slice,)],
+                parameter_part[(slice(None),) * first_unstacked_axis + (row_slice,)],
                 read,
                 ranges_of_rows,
             )

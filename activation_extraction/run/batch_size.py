@@ -96,10 +96,10 @@ def fit_rows(
     """
     devices_of_host = devices_of_this_host(usable_devices(request.computing.use_data_parallel))
     device_kind = devices_of_host[0].device_kind
-    memory_limit_of_device = together(
+    bytes_limit_of_device = together(
         host, lambda: (devices_of_host[0].memory_stats() or {}).get("bytes_limit", 0)
     )
-    usable_bytes_of_device = USABLE * min(gather(host, memory_limit_of_device))
+    usable_bytes_of_device = USABLE * min(gather(host, bytes_limit_of_device))
     if not usable_bytes_of_device:
         log.info(
             "--batch_size auto: %d rows, the default on %s", request.batch_shape[0], device_kind

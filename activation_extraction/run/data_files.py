@@ -49,8 +49,8 @@ class DataFiles:
     """The files of a data set, in the order in which they are read.
 
     Args:
-        files: The files, in the order in which they are read. `DataFile.size` determines how many
-            bytes of each file are read.
+        files: The files, in the order in which they are read. `DataFile.byte_count` determines how
+            many bytes of each file are read.
         records: The record of each file in metadata.json, in the same order. None to make the
             records, which computes the fingerprints.
 
@@ -116,10 +116,10 @@ class DataFiles:
             for data_file, recorded_file, is_file_unchanged in zip(
                 files_in_recorded_order, recorded_files, are_files_unchanged, strict=True
             ):
-                num_added_bytes = data_file.size - recorded_file.bytes
+                num_added_bytes = data_file.byte_count - recorded_file.bytes
                 if not is_file_unchanged:
                     sizes_in_words = (
-                        f" ({recorded_file.bytes:,} bytes then, {data_file.size:,} now)"
+                        f" ({recorded_file.bytes:,} bytes then, {data_file.byte_count:,} now)"
                         if num_added_bytes
                         else ""
                     )
@@ -139,7 +139,7 @@ class DataFiles:
             )
         files_of_run = []
         for data_file, recorded_file in zip(files_in_recorded_order, recorded_files, strict=True):
-            files_of_run.append(replace(data_file, size=recorded_file.bytes))
+            files_of_run.append(replace(data_file, byte_count=recorded_file.bytes))
         return cls(files_of_run, recorded_files)
 
     def fingerprints(self) -> dict[str, str]:
@@ -180,7 +180,7 @@ class DataFiles:
                         file_status = os.stat(data_file.url)
                     modification_time = str(file_status.st_mtime_ns)
                     current_file = replace(
-                        data_file, size=file_status.st_size, version=modification_time
+                        data_file, byte_count=file_status.st_size, version=modification_time
                     )
                     if current_file == data_file or _is_recorded(current_file, recorded_file):
                         continue
@@ -209,7 +209,7 @@ def _in_recorded_order(
     unrecorded_files = [
         data_file for data_file in files if data_file.name not in recorded_file_names
     ]
-    unrecorded_files.sort(key=lambda data_file: data_file.size)
+    unrecorded_files.sort(key=lambda data_file: data_file.byte_count)
     files_in_recorded_order = []
     for recorded_file in records:
         data_file = file_by_name.get(recorded_file.name)
@@ -249,9 +249,9 @@ def _is_recorded(file: DataFile, record: RecordedFile) -> bool:
     Raises:
         InputError: If a local file cannot be read.
     """
-    if file.size != record.bytes and not file.may_grow:
+    if file.byte_count != record.bytes and not file.may_grow:
         return False
-    return _record_of_file(replace(file, size=record.bytes)).fingerprint == record.fingerprint
+    return _record_of_file(replace(file, byte_count=record.bytes)).fingerprint == record.fingerprint
 
 
 def _record_of_file(file: DataFile) -> RecordedFile:
@@ -264,7 +264,7 @@ def _record_of_file(file: DataFile) -> RecordedFile:
         InputError: If a local file cannot be read.
     """
     if file.is_local:
-        content_fingerprint = f"blocks {file_fingerprint(Path(file.url), file.size)}"
+        content_fingerprint = f"blocks {file_fingerprint(Path(file.url), file.byte_count)}"
     else:
-        content_fingerprint = file.version or f"{file.size} bytes"
-    return RecordedFile(file.name, file.size, content_fingerprint)
+        content_fingerprint = file.version or f"{file.byte_count} bytes"
+    return RecordedFile(file.name, file.byte_count, content_fingerprint)

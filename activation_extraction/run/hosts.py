@@ -489,8 +489,8 @@ class Lockstep:
         clock: The clock that measures the wait for batches.
 
     Attributes:
-        is_complete: Whether the run comes to the end of its data. It becomes False when this host
-            learns that any host has been asked to stop.
+        reaches_end_of_data: Whether the run comes to the end of its data. It becomes False when
+            this host learns that any host has been asked to stop.
         failure: The failure of this host or, once this host has learned of it, of another host.
             None without a failure.
     """
@@ -517,7 +517,7 @@ class Lockstep:
         *has_any_host_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
             conditions_on_host
         )
-        self.is_complete = not is_any_host_stopping
+        self.reaches_end_of_data = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (
             has_any_host_failed and not any(has_any_host_data_at_steps)
         )
@@ -583,7 +583,7 @@ class Lockstep:
         if has_any_host_failed and self.failure is None:
             failure_remedy = "its message says what to do on all hosts"
             self.failure = RunError("another host failed", remedy=failure_remedy)
-        self.is_complete = self.is_complete and not is_any_host_stopping
+        self.reaches_end_of_data = self.reaches_end_of_data and not is_any_host_stopping
         self._decisions_to_take_steps.append(
             has_any_host_data and not is_any_host_stopping and not has_any_host_failed
         )

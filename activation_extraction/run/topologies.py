@@ -36,7 +36,7 @@ class ChipKind(NamedTuple):
     """
 
     chip_name: str
-    machine_shapes: str
+    machine_shapes: str  # such as "2x2 4x4", separated by spaces; "" for GPUs
     name_number_per_chip: int
     devices_per_chip: int
 
@@ -68,7 +68,7 @@ class Device:
         process_index: The number of the device's host.
     """
 
-    id: int
+    id: int  # the number of the device in its machine
     platform: str
     device_kind: str
     process_index: int

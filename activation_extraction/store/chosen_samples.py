@@ -66,13 +66,13 @@ class RunText:
     """The functions with which a reader of a stored run gets the text of its samples.
 
     Attributes:
-        decode: Function that takes token ids, int32 (tokens,), and returns their text without
-            special tokens.
+        decode_token_ids: Function that takes token ids, int32 (tokens,), and returns their text
+            without special tokens.
         reread_samples: Function that reads samples from the data set again, to get also the token
             ids that the run did not store. None if the run stores all tokens.
     """
 
-    decode: Callable[[np.ndarray], str]
+    decode_token_ids: Callable[[np.ndarray], str]
     reread_samples: Reread | None
 
 

@@ -637,11 +637,11 @@ class CodeValues(HookValues):
     common/codes.py describes.
 
     Attributes:
-        max_features: Largest number of features stored for a token. 0 in a process that writes
-            codes, which does not need this number.
+        max_features_per_token: Largest number of features stored for a token. 0 in a process that
+            writes codes, which does not need this number.
     """
 
-    max_features: int
+    max_features_per_token: int
     dtype = FLOAT32
     are_activations = False
     is_array = False
@@ -649,7 +649,7 @@ class CodeValues(HookValues):
 
     @property
     def max_values(self) -> int:
-        return self.max_features
+        return self.max_features_per_token
 
     @property
     def tensor_names(self) -> list[str]:
@@ -695,7 +695,7 @@ class CodeValues(HookValues):
 
     @property
     def row_dtype(self) -> np.dtype:
-        return np.dtype((np.int32, (record_width(self.max_features),)))
+        return np.dtype((np.int32, (record_width(self.max_features_per_token),)))
 
     @property
     def min_token_bytes(self) -> int:
@@ -732,7 +732,7 @@ class CodeValues(HookValues):
                 wait_for_norm_rows(),
                 self.width,
             )
-            return row_codes.records(self.max_features)
+            return row_codes.records(self.max_features_per_token)
 
         return wait
 

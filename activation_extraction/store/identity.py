@@ -119,7 +119,7 @@ class Identity:
     special_tokens: str = ""
     text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)
     storage: StorageOptions = StorageOptions()
-    hooks: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()  # full names of all hooks
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()
@@ -167,7 +167,7 @@ class Identity:
         return text_options.positions == Positions() and not drops_tokens
 
     def hook_values(
-        self, key: Key, name: str, width: int = 0, dtype: str = "", max_features: int = 0
+        self, key: Key, name: str, width: int = 0, dtype: str = "", max_features_per_token: int = 0
     ) -> HookValues:
         """Makes the object that describes one hook of the run.
 
@@ -181,12 +181,12 @@ class Identity:
                 known yet.
             dtype: Name of the dtype of the values in files. "" for the dtype that follows from the
                 identity.
-            max_features: Largest number of features that are stored for a token. 0 for other values
-                than codes, and in a process that writes codes.
+            max_features_per_token: Largest number of features that are stored for a token. 0 for
+                other values than codes, and in a process that writes codes.
         """
         if name in self.code_hooks:
             return CodeValues(
-                key, name, width, value_dtype(self.activation_dtype).name, max_features
+                key, name, width, value_dtype(self.activation_dtype).name, max_features_per_token
             )
         if name in self.integer_hooks:
             return DenseValues(key, name, width, dtype or "int32", "integers")
@@ -212,9 +212,9 @@ class Identity:
         if recorded_width is None:
             raise ValueError(f"the metadata does not record how wide {hook_name} is")
         recorded_dtype = description.get("dtype", "")
-        max_features = description.get("most", 0)
+        max_features_per_token = description.get("most", 0)
         hook_values = self.hook_values(
-            description["key"], hook_name, recorded_width, recorded_dtype, max_features
+            description["key"], hook_name, recorded_width, recorded_dtype, max_features_per_token
         )
         try:
             # Reading the property raises TypeError if NumPy does not have the recorded dtype.

@@ -120,7 +120,7 @@ class LogWriter:
         self.run_id = ""
         self.began = round(time.time(), 3)
         self.new_commits: list[Commit] = []
-        self._description = description
+        self._run_description = description
         self._local_folder = local_folder
         self._keeps_shards = keeps_shards
         self._reserved_file_name = ""
@@ -256,7 +256,7 @@ class LogWriter:
         metadata_fields = {
             "format_version": FORMAT_VERSION,
             "status": status,
-            **self._description.to_json(self.totals),
+            **self._run_description.to_json(self.totals),
             "written": round(time.time(), 3),
             "remote": None if self._local_folder is None else self.folder.url,
         }

@@ -46,6 +46,7 @@ class ShardSample:
     facts: SampleFacts
     token_ids: np.ndarray | None
     positions: np.ndarray
+    # "role" or "turn" -> the role or turn of each token.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 

@@ -60,7 +60,7 @@ class CheckedShard(NamedTuple):
     commit: Commit
     problem: str = ""  # message on the first problem; "" if there is none
     failure: FolderError | None = None
-    sample_idx: np.ndarray | None = None  # numbers of the shard's samples
+    sample_idx: np.ndarray | None = None  # numbers of the samples; None if there is a problem
 
 
 def file_path(folder_name: str, name: str) -> str:

@@ -285,8 +285,8 @@ class Statistics:
             Empty if the values are not codes.
     """
 
-    tokens: int = 0
-    values: int = 0  # number of values, over all tokens and dimensions
+    tokens: int = 0  # number of tokens; also a key in JSON files
+    values: int = 0  # number of values of these tokens; also a key in JSON files
     overall_mean: float = 0.0
     overall_variance: float = 0.0
     mean_norm: float = 0.0

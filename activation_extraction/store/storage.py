@@ -191,9 +191,9 @@ class ActivationStorage:
             self._follow(self._make_plan(RunLog.read(self.destination)))
         # Samples that still lack an activation at a hook, with the activations that they have, by
         # sample number.
-        self._incomplete_samples: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
+        self._incomplete_sample_by_number: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
         # Number of the last sample that has all its activations; -1 for no such sample.
-        self._last_complete_number = -1
+        self._last_complete_sample_number = -1
         self._lock_descriptor: int | None = None
         # "planned": the stored shards are known, and this storage has not written anything yet.
         # "open": this process owns the folder.
@@ -466,7 +466,7 @@ class ActivationStorage:
             layer_idx, activation, copied_token_ids, sample_number
         ):
             raise ValueError(f"{sample_and_hook_in_words}: {activation_problem}")
-        if sample_number not in self._incomplete_samples:
+        if sample_number not in self._incomplete_sample_by_number:
             token_positions = np.arange(len(activation), dtype=np.int32)
             sample_facts = SampleFacts(
                 sample_number,
@@ -476,19 +476,19 @@ class ActivationStorage:
                 cut,
                 deepcopy(columns or {}),
             )
-            self._incomplete_samples[sample_number] = (
+            self._incomplete_sample_by_number[sample_number] = (
                 ShardSample(sample_facts, copied_token_ids, token_positions),
                 {},
             )
             self._next_sample_number += 1
-        shard_sample, activation_by_key = self._incomplete_samples[sample_number]
+        shard_sample, activation_by_key = self._incomplete_sample_by_number[sample_number]
         activation_by_key[layer_idx] = activation
         if len(activation_by_key) == len(self._hook_values_by_key):
-            del self._incomplete_samples[sample_number]
+            del self._incomplete_sample_by_number[sample_number]
             self._shard_writer.take(
                 sum(hook_activation.nbytes for hook_activation in activation_by_key.values())
             )
-            self._last_complete_number = sample_number
+            self._last_complete_sample_number = sample_number
             self._shard_writer.add(shard_sample, activation_by_key)
 
     def _is_stored(self, sample_number: int) -> bool:
@@ -534,10 +534,10 @@ class ActivationStorage:
             yield "has no token ids, and safetensors need them"
         if token_ids is not None and token_ids.dtype != np.int32:
             yield f"token ids of dtype {token_ids.dtype}, expected int32"
-        incomplete_sample, activation_by_key = self._incomplete_samples.get(
+        incomplete_sample, activation_by_key = self._incomplete_sample_by_number.get(
             sample_number, (None, {})
         )
-        if key in activation_by_key or sample_number <= self._last_complete_number:
+        if key in activation_by_key or sample_number <= self._last_complete_sample_number:
             yield "given twice or out of order"
         if incomplete_sample is None and sample_number != self._next_sample_number:
             yield f"expected sample {self._next_sample_number} next: samples are 0, 1, 2, ..."

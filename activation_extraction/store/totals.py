@@ -36,12 +36,13 @@ class Totals:
         statistics: Statistics by the full names of the hooks.
     """
 
-    shards: int = 0
+    # The names of the counts are also keys in metadata.json.
+    shards: int = 0  # number of shards
     samples: int = 0
     tokens: int = 0
     bytes: int = 0
-    skipped_rows: int = 0
-    empty_rows: int = 0
+    skipped_rows: int = 0  # number of rows of the data set that were skipped
+    empty_rows: int = 0  # number of rows of the data set without text
     cut_samples: int = 0
     cut_tokens: int = 0
     empty_samples: int = 0

@@ -90,6 +90,7 @@ class Sample:
     facts: SampleFacts
     token_ids: np.ndarray
     mark: Mark
+    # "role" or "turn" -> the role or turn of each token.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
     kept_positions_or_none: np.ndarray | None = None
 

@@ -87,8 +87,9 @@ class RowCounts(NamedTuple):
         empty: Number of rows without a single token.
     """
 
-    skipped: int = 0
-    empty: int = 0
+    # The names of the fields are also keys in the states that marks store.
+    skipped: int = 0  # number of rows that could not be used
+    empty: int = 0  # number of rows without a single token
 
 
 def with_counts(state: Mapping[str, Any], counts: RowCounts) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class DataFile:
         name: Path of the file relative to a folder. If the data set is a folder, this is the folder
             of the data set. If the data set is a single file, it is the folder that contains the
             file. If the data set is a glob, it is the last folder before the first wildcard.
-        size: Size of the file in bytes.
+        byte_count: Size of the file in bytes.
         version: Version of the content. For a URL, this is the checksum or version that its store
             reports, or "" if it reports none. For a local file, it is the time of the last
             modification in nanoseconds.
@@ -73,8 +73,8 @@ class DataFile:
 
     url: str
     name: str  # path relative to the folder of the data set
-    size: int  # in bytes
-    version: str = ""
+    byte_count: int
+    version: str = ""  # checksum, version or modification time of the content; "" if unknown
 
     @property
     def is_local(self) -> bool:
@@ -96,7 +96,7 @@ class DataFile:
     @property
     def read_to(self) -> int | None:
         """The number of bytes that are read from the start of the file; None to read all bytes."""
-        return self.size if self.may_grow else None
+        return self.byte_count if self.may_grow else None
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ class OtherFormat(NamedTuple):
         remedy: Advice on what to do with the file, such as "extract it", for messages.
     """
 
-    description: str
-    remedy: str
+    description: str  # predicate for the file, such as "is a zip archive"
+    remedy: str  # advice for the user, such as "extract it"
 
 
 LFS_POINTER = OtherFormat(
@@ -332,15 +332,15 @@ def text_content(file: DataFile) -> Iterator[io.BufferedReader]:
 class FirstBytes(io.RawIOBase):
     """A file object that contains only the first bytes of another file."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO, max_bytes: int) -> None:
         """Opens the first bytes of a file for reading.
 
         Args:
             file: The whole file, of which nothing has been read yet.
-            size: The number of bytes at the start of the whole file that can be read.
+            max_bytes: The number of bytes at the start of the whole file that can be read.
         """
         self._source_file = file
-        self._remaining_bytes = size
+        self._remaining_bytes = max_bytes
 
     def readable(self) -> bool:
         return True

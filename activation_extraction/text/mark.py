@@ -33,8 +33,8 @@ class Mark:
 
     samples: int  # the number of samples before the mark
     skip: int = 0  # the number of samples before the mark that come from the current chunk
-    skipped_rows: int = 0
-    empty_rows: int = 0
+    skipped_rows: int = 0  # the number of unusable rows before the mark
+    empty_rows: int = 0  # the number of rows without tokens before the mark
     # The place in the data where the current chunk starts, as a JSON object.
     stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0  # the number of stored tokens before the mark

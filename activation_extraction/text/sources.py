@@ -102,7 +102,8 @@ class FilePartitions:
         self._row_schema = schema
         # A position in the stream is a tuple of the index of a partition and the number of the
         # partition's rows that were read.
-        self._start_position = self._current_position = (0, 0)
+        self._start_position = (0, 0)
+        self._current_position = self._start_position
 
     @property
     def num_shards(self) -> int:

@@ -58,6 +58,7 @@ class Tokens:
     ids: np.ndarray
     num_document_tokens: int
     start_offsets: np.ndarray | None = None
+    # "role" or "turn" -> the role or turn of each token.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
