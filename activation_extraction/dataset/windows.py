@@ -96,14 +96,14 @@ class Windows:
         read: Function that reads a chunk and returns a tuple of blocks (arrays of tokens), one for
             each of the runs that are read side by side.
         num_chunks_read_at_once: Number of chunks that are read at the same time.
-        max_tokens: Number of tokens in a window; the last window may have fewer.
+        max_window_tokens: Number of tokens in a window; the last window may have fewer.
         seed: Seed for shuffling the tokens of a window. None to keep their order.
     """
 
     chunks: Sequence[Chunk]
     read: Callable[[Chunk], tuple[Block, ...]]
     num_chunks_read_at_once: int
-    max_tokens: int
+    max_window_tokens: int
     seed: int | None
 
     def beginning(self, begin_position: Position) -> Generator[Window, None, None]:

@@ -612,8 +612,10 @@ class ActivationStorage:
             # If the shards could not be stored, or after a second Ctrl-C, the program does not wait
             # for uploads.
             self.close(patient=is_storing_finished)
-        if is_run_complete and self._incomplete_samples:
-            sample_number, (_, activation_by_key) = next(iter(self._incomplete_samples.items()))
+        if is_run_complete and self._incomplete_sample_by_number:
+            sample_number, (_, activation_by_key) = next(
+                iter(self._incomplete_sample_by_number.items())
+            )
             missing_keys = [
                 hook_key
                 for hook_key in self._hook_values_by_key
