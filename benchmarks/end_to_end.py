@@ -620,17 +620,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     with tempfile.TemporaryDirectory() as temporary_folder:
         bench = prepare(Path(temporary_folder), parsed_flags)
-        peaks_before_rounds = measure_peaks(parsed_flags)
+        peak_flops_before_rounds = measure_peaks(parsed_flags)
         figures_of_rounds = run_all(bench)
-        peaks_after_rounds = measure_peaks(parsed_flags)
-        best_peaks = {
-            dtype: max(peaks_before_rounds[dtype], peaks_after_rounds[dtype])
-            for dtype in peaks_before_rounds
+        peak_flops_after_rounds = measure_peaks(parsed_flags)
+        best_peak_flops_of_dtype = {
+            dtype: max(peak_flops_before_rounds[dtype], peak_flops_after_rounds[dtype])
+            for dtype in peak_flops_before_rounds
         }
         measured_peaks = {
-            "before": peaks_before_rounds,
-            "after": peaks_after_rounds,
-            "best": best_peaks,
+            "before": peak_flops_before_rounds,
+            "after": peak_flops_after_rounds,
+            "best": best_peak_flops_of_dtype,
         }
         report_content = report(bench, figures_of_rounds, measured_peaks)
     print_result(report_content)

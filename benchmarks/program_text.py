@@ -84,8 +84,8 @@ class Instruction(NamedTuple):
         branches_match = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         if branches_match:
             return re.findall(r"%[\w.-]+", branches_match[1])
-        computation_names = self.named("false_computation"), self.named("true_computation")
-        return [computation_name for computation_name in computation_names if computation_name]
+        branch_names_or_none = [self.named("false_computation"), self.named("true_computation")]
+        return [computation_name for computation_name in branch_names_or_none if computation_name]
 
     @property
     def source(self) -> str:

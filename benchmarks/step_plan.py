@@ -129,7 +129,7 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
     return StepTimes(
         products=step.flops / chip.flops_per_second,
         kernel=step.kernel_flops / chip.flops_per_second,
-        hbm=step.hbm_bytes / chip.memory_bandwidth,
+        hbm=step.hbm_bytes / chip.memory_bytes_per_second,
         hidden=hidden_seconds,
         exposed=exposed_seconds,
     )

@@ -97,7 +97,7 @@ class Batches(Iterator[T]):
         # The worker of a PyTorch DataLoader to whose part of the data `_position` refers. It is a
         # tuple of the number of the worker, from 0, and the number of all workers. None if
         # `_position` refers to all data of this process.
-        self._loader_worker: tuple[int, int] | None = None
+        self._loader_worker_and_count: tuple[int, int] | None = None
         self._has_looped = False  # whether a loop over `torch()` has begun since `restore`
         self._windows: Generator[Window, None, None] | None = None
         self._window: Window | None = None
@@ -121,7 +121,7 @@ class Batches(Iterator[T]):
                 restored, because only the workers know their positions.
         """
         if (
-            _loader_worker() is None
+            _loader_worker_and_count() is None
             and self._workers_have_read_flag
             and self._workers_have_read_flag[0]
         ):
@@ -160,9 +160,9 @@ class Batches(Iterator[T]):
         """
         self.close()
         self._position = position
-        self._loader_worker = _loader_worker()
+        self._loader_worker_and_count = _loader_worker_and_count()
         self._has_looped = False
-        if self._workers_have_read_flag is not None and _loader_worker() is None:
+        if self._workers_have_read_flag is not None and _loader_worker_and_count() is None:
             self._workers_have_read_flag[0] = 0
 
     def _settings(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Batches(Iterator[T]):
             runs; `part`, the number of this worker of a DataLoader, from 0; and `parts`, the number
             of workers of the DataLoader.
         """
-        loader_worker_number, num_loader_workers = _loader_worker() or ONLY_WORKER
+        loader_worker_number, num_loader_workers = _loader_worker_and_count() or ONLY_WORKER
         fingerprints = "\n".join(token_source.fingerprint for token_source in self._sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         settings_of_first_run, *settings_of_other_runs = (
@@ -258,7 +258,7 @@ class Batches(Iterator[T]):
         return (batch.jax() for batch in self)
 
     def __next__(self) -> T:
-        if self._loader_worker != (loader_worker := _loader_worker()):
+        if self._loader_worker_and_count != (loader_worker_and_count := _loader_worker_and_count()):
             if self._position != Position():
                 raise ValueError(
                     "these batches stand in the middle of the data, of which each worker of a "
@@ -266,8 +266,8 @@ class Batches(Iterator[T]):
                     "torchdata's StatefulDataLoader, or make new batches"
                 )
             self.close()  # threads that read ahead do not exist in a copy of the process
-            self._loader_worker = loader_worker
-            if loader_worker is not None and self._workers_have_read_flag is not None:
+            self._loader_worker_and_count = loader_worker_and_count
+            if loader_worker_and_count is not None and self._workers_have_read_flag is not None:
                 self._workers_have_read_flag[0] = 1
         if self._window is None:
             self._window = self._next_window()
@@ -354,7 +354,7 @@ class Batches(Iterator[T]):
         chunks = chunks_of_worker(
             shuffled_chunks(chunks, shuffle_seed), batch_options.worker, batch_options.workers
         )
-        chunks = chunks_of_worker(chunks, *(self._loader_worker or ONLY_WORKER))
+        chunks = chunks_of_worker(chunks, *(self._loader_worker_and_count or ONLY_WORKER))
         if not are_read_by_ranges:
             smaller_chunks = list[Chunk]()
             for chunk in chunks:
@@ -399,7 +399,7 @@ class Batches(Iterator[T]):
         if self._position != Position() or not filter_texts:
             return
         message = f"no token passes these filters: {', '.join(filter_texts)}"
-        loader_worker_number, num_loader_workers = self._loader_worker or ONLY_WORKER
+        loader_worker_number, num_loader_workers = self._loader_worker_and_count or ONLY_WORKER
         worker_number = self.options.worker * num_loader_workers + loader_worker_number
         worker_count = self.options.workers * num_loader_workers
         if worker_count == 1:
@@ -407,7 +407,7 @@ class Batches(Iterator[T]):
         log.warning("in the share of worker %d of %d, %s", worker_number, worker_count, message)
 
 
-def _loader_worker() -> tuple[int, int] | None:
+def _loader_worker_and_count() -> tuple[int, int] | None:
     """Returns which worker of a PyTorch DataLoader this process is.
 
     Returns:

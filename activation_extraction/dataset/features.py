@@ -216,8 +216,8 @@ def _contexts(
             shard_reader.offsets[sample_index_of_token + 1], tokens_in_shard + around + 1
         )
         context_ids = [
-            token_fields["token_ids"][start:stop]
-            for start, stop in zip(context_starts, context_stops, strict=True)
+            token_fields["token_ids"][context_start:context_stop]
+            for context_start, context_stop in zip(context_starts, context_stops, strict=True)
         ]
         context_columns = {
             "value": listed_values[listed_indices_of_shard],

@@ -283,10 +283,10 @@ class TokenSource:
             yield [
                 Chunk(
                     shard_number,
-                    int(token_offsets[adjacent_samples[0]]),
-                    int(token_offsets[adjacent_samples[-1] + 1]),
+                    int(token_offsets[adjacent_sample_indices[0]]),
+                    int(token_offsets[adjacent_sample_indices[-1] + 1]),
                 )
-                for adjacent_samples in np.split(
+                for adjacent_sample_indices in np.split(
                     sample_indices_in_shard,
                     np.flatnonzero(np.diff(sample_indices_in_shard) != 1) + 1,
                 )
@@ -572,10 +572,10 @@ def floating_name(dtype: Any) -> str | None:
     Returns:
         The name; None if `dtype` is None or not a dtype in FLOATING.
     """
-    matching_names = [
+    matching_dtype_names = [
         dtype_name for dtype_name in FLOATING if dtype is not None and np.dtype(dtype_name) == dtype
     ]
-    return matching_names[0] if matching_names else None
+    return matching_dtype_names[0] if matching_dtype_names else None
 
 
 def default_buffer(options: BatchOptions, hook_count: int, token_bytes: int, is_local: bool) -> int:

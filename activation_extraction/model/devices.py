@@ -25,20 +25,20 @@ class Chip(NamedTuple):
     Attributes:
         flops_per_second: Dense bfloat16 operations per second.
         memory_bytes: Bytes of memory.
-        memory_bandwidth: Bytes per second from and to the device's memory.
+        memory_bytes_per_second: Bytes per second from and to the device's memory.
         link_bytes_per_second: Bytes per second that a device receives over one fast link.
         link_count: Number of fast links over which a device receives if the devices form a ring.
             TPUs receive from both neighbours over two links. GPUs have one link, NVLink.
-        network_bandwidth: Bytes per second that a device receives from another TPU slice, or from
-            another host with GPUs.
+        network_bytes_per_second: Bytes per second that a device receives from another TPU slice, or
+            from another host with GPUs.
     """
 
     flops_per_second: float
     memory_bytes: float
-    memory_bandwidth: float
+    memory_bytes_per_second: float
     link_bytes_per_second: float
     link_count: int  # number of fast links over which the device receives
-    network_bandwidth: float
+    network_bytes_per_second: float
 
 
 # A part of JAX's name for a kind of device -> the speed and memory of this kind. If several parts

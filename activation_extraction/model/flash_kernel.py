@@ -179,11 +179,13 @@ def _attend(
     query_segments = query_segments_ref[...]
     query_indices = first_query_ref[0] + pl.program_id(0) * QUERIES + jnp.arange(QUERIES)
 
-    def add_keys(number: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_keys(
+        block_number: Array, state: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
         """Adds one block of keys to the running softmax.
 
         Args:
-            number: The number of the block of keys.
+            block_number: The number of the block of keys.
             state: The softmax over the blocks of keys before this one, as a tuple: the weighted sum
                 of the values for each query, (QUERIES, H); the largest score of each query,
                 (QUERIES,); the sum of the weights of each query, (QUERIES,).
@@ -192,8 +194,10 @@ def _attend(
             The state after this block of keys, as the same tuple.
         """
         weighted_value_sums, max_scores, key_weight_sums = state
-        key_slice = pl.ds(number * KEYS, KEYS)
-        query_key_distances = query_indices[:, None] - (number * KEYS + jnp.arange(KEYS))[None]
+        key_slice = pl.ds(block_number * KEYS, KEYS)
+        query_key_distances = (
+            query_indices[:, None] - (block_number * KEYS + jnp.arange(KEYS))[None]
+        )
         sees_key = (query_segments[:, None] == key_segments_ref[key_slice][None]) & (
             query_key_distances >= 0
         )

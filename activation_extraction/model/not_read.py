@@ -111,10 +111,10 @@ def adapter_in_model(flag_and_path: str, adapter_file: str, base_model: str | No
         adapter_file: The name of the adapter's configuration file.
         base_model: The name of the base model in this file; None if the file names no base model.
     """
-    of_base_model = f", of {base_model}" if base_model else ""
+    base_model_clause = f", of {base_model}" if base_model else ""
     return InputError(
-        f"{flag_and_path}: holds an adapter ({adapter_file}{of_base_model}), which --lora takes; "
-        "give its base model alone here"
+        f"{flag_and_path}: holds an adapter ({adapter_file}{base_model_clause}), which --lora "
+        "takes; give its base model alone here"
     )
 
 

@@ -113,7 +113,7 @@ class CostModel:
             layout,
             memory_bytes=self.memory_bytes(layout),
             product_seconds=seconds_on_one_device / layout.size(*AXES, "query"),
-            hbm_seconds=self._moved_bytes(layout) / chip.memory_bandwidth,
+            hbm_seconds=self._moved_bytes(layout) / chip.memory_bytes_per_second,
             gather_seconds=self._gathered_bytes(layout) / bytes_per_second_of_axis["fsdp"],
             exchange_seconds=exchange_seconds,
         )
@@ -375,4 +375,4 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
         num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])
     if linked % num_consecutive_devices == 0:
         return chip.link_bytes_per_second * num_links_used
-    return chip.network_bandwidth
+    return chip.network_bytes_per_second

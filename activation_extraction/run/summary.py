@@ -112,8 +112,8 @@ def print_summary(run: Run, clock: Clock, complete: bool) -> None:
         rule_of_kept_tokens = str(run.text.sample_settings.token_choice)
         if mask_column:
             rule_of_kept_tokens = f"--mask_column {mask_column}, {rule_of_kept_tokens}"
-        samples_in_words = counted(stored_totals.empty_samples, "sample")
-        say(f"kept nothing: {samples_in_words} ({rule_of_kept_tokens})")
+        empty_samples_in_words = counted(stored_totals.empty_samples, "sample")
+        say(f"kept nothing: {empty_samples_in_words} ({rule_of_kept_tokens})")
     for line_about_codes in codes_in_words(stored_totals.statistics):
         say(line_about_codes)
     for line_about_codes in code_warnings(stored_totals.statistics):

@@ -186,7 +186,9 @@ def _table(samples: Sequence[ShardSample]) -> pyarrow.Table:
                 getattr(sample_facts, column_name) for sample_facts in facts_of_samples
             ]
     kept_column_names = dict.fromkeys(
-        kept_name for sample_facts in facts_of_samples for kept_name in sample_facts.columns
+        kept_column_name
+        for sample_facts in facts_of_samples
+        for kept_column_name in sample_facts.columns
     )
     for column_name in kept_column_names:
         values_by_column[column_name] = [

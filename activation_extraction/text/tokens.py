@@ -185,9 +185,9 @@ def _tokenise_all(
         max_tokens: The number of tokens to return of each document; None for all, with offsets.
         cuts: A pattern of the positions where a text may be cut; None if texts must not be cut.
     """
-    sections_of_contents = [_section_slices(content.text, cuts) for content in contents]
+    section_slices_of_contents = [_section_slices(content.text, cuts) for content in contents]
     section_texts: list[str] = []
-    for content, section_slices in zip(contents, sections_of_contents, strict=True):
+    for content, section_slices in zip(contents, section_slices_of_contents, strict=True):
         section_texts += [content.text[section_slice] for section_slice in section_slices]
     needs_offsets = max_tokens is None or any(content.spans for content in contents)
     # Tokenising without offsets takes a third of the time.
@@ -203,7 +203,7 @@ def _tokenise_all(
     section_encodings = encode_lazily()
     return [
         _tokens_of_sections(content, section_slices, section_encodings, max_tokens, needs_offsets)
-        for content, section_slices in zip(contents, sections_of_contents, strict=True)
+        for content, section_slices in zip(contents, section_slices_of_contents, strict=True)
     ]
 
 
