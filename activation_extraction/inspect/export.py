@@ -97,8 +97,8 @@ def export(
     if "://" in target_folder:
         raise InputError(f"--export_dir {target_folder}: is a URL; expected a local folder")
     target_folder = os.path.normpath(target_folder)
-    logs_by_folder = read_folders(root)
-    finished_dataset = _finished_run(root, logs_by_folder)
+    log_by_folder = read_folders(root)
+    finished_dataset = _finished_run(root, log_by_folder)
     try:
         chosen_hooks = finished_dataset.hooks.chosen(finished_dataset.url, patterns)
     except ValueError as error:
@@ -129,7 +129,7 @@ def export(
     )
     if export_format.needs_text:
         run_text = _load_text(finished_dataset, flag_and_format, load_text)
-        token_chunks = with_texts(token_chunks, root, logs_by_folder, finished_dataset, run_text)
+        token_chunks = with_texts(token_chunks, root, log_by_folder, finished_dataset, run_text)
     # In addition to the activations, the files contain token ids, masks and scales. They need up to
     # 24 bytes per token and hook, such as two token ids and a mask of 8 bytes each. Texts are not
     # counted, because their lengths are unknown before decoding.
@@ -166,18 +166,18 @@ def export(
         say(f"  {instruction_line}")
 
 
-def _finished_run(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset:
+def _finished_run(root: Folder, log_by_folder: dict[str, RunLog]) -> ActivationDataset:
     """Opens the dataset of a run, and checks that all hosts have finished.
 
     Args:
         root: The folder with the output of all hosts.
-        folders: The run log of each folder of the run, by the folder's name.
+        log_by_folder: The run log of each folder of the run, by the folder's name.
 
     Raises:
         InputError: If a host has not finished, or the run cannot be read as a dataset.
         RunError: If a file of the run is damaged or cannot be read.
     """
-    for host_state in host_states(folders):
+    for host_state in host_states(log_by_folder):
         if host_state.state != "complete":
             host_folder_url = f"{root.url}/{host_state.name}".rstrip("/")
             raise InputError(

@@ -42,7 +42,7 @@ TEXT_COLUMN = "text"  # column of a chunk with the text of the sample up to and 
 def with_texts(
     chunks: Iterable[TokenBatch],
     root: Folder,
-    folders: Mapping[str, RunLog],
+    log_by_folder: Mapping[str, RunLog],
     dataset: ActivationDataset,
     run_text: RunText,
 ) -> Iterator[TokenBatch]:
@@ -53,14 +53,14 @@ def with_texts(
     Args:
         chunks: All tokens of the run, in stored order.
         root: The folder with the output of all hosts.
-        folders: The run log of each folder of the run, by the folder's name.
+        log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
         run_text: The functions that read the token ids again and decode them.
 
     Raises:
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
-    sample_numbers_and_token_ids = _token_ids(root, folders, dataset, run_text)
+    sample_numbers_and_token_ids = _token_ids(root, log_by_folder, dataset, run_text)
     # Number of the sample to which `current_token_ids` belong. -1 before the first sample.
     current_sample_number = -1
     current_token_ids = np.empty(0, np.int32)
@@ -79,13 +79,13 @@ def with_texts(
 
 
 def _token_ids(
-    root: Folder, folders: Mapping[str, RunLog], dataset: ActivationDataset, run_text: RunText
+    root: Folder, log_by_folder: Mapping[str, RunLog], dataset: ActivationDataset, run_text: RunText
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields the number of each sample and all its token ids, in stored order.
 
     Args:
         root: The folder with the output of all hosts.
-        folders: The run log of each folder of the run, by the folder's name.
+        log_by_folder: The run log of each folder of the run, by the folder's name.
         dataset: The run.
         run_text: The functions for the run's text. `run_text.reread_samples` reads all token ids
             again. It is None if the run stores all token ids.
@@ -99,7 +99,7 @@ def _token_ids(
             damaged or missing.
     """
     for folder_name, commit in dataset.shards.shards:
-        host_folder, run_log = root.child(folder_name), folders[folder_name]
+        host_folder, run_log = root.child(folder_name), log_by_folder[folder_name]
         stored_samples = read_tokens(host_folder, run_log, commit, range(commit.count))
         token_ids_or_messages: Sequence[np.ndarray | str]
         if run_text.reread_samples is None:

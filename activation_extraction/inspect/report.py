@@ -40,7 +40,7 @@ def show_report(root: Folder, file: str) -> int:
             cannot be written.
         RunError: If a shard is damaged.
     """
-    logs_by_folder = read_folders(root)
+    log_by_folder = read_folders(root)
     if file:
         report_path = Path(file)
     else:
@@ -50,8 +50,8 @@ def show_report(root: Folder, file: str) -> int:
             raise InputError(f"--report: needs {package_name}; {install_extra('report')}")
     if report_path.is_dir() or not report_path.parent.is_dir():
         raise InputError(f"--report {report_path}: expected a file in a folder that exists")
-    run_dataset = _open_dataset(root, logs_by_folder)
-    report_html = make_report(run_dataset, logs_by_folder)
+    run_dataset = _open_dataset(root, log_by_folder)
+    report_html = make_report(run_dataset, log_by_folder)
     try:
         write_file(report_path, [report_html.encode()])
     except (OSError, FolderError) as error:
@@ -65,18 +65,18 @@ def show_report(root: Folder, file: str) -> int:
     return 0
 
 
-def _open_dataset(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset:
+def _open_dataset(root: Folder, log_by_folder: dict[str, RunLog]) -> ActivationDataset:
     """Opens a run as a dataset.
 
     Args:
         root: The folder with the output of all hosts.
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
 
     Raises:
         InputError: If no token is stored yet, or the run cannot be read as a dataset.
         RunError: If a file is damaged or cannot be read.
     """
-    commits = [commit for run_log in folders.values() for commit in run_log.in_order]
+    commits = [commit for run_log in log_by_folder.values() for commit in run_log.in_order]
     if not sum(commit.tokens for commit in commits):
         raise InputError(f"{root.url}: no {'token' if commits else 'shard'} is stored yet")
     try:
@@ -87,12 +87,12 @@ def _open_dataset(root: Folder, folders: dict[str, RunLog]) -> ActivationDataset
         raise RunError(str(error)) from error
 
 
-def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
+def make_report(dataset: ActivationDataset, log_by_folder: dict[str, RunLog]) -> str:
     """Returns the report as HTML.
 
     Args:
         dataset: The run.
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
 
     Raises:
         InputError: If the shards that are read for the report contain no tokens.
@@ -119,20 +119,22 @@ def make_report(dataset: ActivationDataset, folders: dict[str, RunLog]) -> str:
     hook_reports = []
     for hook_index, hook_name in enumerate(hook_names):
         hook_reports.append(report_numbers.HookReport(token_sample, hook_index, hook_name))
-    statistics_by_hook = totals_of_hosts(folders).statistics
+    statistics_by_hook = totals_of_hosts(log_by_folder).statistics
     warning_lines = [
         f"Warning: {warning_line}" for warning_line in code_warnings(statistics_by_hook)
     ]
     return _template().render(
         dataset=dataset,
         identity=dataset.identity,
-        hosts=host_states(folders),
+        hosts=host_states(log_by_folder),
         sample=token_sample,
         hooks=sorted(hook_reports, key=lambda hook: (hook.kind, hook.layer)),
         decode=decode_token,
         undecoded=decoding_problem,
         codes=[*codes_in_words(statistics_by_hook), *warning_lines],
-        throughput=report_numbers.throughput(run_log.in_order for run_log in folders.values()),
+        throughput=report_numbers.throughput(
+            run_log.in_order for run_log in log_by_folder.values()
+        ),
         now=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
     )
 

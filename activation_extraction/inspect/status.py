@@ -93,13 +93,13 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     Returns:
         The exit status: 1 if the state of a host is in PROBLEM_STATES, otherwise 0.
     """
-    logs_by_folder = read_folders(root)
-    states_of_hosts = host_states(logs_by_folder)
-    totals_of_run = totals_of_hosts(logs_by_folder)
-    aggregated_metadata = aggregate(logs_by_folder, totals_of_run, states_of_hosts)
+    log_by_folder = read_folders(root)
+    states_of_hosts = host_states(log_by_folder)
+    totals_of_run = totals_of_hosts(log_by_folder)
+    aggregated_metadata = aggregate(log_by_folder, totals_of_run, states_of_hosts)
     problem_messages = [
         problem_message
-        for run_log in logs_by_folder.values()
+        for run_log in log_by_folder.values()
         for problem_message in run_log.problems
     ]
     if as_json:
@@ -133,15 +133,16 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
     return 1 if has_problem else 0
 
 
-def host_states(folders: dict[str, RunLog]) -> list[HostState]:
+def host_states(log_by_folder: dict[str, RunLog]) -> list[HostState]:
     """Returns the state of every host, including hosts that have not started.
 
     Args:
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
     """
-    folder_names = sorted({*expected_names(folders), *folders})
+    folder_names = sorted({*expected_names(log_by_folder), *log_by_folder})
     return [
-        _host_state(folder_name, folders.get(folder_name, RunLog())) for folder_name in folder_names
+        _host_state(folder_name, log_by_folder.get(folder_name, RunLog()))
+        for folder_name in folder_names
     ]
 
 
@@ -288,25 +289,25 @@ def _state(
     return "silent" if time.time() - last_sign_time > max_silent_seconds else "running"
 
 
-def totals_of_hosts(folders: Mapping[str, RunLog]) -> Totals:
+def totals_of_hosts(log_by_folder: Mapping[str, RunLog]) -> Totals:
     """Returns the totals over all hosts.
 
     Args:
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
     """
     totals_of_run = Totals()
-    for run_log in folders.values():
+    for run_log in log_by_folder.values():
         totals_of_run.add_host(Totals.of_log(run_log))
     return totals_of_run
 
 
 def aggregate(
-    folders: Mapping[str, RunLog], totals: Totals, hosts: list[HostState]
+    log_by_folder: Mapping[str, RunLog], totals: Totals, hosts: list[HostState]
 ) -> dict[str, Any]:
     """Returns the content of aggregated_metadata.json, which --status --json also prints.
 
     Args:
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
         totals: The totals over all hosts.
         hosts: The states of all hosts.
 
@@ -321,7 +322,7 @@ def aggregate(
     """
     is_complete = all(host_state.state == "complete" for host_state in hosts)
     hook_description_by_name = {}
-    for run_log in folders.values():
+    for run_log in log_by_folder.values():
         for commit in run_log.in_order:
             hook_description_by_name.update(
                 {hook_description["name"]: hook_description for hook_description in commit.hooks}

@@ -56,9 +56,9 @@ def verify(
         InputError: If there is no run, or samples should be recomputed but the run records no
             model. `load_model` may raise it, too.
     """
-    logs_by_folder = read_folders(root)
+    log_by_folder = read_folders(root)
     first_metadata = next(
-        (run_log.metadata for run_log in logs_by_folder.values() if run_log.metadata), None
+        (run_log.metadata for run_log in log_by_folder.values() if run_log.metadata), None
     )
     run_identity = Identity() if first_metadata is None else identity_of(first_metadata, METADATA)
     has_no_model = first_metadata is not None and not run_identity.model_digest
@@ -73,9 +73,9 @@ def verify(
         allowed_differences = tolerance(
             run_identity, first_metadata.get("backend") == recomputation.jax_platform
         )
-    problem_messages = list(check_folders(logs_by_folder))
+    problem_messages = list(check_folders(log_by_folder))
     shards_and_samples = check_shards(
-        root, logs_by_folder, 0 if recomputation is None else sample_count
+        root, log_by_folder, 0 if recomputation is None else sample_count
     )
     checked_shards: list[CheckedShard] = []
     chosen_samples: list[ChosenSample] = []
@@ -85,7 +85,7 @@ def verify(
     problem_messages += [
         checked_shard.problem for checked_shard in checked_shards if checked_shard.problem
     ]
-    problem_messages += check_numbers(logs_by_folder, checked_shards)
+    problem_messages += check_numbers(log_by_folder, checked_shards)
     if recomputation is not None:
         problem_messages += _compare(chosen_samples, recomputation, allowed_differences)
         recomputed_in_words = f"{counted(len(chosen_samples), 'sample')} recomputed"
@@ -97,7 +97,7 @@ def verify(
     say(
         *problem_messages,
         f"{'FAILED' if problem_messages else 'in order'}: "
-        f"{counted(len(logs_by_folder), 'folder')}, "
+        f"{counted(len(log_by_folder), 'folder')}, "
         f"{counted(len(checked_shards), 'shard')}, {counted(stored_sample_count, 'sample')}, "
         f"{stored_gigabytes:,.3f} GB; {recomputed_in_words}; "
         f"{counted(len(problem_messages), 'problem')}",
@@ -106,13 +106,13 @@ def verify(
 
 
 def check_shards(
-    root: Folder, folders: dict[str, RunLog], sample_count: int = 0
+    root: Folder, log_by_folder: dict[str, RunLog], sample_count: int = 0
 ) -> Iterator[tuple[CheckedShard, list[ChosenSample]]]:
     """Checks all shards, several at the same time, and yields the results in stored order.
 
     Args:
         root: The folder with the output of all hosts.
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
         sample_count: The number of random samples to choose from all shards together.
 
     Yields:
@@ -120,7 +120,7 @@ def check_shards(
         a problem, the list of samples is empty.
     """
     folders_and_commits = []
-    for folder_name, run_log in folders.items():
+    for folder_name, run_log in log_by_folder.items():
         for commit in run_log.in_order:
             folders_and_commits.append((folder_name, commit))
     picked_indices_by_shard = _pick_samples(folders_and_commits, sample_count)
@@ -129,7 +129,13 @@ def check_shards(
         folders_and_commits, picked_indices_by_shard, strict=True
     ):
         host_folder = root.child(folder_name)
-        check_arguments = (host_folder, folder_name, folders[folder_name], commit, picked_indices)
+        check_arguments = (
+            host_folder,
+            folder_name,
+            log_by_folder[folder_name],
+            commit,
+            picked_indices,
+        )
         commits_and_arguments.append((commit, check_arguments))
     return for_each_shard(check_and_choose, commits_and_arguments)
 
@@ -284,7 +290,7 @@ def _compare(
 
 
 def check_numbers(
-    folders: dict[str, RunLog], checked_shards: Sequence[CheckedShard]
+    log_by_folder: dict[str, RunLog], checked_shards: Sequence[CheckedShard]
 ) -> Iterator[str]:
     """Yields messages about sample numbers that are stored twice, missing, or in a wrong folder.
 
@@ -296,12 +302,12 @@ def check_numbers(
     unknown.
 
     Args:
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
         checked_shards: The results for all shards. The sample numbers of a shard with a problem are
             unknown.
     """
     sample_numbers_by_folder: dict[str, list[np.ndarray]] = {
-        folder_name: [] for folder_name in folders
+        folder_name: [] for folder_name in log_by_folder
     }
     sample_numbers_of_shards = [NO_NUMBERS]
     for checked_shard in checked_shards:
@@ -316,7 +322,7 @@ def check_numbers(
         repeated_numbers_in_words = counted(len(repeated_sample_numbers), "sample number")
         first_repeated_number = repeated_sample_numbers[0]
         yield f"{repeated_numbers_in_words} stored more than once, such as {first_repeated_number}"
-    for folder_name, run_log in folders.items():
+    for folder_name, run_log in log_by_folder.items():
         folder_identity = run_log.identity
         last_shard_number = max(run_log.commits, default=0)
         if (
@@ -345,21 +351,21 @@ def check_numbers(
                 yield f"{folder_in_words}: sample {sample_number} belongs to another host"
 
 
-def check_folders(folders: dict[str, RunLog]) -> Iterator[str]:
+def check_folders(log_by_folder: dict[str, RunLog]) -> Iterator[str]:
     """Yields messages about the problems that can be found without reading the shards' data.
 
     They follow from the JSON files of each folder, and from the names of the other files.
 
     Args:
-        folders: The run log of each folder, by the folder's name.
+        log_by_folder: The run log of each folder, by the folder's name.
     """
-    for folder_name in expected_names(folders):
-        if folder_name not in folders:
+    for folder_name in expected_names(log_by_folder):
+        if folder_name not in log_by_folder:
             yield f"{folder_name}: is missing"
-    yield from foreign_folders(folders)
+    yield from foreign_folders(log_by_folder)
     # Fingerprints of the files of the data set, by the name and the size in bytes of the file.
     fingerprint_by_name_and_bytes: dict[tuple[str, int], str] = {}
-    for folder_name, run_log in folders.items():
+    for folder_name, run_log in log_by_folder.items():
         yield from run_log.damaged_files.values()
         yield from (
             file_path(folder_name, missing_json_message)

@@ -161,14 +161,14 @@ def attention_pattern(
         see have the weight 0.
     """
     sees_key = visible_keys(segments, first_query, window)
-    key_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape (B, T, K, G, S)
-    key_weights = key_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
+    attention_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape (B, T, K, G, S)
+    attention_weights = attention_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     is_same_segment = segments.q[..., :, None] == segments.k[..., None, :]
     segment_starts = jnp.argmax(is_same_segment, axis=-1)
     # Column j of a query is the key j tokens after the start of the query's segment. Where this key
     # lies in another segment, its weight is 0.
     pattern_columns = segment_starts[..., None] + jnp.arange(k.shape[1])
-    return jnp.take_along_axis(key_weights, pattern_columns[:, :, None] % k.shape[1], axis=-1)
+    return jnp.take_along_axis(attention_weights, pattern_columns[:, :, None] % k.shape[1], axis=-1)
 
 
 def _probabilities(q: Array, k: Array, mask: Array) -> Array:
@@ -340,6 +340,8 @@ def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     scores_by_query = scores.reshape(len(k), len(mask), -1, k.shape[1])  # shape KQGS
     scores_by_query = jnp.where(mask[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
     scores = scores_by_query.reshape(scores.shape)
-    key_weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    weight_sums = key_weights.sum(axis=-1, keepdims=True)
-    return (einsum("KQS,KSH->KQH", key_weights.astype(v.dtype), v) / weight_sums).astype(q.dtype)
+    attention_weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weight_sums = attention_weights.sum(axis=-1, keepdims=True)
+    return (einsum("KQS,KSH->KQH", attention_weights.astype(v.dtype), v) / weight_sums).astype(
+        q.dtype
+    )

@@ -203,7 +203,7 @@ class Decoder:
             type_number, stack_row, layer_params, has_window, body_input = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
-                stack_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
+                stack_read_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
                 unstacked_params = layer_params
                 if unstacked_params is None:
                     take_row = partial(
@@ -212,7 +212,7 @@ class Decoder:
                     unstacked_params = jax.tree.map(take_row, copied_stacks)
                 stack_and_row_by_path = {
                     parameter_path: (stack, stack_row)
-                    for parameter_path, stack in stack_in_place_by_path.items()
+                    for parameter_path, stack in stack_read_in_place_by_path.items()
                 }
                 apply_layer = self._apply(
                     layer_type, unstacked_params, has_window, keep, stack_and_row_by_path
@@ -251,14 +251,14 @@ class Decoder:
                 The other stacks, as a nested dict.
         """
         copied_stack_by_path = flatten_dict(params)
-        stack_in_place_by_path = {}
+        stack_read_in_place_by_path = {}
         if self.module_by_type[layer_type].layout.size("fsdp", "pipeline") == 1:
             for parameter_path, parameter_box in self.parameters(layer_type).items():
                 if "experts" in parameter_box.names:
-                    stack_in_place_by_path[parameter_path] = copied_stack_by_path.pop(
+                    stack_read_in_place_by_path[parameter_path] = copied_stack_by_path.pop(
                         parameter_path
                     )
-        return stack_in_place_by_path, unflatten_dict(copied_stack_by_path)
+        return stack_read_in_place_by_path, unflatten_dict(copied_stack_by_path)
 
     def _apply(
         self,

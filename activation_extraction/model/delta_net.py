@@ -339,10 +339,10 @@ class _Chunks(NamedTuple):
     Attributes:
         added_vectors_from_zero_state: The vectors that tokens would add if S were zero before the
             chunk, (N, B, K, G, C, U).
-        state_readers: The rows that are multiplied with S before the chunk, (N, B, K, G, 2 * C, D).
-            The products of the first C rows are subtracted from `added_vectors_from_zero_state`,
-            which gives the vectors that the tokens add. The products of the other C rows are added
-            to the outputs.
+        rows_to_multiply_by_state: The rows that are multiplied with S before the chunk,
+            (N, B, K, G, 2 * C, D). The products of the first C rows are subtracted from
+            `added_vectors_from_zero_state`, which gives the vectors that the tokens add. The
+            products of the other C rows are added to the outputs.
         output_factors: The factor of token J's vector in the output of token I, (N, B, K, G, I, J).
         decayed_keys: The key of each token, multiplied by the decay from this token to the end of
             the chunk, (N, B, K, G, C, D).
@@ -350,7 +350,7 @@ class _Chunks(NamedTuple):
     """
 
     added_vectors_from_zero_state: Array
-    state_readers: Array
+    rows_to_multiply_by_state: Array
     output_factors: Array
     decayed_keys: Array
     state_decay: Array  # fraction of the state that is left after each chunk
@@ -383,15 +383,12 @@ def _prepare(
     right_hand_side = beta * jnp.concatenate([v, decay_since_chunk_begin * k], axis=-1)
     inverses = _inverse(beta * key_key_products * decay_between_tokens)
     solution = einsum("NBKGIJ,NBKGJX->NBKGIX", inverses, right_hand_side)
-    # The vectors that tokens add to S are added_vectors_from_zero_state - state_readers_of_vectors
-    # @ S.
-    added_vectors_from_zero_state, state_readers_of_vectors = jnp.split(
-        solution, [v.shape[-1]], axis=-1
-    )
+    # The vectors that tokens add to S are added_vectors_from_zero_state - subtracted_rows @ S.
+    added_vectors_from_zero_state, subtracted_rows = jnp.split(solution, [v.shape[-1]], axis=-1)
     return _Chunks(
         added_vectors_from_zero_state=added_vectors_from_zero_state,
-        state_readers=jnp.concatenate(
-            [state_readers_of_vectors, decay_since_chunk_begin * q], axis=-2
+        rows_to_multiply_by_state=jnp.concatenate(
+            [subtracted_rows, decay_since_chunk_begin * q], axis=-2
         ),
         output_factors=query_key_products * decay_between_tokens,
         decayed_keys=decay_between_tokens[..., -1:, :].mT * k,
@@ -494,8 +491,8 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         S after the chunk, (B, K, G, D, U).
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
-    reader_products = einsum("BKGCD,BKGDU->BKGCU", chunk.state_readers, state)
-    subtracted_vectors, state_outputs = jnp.split(reader_products, 2, axis=3)
+    products_with_state = einsum("BKGCD,BKGDU->BKGCU", chunk.rows_to_multiply_by_state, state)
+    subtracted_vectors, state_outputs = jnp.split(products_with_state, 2, axis=3)
     added_vectors = chunk.added_vectors_from_zero_state - subtracted_vectors
     token_outputs = state_outputs + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors

@@ -283,8 +283,8 @@ def _computed_hooks(
             The encoders.
     """
     stored_hook_of_key, encoders = choose_hooks(request, config)
-    hooks_of_codes = {encoder.hook for encoder in encoders}
-    computed_hooks = set(stored_hook_of_key.values()) - hooks_of_codes
+    hooks_with_codes = {encoder.hook for encoder in encoders}
+    computed_hooks = set(stored_hook_of_key.values()) - hooks_with_codes
     for encoder in encoders:
         computed_hooks |= {encoder.source_hook, encoder.target_hook}
     return sorted(computed_hooks), encoders

@@ -65,7 +65,7 @@ def fit_rows(
     host: Host,
     request: StepRequest,
     forward: Forward,
-    earlier: Sequence[Mapping[str, Any]],
+    earlier_metadata: Sequence[Mapping[str, Any]],
 ) -> tuple[Forward, dict[str, Any] | None]:
     """Finds the largest number of rows with which a step fits in memory.
 
@@ -79,8 +79,8 @@ def fit_rows(
         host: This host.
         request: The request for a step with the default number of rows.
         forward: The model, made ready to compute this step.
-        earlier: The content of each metadata.json that this run has stored already, in the local
-            folder and in the bucket. Empty for a new run.
+        earlier_metadata: The content of each metadata.json that this run has stored already, in
+            the local folder and in the bucket. Empty for a new run.
 
     Returns:
         A tuple of:
@@ -111,7 +111,7 @@ def fit_rows(
         "devices": num_devices_of_run,
         "mesh": forward.layout.shape,
     }
-    recorded_batch_sizes = [metadata.get("auto_batch_size") or {} for metadata in earlier]
+    recorded_batch_sizes = [metadata.get("auto_batch_size") or {} for metadata in earlier_metadata]
     recorded_row_counts_for_same_devices = [
         recorded_batch_size["rows"]
         for recorded_batch_size in recorded_batch_sizes
