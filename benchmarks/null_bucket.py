@@ -37,7 +37,7 @@ class StoredObject(NamedTuple):
     """
 
     num_bytes: int
-    generation: int
+    generation: int  # generation number, as Google Cloud Storage defines it
     content: bytes
 
 

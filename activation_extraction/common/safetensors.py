@@ -95,7 +95,7 @@ class Header:
 
     tensors: dict[str, Tensor]
     metadata: Mapping[str, Any]
-    end_offset: int
+    end_offset: int  # offset of the byte after the header
 
 
 def read_header(

@@ -74,10 +74,11 @@ class StrongestTokens:
         """
         tokens_per_feature = self.values.shape[1]
         may_be_kept = values > self.values[feature_ids, -1]
-        feature_order = np.lexsort((-values[may_be_kept], feature_ids[may_be_kept]))
-        feature_ids = feature_ids[may_be_kept][feature_order]
-        added_values = values[may_be_kept][feature_order]
-        token_numbers = token_numbers[may_be_kept][feature_order]
+        # The indices that sort by feature, and then by descending value.
+        sorting_indices = np.lexsort((-values[may_be_kept], feature_ids[may_be_kept]))
+        feature_ids = feature_ids[may_be_kept][sorting_indices]
+        added_values = values[may_be_kept][sorting_indices]
+        token_numbers = token_numbers[may_be_kept][sorting_indices]
         updated_features, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )

@@ -188,11 +188,13 @@ class OpenShards:
     def _check_sizes(self) -> None:
         """Raises ValueError if a file is too small for the tokens that its commit counts."""
         min_token_bytes = sum(hook.min_token_bytes for hook in self.hooks.values())
-        for folder, commit in self.shards:
+        for folder_name, commit in self.shards:
             max_compression_ratio = 1 if read_by_ranges(commit) else MAX_GZIP_RATIO
             max_decompressed_bytes = commit.bytes * max_compression_ratio
             if commit.tokens * min_token_bytes > max_decompressed_bytes:
-                file_url = without_secrets("/".join(filter(None, (self.url, folder, commit.file))))
+                file_url = without_secrets(
+                    "/".join(filter(None, (self.url, folder_name, commit.file)))
+                )
                 raise ValueError(
                     f"{file_url}: {counted(commit.tokens, 'token')} of {min_token_bytes} bytes "
                     f"cannot be in {commit.bytes} bytes"

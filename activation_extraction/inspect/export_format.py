@@ -55,7 +55,7 @@ class ExportFormat(ABC):
     needs_every_token: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False
     sample_columns: ClassVar[tuple[str, ...]] = ()
-    tokens_per_row: ClassVar[int] = 1
+    tokens_per_row: ClassVar[int] = 1  # number of tokens in a row of the exported files
     rows_end_with_samples: ClassVar[bool] = False
     max_tokens_per_chunk: ClassVar[int | None] = None
 

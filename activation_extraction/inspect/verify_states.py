@@ -454,14 +454,16 @@ def _wrong_ids(folder: StatesFolder, rows: Mapping[int, StoredRow]) -> Iterator[
         A tuple of the number of the row and a message about the row.
     """
     for row_number, stored_row in rows.items():
-        expected_ids = folder.data_set_ids(row_number)
-        if expected_ids is None or np.array_equal(expected_ids, stored_row.token_ids):
+        expected_token_ids = folder.data_set_ids(row_number)
+        if expected_token_ids is None or np.array_equal(expected_token_ids, stored_row.token_ids):
             continue
         difference_in_words = (
-            f"{len(stored_row.token_ids)} token ids, the data set has {len(expected_ids)}"
+            f"{len(stored_row.token_ids)} token ids, the data set has {len(expected_token_ids)}"
         )
-        if len(expected_ids) == len(stored_row.token_ids):
-            first_different_token = int(np.flatnonzero(expected_ids != stored_row.token_ids)[0])
+        if len(expected_token_ids) == len(stored_row.token_ids):
+            first_different_token = int(
+                np.flatnonzero(expected_token_ids != stored_row.token_ids)[0]
+            )
             difference_in_words = (
                 f"another token id than the data set at token {first_different_token}"
             )

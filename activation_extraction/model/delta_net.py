@@ -72,13 +72,13 @@ class GatedDeltaNet(nn.Module):
     Attributes:
         config: The configuration of the model.
         dtype: The dtype of weights and of the operands of matrix products.
-        rule: The function that computes the gated delta rule.
+        compute_delta_rule: The function that computes the gated delta rule.
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
     config: ModelConfig
     dtype: Any
-    rule: DeltaRule
+    compute_delta_rule: DeltaRule
     layout: Layout
 
     def setup(self) -> None:
@@ -114,7 +114,7 @@ class GatedDeltaNet(nn.Module):
         with jax.named_scope("gated_delta_rule"):
             # The outputs are split over devices like the values v, which are rule_inputs[2].
             rule_outputs = self.layout.per_device(
-                self.rule, rule_inputs, rule_input_axes, template=2
+                self.compute_delta_rule, rule_inputs, rule_input_axes, template=2
             )
         intermediates["recurrence_out"] = rule_outputs
         epsilon = self.config.rms_norm_eps

@@ -128,7 +128,7 @@ def usable_devices(all_of_host: bool, devices: Sequence[Any] | None = None) -> l
 
 
 def devices_of_this_host(devices: Sequence[Any]) -> list[Any]:
-    """Returns those of the given devices that belong to this host, which is a process of JAX."""
+    """Returns the devices in `devices` that belong to this host, which is a process of JAX."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 

@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
     config: ModelConfig
     dtype: Any = jnp.float32
-    axis_letter: str = "D"
+    axis_letter: str = "D"  # letter of the last axis
 
     @nn.compact
     def __call__(self, x: Array) -> tuple[Array, Intermediates]:

@@ -150,10 +150,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     sliding_window: int | None  # number of tokens that a token sees
     sliding_layers: tuple[int, ...]
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
-    q_gate: bool = False
+    qkv_bias: bool  # whether q_proj, k_proj and v_proj have biases
+    o_bias: bool  # whether o_proj has a bias
+    qk_norm: bool  # whether queries and keys are normalised
+    q_gate: bool = False  # whether q_proj also computes a gate
     norm_offset: float = 0.0
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()

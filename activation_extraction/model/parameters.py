@@ -46,7 +46,7 @@ LOGICAL_AXES = {
 }
 # Weights that are not split along the mesh axis fsdp unless they are large. Each string contains
 # the letters of the axes of such a weight (see LOGICAL_AXES). Weights with one axis are never split
-# along this mesh axis. Most layers begin with a product with a weight that is not split. Devices
+# along this mesh axis. Most layers begin with a product with one of these weights, so devices can
 # compute this product while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
 # The largest number of values of a weight in NOT_GATHERED that is not split along the axis fsdp.

@@ -63,7 +63,7 @@ class StepCost(NamedTuple):
     memory_bytes: float
     product_seconds: float
     hbm_seconds: float
-    gather_seconds: float
+    gather_seconds: float  # seconds for gathering weights along the axis fsdp
     exchange_seconds: float
 
     @property

@@ -55,7 +55,7 @@ class Dataset:
     """
 
     sources: tuple[Source, ...]
-    description: str
+    description: str  # "files", the name of a hub data set, or the sources of a mixture
     revisions: str  # the revision of a hub data set, or names and revisions of several
     files: DataFiles = field(default_factory=DataFiles)
 

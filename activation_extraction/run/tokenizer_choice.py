@@ -54,7 +54,7 @@ class ChosenTemplates(NamedTuple):
     """
 
     repository: Repository
-    source_by_name: Mapping[str, str]
+    source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
 
 
 def choose_tokenizer(

@@ -175,15 +175,15 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
         usual_chips_per_host = (
             num_chips if is_two_dimensional and num_chips in (1, 8) else USUAL_HOST_CHIPS
         )
-        chips_per_host_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
+        host_chip_counts_of_kind = [*HOST_SHAPES] if is_two_dimensional else [USUAL_HOST_CHIPS]
     else:
         num_chips = int(number_in_name or 1)
         machine_name = f"{kind_name}-{num_chips}"
         usual_chips_per_host = min(num_chips, 8)
-        chips_per_host_of_kind = [*range(1, num_chips + 1)]
+        host_chip_counts_of_kind = [*range(1, num_chips + 1)]
     possible_chips_per_host = [
         num_chips_of_host
-        for num_chips_of_host in chips_per_host_of_kind
+        for num_chips_of_host in host_chip_counts_of_kind
         if num_chips % num_chips_of_host == 0
     ]
     num_host_chips = usual_chips_per_host if chips_per_host is None else chips_per_host

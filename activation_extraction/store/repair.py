@@ -341,7 +341,7 @@ class RepairPlanner:
         return checked_shard is not None and checked_shard.commit == commit
 
     def _without_duplicates(self, shards: list[CheckedShard]) -> list[CheckedShard]:
-        """Returns the shards without those that repeat a sample of an earlier shard.
+        """Returns the shards that repeat no sample of an earlier shard.
 
         Args:
             shards: Shards without damage, in the order of their numbers.

@@ -269,17 +269,17 @@ def stored_after(
             of samples is damaged.
     """
     sample_count_before_mark = 0 if mark is None else mark.samples
-    first_idx_after_mark = identity.worker.sample_idx(sample_count_before_mark)
+    first_sample_idx_after_mark = identity.worker.sample_idx(sample_count_before_mark)
     sample_by_number: dict[int, StoredSample] = {}
     repair_remedy = f"{identity.repair_option} repairs it"
     for commit in commits:
-        if commit.count and commit.last >= first_idx_after_mark:
+        if commit.count and commit.last >= first_sample_idx_after_mark:
             try:
                 sample_by_number |= samples_to_continue(read_table(folder, commit))
             except RunError as error:
                 raise InputError(f"{error}; {repair_remedy}") from error
     sample_count_after_mark = sum(
-        sample_number >= first_idx_after_mark for sample_number in sample_by_number
+        sample_number >= first_sample_idx_after_mark for sample_number in sample_by_number
     )
     stored_sample_count = sum(commit.count for commit in commits)
     missing_count = sample_count_before_mark + sample_count_after_mark - stored_sample_count

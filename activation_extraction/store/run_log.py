@@ -238,9 +238,9 @@ class Commit:
     tokens: int = 0  # number of stored tokens
     hooks: list[dict[str, Any]] = field(default_factory=list)
     committed: float = 0.0
-    cut_samples: int = 0
-    cut_tokens: int = 0
-    empty_samples: int = 0
+    cut_samples: int = 0  # number of samples that were cut at their end
+    cut_tokens: int = 0  # number of tokens that were cut off
+    empty_samples: int = 0  # number of samples without a stored token
 
     @property
     def name(self) -> str:

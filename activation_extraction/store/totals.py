@@ -43,9 +43,9 @@ class Totals:
     bytes: int = 0
     skipped_rows: int = 0  # number of rows of the data set that were skipped
     empty_rows: int = 0  # number of rows of the data set without text
-    cut_samples: int = 0
-    cut_tokens: int = 0
-    empty_samples: int = 0
+    cut_samples: int = 0  # number of samples that were cut at their end
+    cut_tokens: int = 0  # number of tokens that were cut off
+    empty_samples: int = 0  # number of samples without a stored token
     statistics: dict[str, Statistics] = field(default_factory=dict)
 
     @classmethod

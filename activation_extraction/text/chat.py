@@ -277,7 +277,7 @@ class ChatTemplate:
     """
 
     tokenizer: Any
-    source_by_name: Mapping[str, str]
+    source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
     flag_and_path: str
     value_by_argument: Mapping[str, Any]
 

@@ -226,11 +226,11 @@ def open_hub_dataset(
     Raises:
         InputError: If the data set cannot be opened. The message contains the hub's reason.
     """
-    hub_dataset_name = " ".join(filter(None, (name, config, split)))
+    hub_dataset_in_words = " ".join(filter(None, (name, config, split)))
     try:
         if unreachable_error := hub_unreachable(constants.ENDPOINT):
             raise unreachable_error
-        with hub_requests(f"--dataset_name {hub_dataset_name}"), _scratch_cache():
+        with hub_requests(f"--dataset_name {hub_dataset_in_words}"), _scratch_cache():
             dataset_commit = revision or str(HfApi().dataset_info(name).sha)
             dataset_rows = datasets.load_dataset(
                 name, config, split=split, revision=dataset_commit, streaming=True
@@ -242,7 +242,7 @@ def open_hub_dataset(
             failure_reason = (
                 "the hub's name does not resolve: offline? --dataset_path reads local files"
             )
-        raise InputError(f"--dataset_name {hub_dataset_name}: {failure_reason}") from error
+        raise InputError(f"--dataset_name {hub_dataset_in_words}: {failure_reason}") from error
 
 
 def hub_row(
