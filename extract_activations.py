@@ -399,9 +399,9 @@ def show_hooks(config: Config) -> int:
         model_config = read_model_config(checkpoint.file("config.json"))
         tensor_names = checkpoint.local_tensors()
         check_adapter(config.model.lora)
-    request_for_hooks = step_request(config)
-    _, activation_dtype = choose_dtypes(request_for_hooks, jax.default_backend())
-    _, encoders = choose_hooks(request_for_hooks, model_config)
+    request_to_list_hooks = step_request(config)
+    _, activation_dtype = choose_dtypes(request_to_list_hooks, jax.default_backend())
+    _, encoders = choose_hooks(request_to_list_hooks, model_config)
     hooks_of_model = hook_table(model_config, config.hooks.top_logits)
     special_tokens = known_special_tokens(config)
     if (

@@ -216,7 +216,7 @@ class Shards:
     written_bytes: int = 0
     _num_written_shards: int = 0
     _collected_array_bytes: int = 0
-    _records_of_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _records_by_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(
         self, document_number: int, token_ids: Sequence[int], values: Sequence[torch.Tensor]
@@ -245,7 +245,7 @@ class Shards:
                 "token_ids": np.array(token_ids, np.int32),
                 "doc_id": None,
             }
-            self._records_of_hook.setdefault(hook_name, []).append(shard_record)
+            self._records_by_hook.setdefault(hook_name, []).append(shard_record)
         self._collected_array_bytes += array_bytes
 
     def flush(self) -> None:
@@ -259,11 +259,12 @@ class Shards:
         shard_path = self.folder / f"shard_{self._num_written_shards:04d}.pkl.gz"
         with open(shard_path, "wb") as shard_file:
             with self._compressed(shard_file) as compressed_stream:
-                pickle.dump(self._records_of_hook, compressed_stream)
+                pickle.dump(self._records_by_hook, compressed_stream)
             shard_file.flush()
             os.fsync(shard_file.fileno())
         self.written_bytes += shard_path.stat().st_size
-        self._records_of_hook, self._collected_array_bytes = {}, 0
+        self._records_by_hook = {}
+        self._collected_array_bytes = 0
 
     def _compressed(self, file: Any) -> Any:
         """Returns a binary stream that compresses its input with gzip and writes it to a file.

@@ -524,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Name of an input -> number of a sample -> sample of an undisturbed run.
         undisturbed_samples_of_input: dict[str, dict[int, Sample]] = {}
 
-        def compare(input_name: str, disturbed: Mapping[int, Sample]) -> None:
+        def compare(input_name: str, disturbed_sample_by_number: Mapping[int, Sample]) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
             The largest deviation of each input is kept in `deviation_of_input`, for the result. The
@@ -532,7 +532,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             Args:
                 input_name: The name of the input of both runs.
-                disturbed: Number of a sample -> sample of the disturbed run.
+                disturbed_sample_by_number: Number of a sample -> sample of the disturbed run.
 
             Raises:
                 RuntimeError: If the samples differ by more than rounding explains.
@@ -548,7 +548,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     output_folder,
                 )
                 undisturbed_samples_of_input[input_name] = samples_in(output_folder)
-            largest_deviation = deviation(disturbed, undisturbed_samples_of_input[input_name])
+            largest_deviation = deviation(
+                disturbed_sample_by_number, undisturbed_samples_of_input[input_name]
+            )
             deviation_of_input[input_name] = max(
                 largest_deviation, deviation_of_input.get(input_name, 0.0)
             )
@@ -557,7 +559,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{input_name}: values differ by {largest_deviation:.1e} of the RMS"
                 )
             print(
-                f"{input_name}: {len(disturbed)} samples, "
+                f"{input_name}: {len(disturbed_sample_by_number)} samples, "
                 f"within {largest_deviation:.1e} of the RMS",
                 flush=True,
             )
@@ -577,7 +579,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if total_num_kills >= parsed_flags.kills:
                 break
             num_kills = min(parsed_flags.kills - total_num_kills, max_kills_of_run)
-            num_killed_processes, disturbed_samples = disturb(
+            num_killed_processes, disturbed_sample_by_number = disturb(
                 work_folder / f"kills_{run_number}",
                 [*flags_by_input_name[input_name], "--shard_format", shard_format],
                 stores_in_bucket,
@@ -585,11 +587,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(Extraction.kill, kills=num_kills),
             )
             total_num_kills += num_killed_processes
-            compare(input_name, disturbed_samples)
+            compare(input_name, disturbed_sample_by_number)
         for round_number in range(parsed_flags.rounds):
             input_name = list(flags_by_input_name)[round_number % len(flags_by_input_name)]
             num_writers = 2 + round_number % 2
-            event_counts_of_round, disturbed_samples = disturb(
+            event_counts_of_round, disturbed_sample_by_number = disturb(
                 work_folder / f"writers_{round_number}",
                 flags_by_input_name[input_name],
                 True,
@@ -597,7 +599,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 partial(compete, num_writers),
             )
             count_of_event.update(event_counts_of_round)
-            compare(input_name, disturbed_samples)
+            compare(input_name, disturbed_sample_by_number)
     print_result(
         {
             "kills": total_num_kills,

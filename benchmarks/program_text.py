@@ -49,7 +49,7 @@ class Instruction(NamedTuple):
     """
 
     name: str
-    result: str
+    result: str  # text of the result's dtype, shape and layout
     opcode: str
     operands: list[str]  # names of the instructions whose results are the operands
     line: str

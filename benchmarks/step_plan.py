@@ -205,12 +205,14 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
         for weight_path, weight_spec in program.weights.items()
         if weight_path[0] == "layers"
     }
-    layer_counts = [
+    layer_counts_of_types = [
         num_layers_of_type[layer_type]
         for layer_type in sorted(num_layers_of_type)
         if layer_type in model_config.layer_types
     ]
-    fractions_of_layer_types = [layer_count / sum(layer_counts) for layer_count in layer_counts]
+    fractions_of_layer_types = [
+        num_layers / sum(layer_counts_of_types) for num_layers in layer_counts_of_types
+    ]
     computed_share_of_pairs = 1 / program.layout.size("expert")
     count_passes_of_kernel = partial(
         passes_of_expert_kernel, computed_share_of_pairs=computed_share_of_pairs
@@ -262,7 +264,8 @@ def passes_of_expert_kernel(
             computed_share_of_rows,
         ]
     num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
-    *shapes_before_tokens, token_shape, _gate_weights = shapes_before_last_weights
+    # The last two shapes are the shapes of the tokens and of the gate's weights.
+    *shapes_before_tokens, token_shape, _ = shapes_before_last_weights
     num_reads_of_tokens = num_column_blocks * num_full_tiles * ROWS / token_shape[0]
     return [1] * len(shapes_before_tokens) + [
         num_reads_of_tokens,

@@ -111,15 +111,17 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
     Linux may have several trees of control groups. The process belongs to one group in each tree,
     and to all ancestors of this group.
     """
-    for group_folder, tree_folder, file_names in _mounted_groups():
+    for group_folder, tree_folder, memory_file_names in _mounted_groups():
         searched_folder = group_folder
         while True:
-            limit_text = _kernel_file(searched_folder / file_names.limit_file).strip()
+            limit_text = _kernel_file(searched_folder / memory_file_names.limit_file).strip()
             if limit_text.isdecimal():
-                usage_text = _kernel_file(searched_folder / file_names.usage_file).strip()
+                usage_text = _kernel_file(searched_folder / memory_file_names.usage_file).strip()
                 stat_lines = _kernel_file(searched_folder / "memory.stat").splitlines()
                 number_by_stat_field = dict(stat_line.split()[:2] for stat_line in stat_lines)
-                reclaimable_bytes = int(number_by_stat_field.get(file_names.reclaimable_field, 0))
+                reclaimable_bytes = int(
+                    number_by_stat_field.get(memory_file_names.reclaimable_field, 0)
+                )
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)
             if searched_folder == tree_folder:

@@ -138,7 +138,7 @@ class ActivationDataset(Samples):
         shard_hook_descriptions = {
             hook["name"]: hook for _, commit in folders_and_commits for hook in commit.hooks
         }
-        hook_values = {
+        hook_values_by_name = {
             hook: self.identity.recorded_hook(
                 shard_hook_descriptions.get(hook, {}) | descriptions_by_hook[hook]
             )
@@ -152,7 +152,7 @@ class ActivationDataset(Samples):
             run_folder.full_url,
             run_folder.is_local,
             shards_with_samples,
-            ByHook(hook_values, aliases),
+            ByHook(hook_values_by_name, aliases),
         )
 
     def __len__(self) -> int:

@@ -86,7 +86,7 @@ class BatchOptions:
 
     size: int
     hooks: Any = None
-    shuffle: int | None = None
+    shuffle: int | None = None  # seed of the order; None for the stored order
     buffer: Any = None
     skip_first: int = 0  # number of tokens to leave out at the start of every sample
     max_norm: Any = None

@@ -74,7 +74,7 @@ class RowCheck:
 
     row_number: int
     row: StoredRow
-    limits: Limits
+    limits: Limits  # largest differences that rounding explains
     matches_of_layers: list[MatchByHookAndOffset] = field(default_factory=list)
 
     def best(self, layer: int) -> HookMatch:
@@ -373,9 +373,9 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
         The hook. Its `is_certain` is False if there is no row whose states match a hook.
     """
     best_matches = sorted(row_check.best(layer) for row_check in checks)
-    limits_of_rows = checks[0].limits
+    rounding_limits = checks[0].limits
     matches_within_limits = [
-        hook_match for hook_match in best_matches if hook_match.within(limits_of_rows)
+        hook_match for hook_match in best_matches if hook_match.within(rounding_limits)
     ]
     row_count_by_hook = Counter(
         hook_match.hook for hook_match in matches_within_limits or best_matches

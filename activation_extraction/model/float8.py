@@ -54,7 +54,7 @@ class Float8Format(NamedTuple):
         scale_dtype_names: The dtypes that scales may have, by their names in safetensors.
     """
 
-    block_size: tuple[int, int] = (128, 128)
+    block_size: tuple[int, int] = (128, 128)  # rows and columns of a block
     scale_dtype_names: tuple[str, ...] = SCALE_DTYPE_NAMES
 
 

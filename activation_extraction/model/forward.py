@@ -174,7 +174,7 @@ class Forward(Program):
     """
 
     checkpoint: Checkpoint
-    kernels: dict[str, Choice]
+    kernels: dict[str, Choice]  # field of `Kernels` -> kernel that was chosen for it
 
     @property
     def adapter_files(self) -> Repository | None:

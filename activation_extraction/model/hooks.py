@@ -105,10 +105,10 @@ class HookKind:
     name: str
     letters: str  # one letter for each axis of the values of a token, such as "NH"
     intermediate_path: str
-    modules: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
+    aliases: tuple[str, ...] = ()  # other names in TransformerLens
     is_after_layers: bool = False
-    type_words: tuple[str, ...] = ()
+    type_words: tuple[str, ...] = ()  # words of the types of layers that have the hook
     dtype: str | None = None  # None for activations, whose dtype the user chooses
     width_factor: int = 1
 

@@ -148,9 +148,10 @@ class LoraAdapter:
         self._magnitude_key_by_tensor: dict[str, str] = {}
         # Matrix of the base model -> the changes that are added to it.
         self._changes_by_tensor: dict[str, list[Change]] = defaultdict(list)
-        keys_by_module = self._modules()
+        keys_by_suffix_by_module = self._modules()
         changed_module_names = {
-            text_name(module_path.removesuffix(".weight")) for module_path in keys_by_module
+            text_name(module_path.removesuffix(".weight"))
+            for module_path in keys_by_suffix_by_module
         }
         keeps_head_tied = self._settings.get("ensure_weight_tying")
         changes_embedding = "model.embed_tokens" in changed_module_names and not keeps_head_tied
@@ -158,7 +159,7 @@ class LoraAdapter:
         if tied and (changes_embedding or changes_head):
             base.tensors.setdefault(HEAD, base.tensors.get("model.embed_tokens.weight", HEAD))
         keys_by_language_module = {}
-        for module_path, keys_by_suffix in keys_by_module.items():
+        for module_path, keys_by_suffix in keys_by_suffix_by_module.items():
             if text_name(module_path) is not None:
                 keys_by_language_module[module_path] = keys_by_suffix
         if not keys_by_language_module:
@@ -187,7 +188,7 @@ class LoraAdapter:
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
             self.files.flag_and_path,
             len(changed_tensors),
-            len(keys_by_module) - len(keys_by_language_module),
+            len(keys_by_suffix_by_module) - len(keys_by_language_module),
         )
 
     def check_read(self, read_tensors: Collection[str]) -> None:
@@ -310,7 +311,7 @@ class LoraAdapter:
             InputError: If a tensor is empty or a scalar, or two keys stand for the same tensor of a
                 module.
         """
-        keys_by_module: dict[str, dict[str, str]] = defaultdict(dict)
+        keys_by_suffix_by_module: dict[str, dict[str, str]] = defaultdict(dict)
         for tensor_key, tensor_shape in self._shape_by_key.items():
             if 0 in (tensor_shape or (0,)):
                 raise self._error(
@@ -319,12 +320,13 @@ class LoraAdapter:
             shortened_key = ADDED_WORDS.sub("", tensor_key.removeprefix("base_model.model."))
             module_path, _, key_suffix = shortened_key.partition(".lora_")
             key_suffix = key_suffix.replace(f"{MAGNITUDE}.weight", MAGNITUDE)
-            if key_suffix in keys_by_module[module_path]:
+            if key_suffix in keys_by_suffix_by_module[module_path]:
                 raise self._error(
-                    tensor_key, f"and {keys_by_module[module_path][key_suffix]} are the same"
+                    tensor_key,
+                    f"and {keys_by_suffix_by_module[module_path][key_suffix]} are the same",
                 )
-            keys_by_module[module_path][key_suffix] = tensor_key
-        return keys_by_module
+            keys_by_suffix_by_module[module_path][key_suffix] = tensor_key
+        return keys_by_suffix_by_module
 
     def _record_changes(self, path: str, keys: Mapping[str, str]) -> list[str]:
         """Records in this object which tensors of the base model a module of the adapter changes.

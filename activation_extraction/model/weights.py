@@ -54,7 +54,7 @@ class TensorSlice(NamedTuple):
     """
 
     axis: int
-    start: int
+    start: int  # index on this axis at which the slice begins
     axis_size: int  # size of the tensor along `axis`
     is_per_head: bool = False
 

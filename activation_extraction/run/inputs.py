@@ -313,8 +313,8 @@ def step_of(forward: Forward) -> dict[str, Any]:
         "rows per host": forward.shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{
-            kernel_flag: kernel_choice.kernel_name
-            for kernel_flag, kernel_choice in forward.kernels.items()
+            kernel_field: kernel_choice.kernel_name
+            for kernel_field, kernel_choice in forward.kernels.items()
         },
     }
 

@@ -486,8 +486,8 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         "backend": jax.default_backend(),
         "mesh": forward.layout.shape,
         **{
-            kernel_flag: kernel_choice.to_json()
-            for kernel_flag, kernel_choice in forward.kernels.items()
+            kernel_field: kernel_choice.to_json()
+            for kernel_field, kernel_choice in forward.kernels.items()
         },
         "versions": package_versions(),
     }

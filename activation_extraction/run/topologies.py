@@ -30,14 +30,14 @@ class ChipKind(NamedTuple):
         chip_name: The key of the chip in `model.devices.CHIPS`.
         machine_shapes: The shapes of machines with this kind of chip, separated by spaces; "" for
             GPUs.
-        name_number_per_chip: The number in the name of a machine, divided by the machine's number
-            of chips. It is 2 for v4, because v4-32 has 16 chips.
+        number_in_name_per_chip: The number in the name of a machine, divided by the machine's
+            number of chips. It is 2 for v4, because v4-32 has 16 chips.
         devices_per_chip: The number of JAX devices per chip.
     """
 
     chip_name: str
     machine_shapes: str  # such as "2x2 4x4", separated by spaces; "" for GPUs
-    name_number_per_chip: int
+    number_in_name_per_chip: int
     devices_per_chip: int
 
 
@@ -148,8 +148,8 @@ def topology_of(name: str, chips_per_host: int | None = None) -> Topology:
 
     Args:
         name: The name of a kind of chip, followed by a number or a shape, such as v5e:8x8,
-            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.name_number_per_chip` times the
-            number of chips. The name of a kind of GPU alone is a machine with one GPU.
+            v5litepod-64, v4-32 or h100-8. The number is `ChipKind.number_in_name_per_chip` times
+            the number of chips. The name of a kind of GPU alone is a machine with one GPU.
         chips_per_host: The number of chips of a host. None for the usual number.
 
     Raises:
@@ -217,7 +217,7 @@ def _tpu_sides(
     shape_by_number_in_name: dict[str, str] = {}
     for shape_of_kind in kind.machine_shapes.split():
         sides_of_shape = _sides_of_shape(shape_of_kind)
-        shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.name_number_per_chip)] = (
+        shape_by_number_in_name[str(math.prod(sides_of_shape) * kind.number_in_name_per_chip)] = (
             shape_of_kind
         )
     # The shapes are in ascending order, so the last one is the largest.

@@ -723,9 +723,10 @@ class CodeValues(HookValues):
         wait_for_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
-            offsets_from_start_feature = feature_offsets - start_feature
+            # Offsets of the tokens' first features, counted from the first feature that is read.
+            offsets_in_read_features = feature_offsets - start_feature
             row_codes = Codes(
-                offsets_from_start_feature,
+                offsets_in_read_features,
                 wait_for_feature_ids(),
                 wait_for_feature_values(),
                 wait_for_error_rows(),

@@ -106,7 +106,7 @@ class Repair:
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """
 
-    withdrawn_entry_versions: Mapping[int, str | None]
+    withdrawn_entry_versions: Mapping[int, str | None]  # shard number -> version of its JSON file
     gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0

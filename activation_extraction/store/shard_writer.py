@@ -74,7 +74,7 @@ class ShardWriter:
         self._identity = identity
         self._source_check = SourceCheck(sources, log_writer.new_commits)
         self._on_commit = on_commit
-        self._shard_bytes = options.shard_bytes
+        self._max_shard_bytes = options.shard_bytes
         self._storing_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
         self._packing_slots = threading.Semaphore(options.threads)
         self.queue = ShardQueue[StoredShard](self._commit, options.waiting_bytes, on_wait)
@@ -121,7 +121,7 @@ class ShardWriter:
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
         sample_bytes = sum(self._hook_values_by_key[key].bytes_of(values[key]) for key in values)
-        if self._pending_samples and self._pending_bytes + sample_bytes > self._shard_bytes:
+        if self._pending_samples and self._pending_bytes + sample_bytes > self._max_shard_bytes:
             self._submit_pending(self._shard_numbers.take())
         self._pending_samples.append((sample, values))
         self._pending_bytes += sample_bytes

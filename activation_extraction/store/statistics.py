@@ -43,11 +43,11 @@ class Sums:
         largest: Largest Euclidean norm of a token of either kind, float64 ().
     """
 
-    counts: np.ndarray  # number of tokens
-    norms: np.ndarray  # sum of the norms of tokens
-    sums: np.ndarray  # sum of the values in each dimension
-    squares: np.ndarray  # sum of the squared values in each dimension
-    largest: np.ndarray  # largest norm of a token
+    counts: np.ndarray  # number of sinks and number of other tokens, (2,)
+    norms: np.ndarray  # sum of the norms by kind of token, (2,)
+    sums: np.ndarray  # sum of the values by kind of token, (2, width)
+    squares: np.ndarray  # sum of the squared values by kind of token, (2, width)
+    largest: np.ndarray  # largest norm of a token, ()
 
     @classmethod
     def zeros(cls, width: int) -> "Sums":

@@ -92,7 +92,7 @@ class Sample:
     mark: Mark
     # "role" or "turn" -> the role or turn of each token.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)
-    kept_positions_or_none: np.ndarray | None = None
+    kept_positions_or_none: np.ndarray | None = None  # None if all tokens are kept
 
     @property
     def number(self) -> int:
