@@ -220,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
         for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
             scenario_run.store(root_folder / scenario_run.folder)
             worker_count = max(
-                round(scenario_run.hook_bytes * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
+                round(scenario_run.bytes_per_hook * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
             )
             is_shuffled = "shuffle" in scenario_options
             num_workers_of_scenario[scenario_name] = worker_count if is_shuffled else 1

@@ -80,7 +80,7 @@ class Run(NamedTuple):
     """A description of a run of random activations, which `store` stores.
 
     Attributes:
-        hook_bytes: Number of bytes of activations at each hook.
+        bytes_per_hook: Number of bytes of activations at each hook.
         num_hooks: Number of hooks.
         width: Width of the activations at each hook.
         max_shard_bytes: Largest number of bytes of a shard.
@@ -88,7 +88,7 @@ class Run(NamedTuple):
         tokens_per_sample: Number of tokens of a sample.
     """
 
-    hook_bytes: int
+    bytes_per_hook: int
     num_hooks: int = 1
     width: int = 3584
     max_shard_bytes: int = 128_000_000
@@ -113,7 +113,9 @@ class Run(NamedTuple):
         """
         chat_suffix = "_chat" if self.has_conversations else ""
         length_suffix = "" if self.tokens_per_sample == LENGTH else f"_of_{self.tokens_per_sample}"
-        sizes_text = f"{self.num_hooks}x{self.width}_{self.hook_bytes}_by_{self.max_shard_bytes}"
+        sizes_text = (
+            f"{self.num_hooks}x{self.width}_{self.bytes_per_hook}_by_{self.max_shard_bytes}"
+        )
         return sizes_text + chat_suffix + length_suffix
 
     def store(self, folder: Path) -> None:
@@ -150,7 +152,9 @@ class Run(NamedTuple):
         ) as storage:
             # bfloat16 takes 2 bytes.
             sample_bytes = self.tokens_per_sample * self.width * 2
-            for sample_number in range(0 if storage.complete else self.hook_bytes // sample_bytes):
+            for sample_number in range(
+                0 if storage.complete else self.bytes_per_hook // sample_bytes
+            ):
                 self._add(storage, sample_number, rng, value_pool)
 
     def _add(

@@ -284,25 +284,30 @@ def _flops_of_delta_rule(program: Program) -> float:
         program: The program of the step.
     """
     model, layout = program.model, program.layout
-    delta_net = model.config.delta
-    if delta_net is None:
+    delta_net_config = model.config.delta
+    if delta_net_config is None:
         return 0.0
     num_rows_on_device = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
     row_length = program.shape[1]
-    num_heads_on_device = delta_net.key_heads // layout.size("model", "query")
-    key_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net.key_size
-    gate_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net.values_per_key
+    num_heads_on_device = delta_net_config.key_heads // layout.size("model", "query")
+    key_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net_config.key_size
+    gate_shape = (
+        num_rows_on_device,
+        row_length,
+        num_heads_on_device,
+        delta_net_config.values_per_key,
+    )
     argument_shapes = [
         jax.ShapeDtypeStruct(key_shape, model.dtype),
         jax.ShapeDtypeStruct(key_shape, model.dtype),
-        jax.ShapeDtypeStruct((*gate_shape, delta_net.value_size), model.dtype),
+        jax.ShapeDtypeStruct((*gate_shape, delta_net_config.value_size), model.dtype),
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
         jax.ShapeDtypeStruct(gate_shape, jnp.float32),
         jax.ShapeDtypeStruct((num_rows_on_device, row_length), jnp.int32),
     ]
     tile_size = 256 if _chip_name(program) in WIDE_TILE_CHIPS else 128
     flops_of_layer = padded_flops(pallas_delta_rule, argument_shapes, tile_size)
-    num_delta_layers = sum(layer < model.num_layers for layer in delta_net.layers)
+    num_delta_layers = sum(layer < model.num_layers for layer in delta_net_config.layers)
     return num_delta_layers * flops_of_layer / layout.size("pipeline")
 
 

@@ -86,12 +86,12 @@ class Codes:
             because files do not contain it.
     """
 
-    indptr: Any
-    indices: Any
-    data: Any
+    indptr: Any  # index in `indices` and `data` of each token's first entry
+    indices: Any  # id of the feature of each entry
+    data: Any  # value of the feature of each entry
     error: Any  # squared norm of each token's reconstruction error
     norm: Any  # norm of each token's activation
-    features: int
+    features: int  # number of all features of the autoencoder
     active: np.ndarray | None = None
 
     @classmethod

@@ -48,8 +48,8 @@ class Float8Array:
         scales: The scale of each token, float32, (tokens, 1).
     """
 
-    values: np.ndarray
-    scales: np.ndarray
+    values: np.ndarray  # activations divided by the scale of their token, e4m3
+    scales: np.ndarray  # scale of each token
 
     @classmethod
     def of(cls, x: np.ndarray) -> "Float8Array":

@@ -504,12 +504,12 @@ class ActivationDataset(Samples):
         """
         chosen_columns = (columns,) if isinstance(columns, str) else tuple(columns)
         if chosen_columns and len(self):
-            stored_columns = self.shards.sample_table(0).column_names
+            stored_column_names = self.shards.sample_table(0).column_names
             for column_name in chosen_columns:
-                if column_name not in stored_columns:
+                if column_name not in stored_column_names:
                     raise ValueError(
                         f"columns: samples have no {column_name!r}; they have "
-                        f"{', '.join(stored_columns)}"
+                        f"{', '.join(stored_column_names)}"
                     )
         return chosen_columns
 

@@ -377,13 +377,13 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
             ],
             axis=0,
         )
-        rows_in_all_runs = start_row + np.flatnonzero(is_in_all_runs)
-        first_run_block = first_source.with_activations(first_run_tokens, rows_in_all_runs)
+        row_indices_in_all_runs = start_row + np.flatnonzero(is_in_all_runs)
+        first_run_block = first_source.with_activations(first_run_tokens, row_indices_in_all_runs)
         is_within_limits = first_source.are_within_limits(first_run_block)
         blocks_of_runs = (
             first_run_block,
             *(
-                Block(tokens, partner_rows[rows_in_all_runs])
+                Block(tokens, partner_rows[row_indices_in_all_runs])
                 for tokens, partner_rows in partner_blocks
             ),
         )

@@ -100,7 +100,7 @@ class HookMatch(NamedTuple):
         row_error: Error of all compared tokens together, without the tokens for which this program
             and the program that stored the row may have chosen different experts.
         largest_token_error: Largest error of one of the tokens that are not left out.
-        hook: Name of the hook.
+        hook_name: Name of the hook.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token with whose computed state it is compared. 0 if the file is right.
         num_other_expert_tokens: Number of tokens that are left out because of different experts.
@@ -108,7 +108,7 @@ class HookMatch(NamedTuple):
 
     row_error: float  # error of all compared tokens together
     largest_token_error: float
-    hook: str
+    hook_name: str
     token_offset: int
     num_other_expert_tokens: int
 
@@ -224,7 +224,7 @@ class Alignment(NamedTuple):
     Attributes:
         row_number: Number of the row to which the sample belongs. The layer may be in the file of
             another row.
-        hook: Name of the hook at which the states were computed.
+        hook_name: Name of the hook at which the states were computed.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token in the sample.
         is_matching_state: Whether each stored state of the layer matches the computed state of the
@@ -232,7 +232,7 @@ class Alignment(NamedTuple):
     """
 
     row_number: int
-    hook: str
+    hook_name: str
     token_offset: int
     is_matching_state: np.ndarray
 

@@ -120,8 +120,10 @@ def _loss_mask(
     loss_mask: Any = np.ones(len(sample_tokens))
     if LOSS_MASK in dataset.identity.text.keep_columns:
         mask_of_document = dataset.samples[LOSS_MASK][sample_index].as_py()
-        piece_of_document = piece_of(dataset.samples["row"][sample_index].as_py())
-        first_token_of_sample = 0 if piece_of_document is None else piece_of_document[1]
+        # A tuple of the number of the piece, the index of its first token in the document, and the
+        # position of the row; None if the sample is no piece of a long document.
+        piece_or_none = piece_of(dataset.samples["row"][sample_index].as_py())
+        first_token_of_sample = 0 if piece_or_none is None else piece_or_none[1]
         if not isinstance(mask_of_document, list):
             mask_of_document = []
         loss_mask = np.array(
@@ -157,13 +159,13 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
         embedding, and stream k + 1 is the output of block k. If two hooks are the same stream, the
         first of them is returned.
     """
-    hook_by_stream_number: dict[int, str] = {}
+    hook_name_by_stream_number: dict[int, str] = {}
     for hook_name in hooks:
         if hook_match := re.fullmatch(r"blocks\.(\d+)\.hook_resid_(pre|post)", hook_name):
             block_number, pre_or_post = hook_match.groups()
             stream_number = int(block_number) + 1 if pre_or_post == "post" else int(block_number)
-            hook_by_stream_number.setdefault(stream_number, hook_name)
-    return dict(sorted(hook_by_stream_number.items()))
+            hook_name_by_stream_number.setdefault(stream_number, hook_name)
+    return dict(sorted(hook_name_by_stream_number.items()))
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
@@ -362,11 +364,11 @@ class SpecForgeFormat(DraftFormat):
                 residual stream after exactly three layers, or contain the embedding.
         """
         exported_hooks = super().choose_hooks(dataset, chosen_hooks)
-        hook_by_stream_number = streams_by_number(exported_hooks)
+        hook_name_by_stream_number = streams_by_number(exported_hooks)
         if (
             FINAL_NORM_HOOK not in exported_hooks
-            or len(hook_by_stream_number) != EAGLE3_LAYERS
-            or 0 in hook_by_stream_number
+            or len(hook_name_by_stream_number) != EAGLE3_LAYERS
+            or 0 in hook_name_by_stream_number
         ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
@@ -398,7 +400,7 @@ class SpecForgeFormat(DraftFormat):
         """
         import torch
 
-        hook_by_stream_number = streams_by_number(hooks)
+        hook_name_by_stream_number = streams_by_number(hooks)
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for sample_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
@@ -409,7 +411,7 @@ class SpecForgeFormat(DraftFormat):
             )
             subfolder.mkdir(exist_ok=True)
             residual_streams = [
-                values_by_hook[hook_name] for hook_name in hook_by_stream_number.values()
+                values_by_hook[hook_name] for hook_name in hook_name_by_stream_number.values()
             ]
             concatenated_streams = np.concatenate(residual_streams, axis=1)
             tensors_of_file = {

@@ -125,7 +125,7 @@ def export(
     tokens_per_chunk = max(CHUNK_BYTES // bytes_per_token // tokens_per_row, 1) * tokens_per_row
     tokens_per_chunk = min(tokens_per_chunk, export_format.max_tokens_per_chunk or tokens_per_chunk)
     token_chunks = _chunks(
-        finished_dataset, exported_hooks, tokens_per_chunk, export_format.sample_columns
+        finished_dataset, exported_hooks, tokens_per_chunk, export_format.sample_column_names
     )
     if export_format.needs_text:
         run_text = _load_text(finished_dataset, flag_and_format, load_text)

@@ -39,7 +39,8 @@ class ExportFormat(ABC):
         needs_every_token: Whether a run must store all tokens of its samples.
         needs_text: Whether the chunks that `write` takes contain the text of the sample up to and
             including each token, in the column TEXT_COLUMN of nla_files.py.
-        sample_columns: The names of the columns of the table of samples that the chunks contain.
+        sample_column_names: The names of the columns of the table of samples that the chunks
+            contain.
         tokens_per_row: The number of tokens in a row of the files. Tokens that do not fill a row
             are left out.
         rows_end_with_samples: Whether a row contains tokens of a single sample, so that tokens at
@@ -54,7 +55,7 @@ class ExportFormat(ABC):
     accepted_hooks_in_words: ClassVar[str]
     needs_every_token: ClassVar[bool] = False
     needs_text: ClassVar[bool] = False
-    sample_columns: ClassVar[tuple[str, ...]] = ()
+    sample_column_names: ClassVar[tuple[str, ...]] = ()
     tokens_per_row: ClassVar[int] = 1  # number of tokens in a row of the exported files
     rows_end_with_samples: ClassVar[bool] = False
     max_tokens_per_chunk: ClassVar[int | None] = None

@@ -130,7 +130,7 @@ class NlaFormat(ExportFormat):
     needed_package = "transformers"
     accepted_hooks_in_words = "one hook blocks.K.hook_resid_post, which --hook_names chooses"
     needs_text = True
-    sample_columns = ID_COLUMNS
+    sample_column_names = ID_COLUMNS
     max_tokens_per_chunk = ROW_GROUP
 
     def accepts(self, dataset: ActivationDataset, hook: str) -> bool:

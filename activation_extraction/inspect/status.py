@@ -66,10 +66,10 @@ class HostState:
     """
 
     name: str
-    machine: int
+    machine: int  # number of the machine
     host: int  # number of the host on its machine
     state: str  # such as "running"
-    shards: int = 0
+    shards: int = 0  # number of stored shards
     samples: int = 0  # number of stored samples
     tokens: int = 0  # number of stored tokens
     bytes: int = 0
@@ -78,7 +78,7 @@ class HostState:
     tokens_per_second: float | None = None
     utilisation: float | None = None  # this name is a key of aggregated_metadata.json
     waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited
-    expected_end: float | None = None
+    expected_end: float | None = None  # Unix time at which the host will reach its limit
     share: float | None = None  # fraction of the limit that is stored
 
 

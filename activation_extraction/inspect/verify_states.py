@@ -378,7 +378,7 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
         hook_match for hook_match in best_matches if hook_match.within(rounding_limits)
     ]
     row_count_by_hook = Counter(
-        hook_match.hook for hook_match in matches_within_limits or best_matches
+        hook_match.hook_name for hook_match in matches_within_limits or best_matches
     )
     return ExpectedHook(row_count_by_hook.most_common(1)[0][0], bool(matches_within_limits))
 
@@ -629,17 +629,20 @@ def _describe_by_same_sample(
         if best_match.token_offset not in (0, token_count - len(stored_states)):
             return None
         first_or_last = "first" if best_match.token_offset == 0 else "last"
-        other_hook_in_words = _other_hook(best_match.hook, hook, model)
+        other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
         states_in_words = f"those of the {first_or_last} {len(stored_states)}"
         return f"{counts_in_words}: {states_in_words}{other_hook_in_words}"
     if best_match.token_offset:
         next_or_previous = "next" if best_match.token_offset > 0 else "previous"
-        other_hook_in_words = _other_hook(best_match.hook, hook, model)
+        other_hook_in_words = _other_hook(best_match.hook_name, hook, model)
         return (
             f"each token with the state of the {next_or_previous} token{other_hook_in_words} "
             f"({_error(best_match)})"
         )
-    return f"{best_match.hook}{_relation(best_match.hook, hook, model)} ({_error(best_match)})"
+    return (
+        f"{best_match.hook_name}{_relation(best_match.hook_name, hook, model)} "
+        f"({_error(best_match)})"
+    )
 
 
 def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
@@ -729,7 +732,7 @@ def _describe_parts(
     alignments_nearest_first = sorted(
         alignments,
         key=lambda alignment: (
-            alignment.hook != hook.name,
+            alignment.hook_name != hook.name,
             abs(alignment.row_number - check.row_number),
             alignment.token_offset != 0,
         ),
@@ -746,8 +749,8 @@ def _describe_parts(
     errors_in_words = (
         f"{_error(best_match)}, a token up to {_percent(best_match.largest_token_error)}"
     )
-    if (best_match.hook, best_match.token_offset) == (hook.name, 0) and any(
-        (alignment.hook, alignment.row_number, alignment.token_offset)
+    if (best_match.hook_name, best_match.token_offset) == (hook.name, 0) and any(
+        (alignment.hook_name, alignment.row_number, alignment.token_offset)
         == (hook.name, check.row_number, 0)
         and alignment.is_matching_state.all()
         for alignment in alignments
@@ -762,7 +765,9 @@ def _describe_parts(
         is_unexplained_state &= ~alignment.is_matching_state
         problem_phrases.append(_part_in_words(alignment, check.row_number, hook, model))
     if is_unexplained_state.all():
-        nearest_hook_in_words = f"{best_match.hook}{_relation(best_match.hook, hook, model)}"
+        nearest_hook_in_words = (
+            f"{best_match.hook_name}{_relation(best_match.hook_name, hook, model)}"
+        )
         if best_match.token_offset:
             nearest_hook_in_words += (
                 f" of the {'next' if best_match.token_offset > 0 else 'previous'} token"
@@ -770,7 +775,7 @@ def _describe_parts(
         rounding_hint = ""
         bfloat16_limits = Limits.of(check.row.dtype, "bfloat16", model.has_experts)
         if (
-            best_match.hook == hook.name
+            best_match.hook_name == hook.name
             and not best_match.token_offset
             and best_match.within(bfloat16_limits)
         ):
@@ -799,7 +804,7 @@ def _part_in_words(
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
-    other_hook_in_words = _other_hook(alignment.hook, hook, model)
+    other_hook_in_words = _other_hook(alignment.hook_name, hook, model)
     is_whole_layer = bool(alignment.is_matching_state.all())
     is_same_row = alignment.row_number == layer_row_number
     if is_same_row and not alignment.token_offset and not other_hook_in_words:

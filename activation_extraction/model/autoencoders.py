@@ -646,7 +646,7 @@ class Format(NamedTuple):
 
     convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
     config_file: str | None
-    weights_file: str
+    weights_file: str  # name of the file with the tensors; {} stands for the number of the layer
 
 
 FORMATS = (

@@ -165,14 +165,14 @@ def _compute_block(
     head_count, _, value_size = v_ref.shape
     # The following lists have one element for each value head. An element of
     # `decays_since_chunk_begin_by_head` is a list of two arrays, one for each chunk.
-    inverse_by_head = []
+    inverse_matrix_by_head = []
     output_factors_by_head = []
     decays_since_chunk_begin_by_head = []
     decays_until_chunk_end_by_head = []
     for head_number in range(head_count):
         decay_between_tokens, decays_since_chunk_begin = _decays(log_decays[:, head_number, None])
         scaled_betas = _side_by_side(betas[:, head_number, None] * k_scale)
-        inverse_by_head.append(_inverse(scaled_betas * key_products * decay_between_tokens))
+        inverse_matrix_by_head.append(_inverse(scaled_betas * key_products * decay_between_tokens))
         output_factors_by_head.append(query_products * decay_between_tokens)
         decays_since_chunk_begin_by_head.append(decays_since_chunk_begin)
         decay_until_chunk_end = decay_between_tokens[-SUBLANES:].T[:, -1:]  # shape (2C, 1)
@@ -197,7 +197,7 @@ def _compute_block(
             values_in_state = chunk_decays[head_number] * key_state_products_by_head[head_number]
             right_hand_side = (values - values_in_state) * betas[token_slice, head_number, None]
             added_vectors = _product(
-                "IJ,JU->IU", inverse_by_head[head_number][:, token_slice], right_hand_side
+                "IJ,JU->IU", inverse_matrix_by_head[head_number][:, token_slice], right_hand_side
             )
             added_vectors_by_head.append(added_vectors)
             head_output = chunk_decays[head_number] * query_state_products_by_head[head_number]

@@ -201,7 +201,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     group_sort_keys = jnp.where(
         row_numbers_in_expert_order < row_count, group_sort_keys, 2 * row_count
     )
-    group_sort_keys, tile_row_numbers = lax.sort(
+    group_sort_keys, tile_row_numbers_in_group_order = lax.sort(
         (group_sort_keys, row_numbers), num_keys=1, is_stable=False
     )
     # A group is TOKENS consecutive tokens, whose rows share a buffer. A token has one row for each
@@ -211,7 +211,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     places_in_group = group_sort_keys[:row_count] % rows_per_group
     token_indices_in_group = places_in_group // experts_per_token
     buffer_places = places_in_group % experts_per_token * TOKENS + token_indices_in_group
-    fetched_row_numbers = tile_row_numbers[:row_count].reshape(-1, 1, rows_per_group)
+    fetched_row_numbers = tile_row_numbers_in_group_order[:row_count].reshape(-1, 1, rows_per_group)
     buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
     return Table(
         used_tile_count=(expert_by_tile < expert_count).sum(),

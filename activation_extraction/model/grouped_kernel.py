@@ -79,9 +79,11 @@ def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool
     gate_stack, up_stack, down_stack = (
         layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
     )
-    first_expert_number = layer_number * len(row_counts)
-    gated_values = _product(x, [gate_stack, up_stack], row_counts, first_expert_number, interpret)
-    return _product(gated_values, [down_stack], row_counts, first_expert_number, interpret)
+    first_expert_index_in_stacks = layer_number * len(row_counts)
+    gated_values = _product(
+        x, [gate_stack, up_stack], row_counts, first_expert_index_in_stacks, interpret
+    )
+    return _product(gated_values, [down_stack], row_counts, first_expert_index_in_stacks, interpret)
 
 
 def _product(

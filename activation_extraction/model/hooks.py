@@ -110,7 +110,7 @@ class HookKind:
     is_after_layers: bool = False
     type_words: tuple[str, ...] = ()  # words of the types of layers that have the hook
     dtype: str | None = None  # None for activations, whose dtype the user chooses
-    width_factor: int = 1
+    width_factor: int = 1  # factor of the width of a hook that has no letter
 
     @property
     def is_prediction(self) -> bool:

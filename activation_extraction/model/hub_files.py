@@ -75,7 +75,7 @@ class HubFiles:
         return self._revision
 
     @property
-    def offline(self) -> bool:
+    def is_offline(self) -> bool:
         return (
             constants.HF_HUB_OFFLINE
             or self._has_unanswered_request
@@ -84,7 +84,7 @@ class HubFiles:
 
     @functools.cached_property
     def file_names(self) -> Collection[str]:
-        return os.listdir(self._config().parent) if self.offline else self._remote.file_names
+        return os.listdir(self._config().parent) if self.is_offline else self._remote.file_names
 
     def find(self, name: str) -> Path | None:
         if name not in self._path_by_file_name:
@@ -109,7 +109,7 @@ class HubFiles:
         config_path = self.find(self._repository_kind.config_file)
         if config_path is None:
             raise not_read.lacks_file(
-                self._flag_and_path, self._repository_kind.config_file, self.offline
+                self._flag_and_path, self._repository_kind.config_file, self.is_offline
             )
         return config_path
 
@@ -146,7 +146,7 @@ class HubFiles:
                     self._repository_name,
                     name,
                     revision=self._revision,
-                    local_files_only=self.offline,
+                    local_files_only=self.is_offline,
                 )
         except LocalEntryNotFoundError as error:
             # LocalEntryNotFoundError means that the hub could not be reached. It is a subclass of
@@ -166,7 +166,7 @@ class HubFiles:
             raise not_read.hub_error(self._flag_and_path, self._revision, error) from error
         # In the hub's cache, the folder that contains the files of a commit is named after it.
         self._revision = Path(downloaded_path.removesuffix(name)).name
-        if self.offline and not constants.HF_HUB_OFFLINE:
+        if self.is_offline and not constants.HF_HUB_OFFLINE:
             log_that_the_cache_is_read(self._flag_and_path, self._revision)
         return Path(downloaded_path)
 
@@ -252,7 +252,7 @@ class HubFiles:
             return True
         if not self._keeps_weights:
             return False
-        if self.offline:
+        if self.is_offline:
             return True
         cache_folder = Path(constants.HF_HUB_CACHE)
         file_byte_count = self._remote.size(name)

@@ -59,15 +59,15 @@ def revision_of_a_folder(flag_and_path: str, revision: str) -> InputError:
     )
 
 
-def lacks_file(flag_and_path: str, name: str, offline: bool) -> InputError:
+def lacks_file(flag_and_path: str, name: str, is_offline: bool) -> InputError:
     """Returns the error about a file that a repository lacks.
 
     Args:
         flag_and_path: The flag and its value, such as `--model_path org/x`.
         name: The name of the file.
-        offline: Whether the hub could not be reached, so that only its cache was searched.
+        is_offline: Whether the hub could not be reached, so that only its cache was searched.
     """
-    offline_problem = "the hub cannot be reached, and its cache here " if offline else ""
+    offline_problem = "the hub cannot be reached, and its cache here " if is_offline else ""
     return InputError(f"{flag_and_path}: {offline_problem}has no {name}")
 
 

@@ -139,7 +139,7 @@ class Repository:
             return local_path
         if name == MODEL.config_file and self.find(ADAPTER.config_file):
             raise self.adapter_error()
-        raise not_read.lacks_file(self.flag_and_path, name, self._files.offline)
+        raise not_read.lacks_file(self.flag_and_path, name, self._files.is_offline)
 
     def tokenizer_files(self) -> list[Path]:
         """Returns the local paths of the tokeniser's files that the repository contains.
@@ -167,14 +167,14 @@ class Repository:
             if (
                 name == self.kind.weights_file
                 and name not in repository_files.file_names
-                and not repository_files.offline
+                and not repository_files.is_offline
             ):
                 raise not_read.no_weights(
                     self.flag_and_path, name, self.kind.description, repository_files.file_names
                 )
             weight_file = repository_files.open_weights(name)
             if weight_file is None:
-                raise not_read.lacks_file(self.flag_and_path, name, repository_files.offline)
+                raise not_read.lacks_file(self.flag_and_path, name, repository_files.is_offline)
             self._weight_file_by_name[name] = weight_file
         return self._weight_file_by_name[name]
 

@@ -37,8 +37,8 @@ class RepositoryKind(NamedTuple):
     """
 
     flag: str  # the flag whose value is such a repository
-    config_file: str
-    weights_file: str
+    config_file: str  # name of the configuration file
+    weights_file: str  # name of the only file with weights; "" if this name varies
     description: str
 
 
@@ -57,9 +57,9 @@ class RepositoryFiles(Protocol):
     Attributes:
         commit: Commit of the files on the hub; None if the repository is not on the hub.
         file_names: Names of all files that can be read.
-        offline: Whether the repository is on the hub, but only the hub's cache on this machine can
-            be read. This is the case if HF_HUB_OFFLINE is set or the hub cannot be reached. Always
-            False for repositories that are not on the hub.
+        is_offline: Whether the repository is on the hub, but only the hub's cache on this machine
+            can be read. This is the case if HF_HUB_OFFLINE is set or the hub cannot be reached.
+            Always False for repositories that are not on the hub.
     """
 
     @property
@@ -69,7 +69,7 @@ class RepositoryFiles(Protocol):
     def file_names(self) -> Collection[str]: ...
 
     @property
-    def offline(self) -> bool: ...
+    def is_offline(self) -> bool: ...
 
     def find(self, name: str) -> Path | None:
         """Returns the local path of a small file, which is downloaded if necessary.
@@ -100,7 +100,7 @@ class LocalFiles:
 
     # Only repositories on the hub have a commit, or can be offline.
     commit = None
-    offline = False
+    is_offline = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -126,7 +126,7 @@ class RemoteFiles:
 
     # Only repositories on the hub have a commit, or can be offline.
     commit = None
-    offline = False
+    is_offline = False
 
     def __init__(self, url: str, flag_and_path: str, flag: str) -> None:
         """Stores the URL, without sending a request.

@@ -52,6 +52,7 @@ class Rope:
     rope_type: str = "default"
     factor: float = 1.0
     attention_factor: float = 1.0
+    # Range of frequencies that are blended, as indices of frequencies or as numbers of turns.
     blended_range: tuple[float, float] | None = None
     trained_length: float = 0.0
     # The share of a head's dimensions that are rotated; also a key in metadata.json.

@@ -248,9 +248,9 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
     mesh_layout = program.layout
     devices_of_mesh = [*program.rows.mesh.devices.flat]
     rows_per_host, tokens_per_row = request.batch_shape
-    rows_of_step = rows_per_host * program.rows.hosts
+    num_rows_of_step = rows_per_host * program.rows.hosts
     cost_model = CostModel(
-        program.model, program.weights, rows_of_step, tokens_per_row, program.encoders
+        program.model, program.weights, num_rows_of_step, tokens_per_row, program.encoders
     )
     step_cost = cost_model.estimate(mesh_layout, devices_of_mesh)
     usable_bytes_of_device = USABLE * (memory_of(devices_of_mesh[0]) or 0)
@@ -264,7 +264,7 @@ def estimate_mesh(run: PlannedRun, request: StepRequest, program: Program) -> di
         except (InputError, jax.errors.JaxRuntimeError) as error:
             log.warning("mesh %s: %s", in_words(mesh_layout.shape), one_line(error))
             fits_in_memory = fits_in_memory and "RESOURCE_EXHAUSTED" not in str(error)
-    peak_tokens_per_second = rows_of_step * tokens_per_row / step_cost.seconds
+    peak_tokens_per_second = num_rows_of_step * tokens_per_row / step_cost.seconds
     return {
         "shape": mesh_layout.shape,
         "fits": fits_in_memory,

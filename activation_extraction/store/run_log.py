@@ -231,7 +231,7 @@ class Commit:
     identity: str = ""
     file: str = ""  # name of the file of activations
     files: Mapping[str, FileFacts] = field(default_factory=dict)
-    unpacked: int = 0  # bytes of the file before compression
+    unpacked: int = 0  # bytes of the file of activations before compression
     first: int = 0  # `sample_idx` of the first sample
     last: int = 0  # `sample_idx` of the last sample
     count: int = 0  # number of samples
@@ -424,6 +424,7 @@ class RunLog:
     metadata: dict[str, Any] | None = None
     metadata_version: str | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
+    # File name of an entry of the log -> version of this file.
     entry_versions: dict[str, str | None] = field(default_factory=dict)
     file_sizes: dict[str, int] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
@@ -501,16 +502,16 @@ class RunLog:
         # If the last entries are missing, no later entry shows this. But the metadata.json of a
         # complete run records the number of entries.
         recorded_entry_count = metadata["shards"] if metadata.get("status") == "complete" else 0
-        number_after_last = max([recorded_entry_count, *self.commits]) + 1
+        entry_number_after_last = max([recorded_entry_count, *self.commits]) + 1
         damaged_shard_numbers = {
             number_of(file_name) for file_name in self.damaged_files if file_name != METADATA
         }
         existing_shard_numbers = {
             shard_number
             for shard_number in {*self.commits, *damaged_shard_numbers}
-            if shard_number < number_after_last
+            if shard_number < entry_number_after_last
         }
-        for missing_range in _gaps([0, *sorted(existing_shard_numbers), number_after_last]):
+        for missing_range in _gaps([0, *sorted(existing_shard_numbers), entry_number_after_last]):
             first_missing_name = commit_name(missing_range.start)
             last_missing_name = commit_name(missing_range.stop - 1)
             if first_missing_name == last_missing_name:
@@ -542,7 +543,7 @@ def _read_once(folder: Folder) -> RunLog:
     bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
     metadata_bytes, metadata_version = bytes_and_version or (None, None)
     damaged_files: dict[str, str] = {}
-    entry_versions: dict[str, str | None] = {}
+    entry_versions: dict[str, str | None] = {}  # file name of an entry -> version of this file
     metadata = None
     if metadata_bytes is not None:
         try:

@@ -213,7 +213,7 @@ class Compression(NamedTuple):
     """
 
     codec: str
-    magic: bytes
+    magic: bytes  # first bytes of a compressed file
 
 
 # Extension of compressed files -> their compression.

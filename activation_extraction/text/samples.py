@@ -357,8 +357,8 @@ def _sample_of_tokens(
     token_slice = slice(token_range.start, token_range.stop)
     token_ids = tokens.ids[token_slice]
     sample_labels = {
-        label_name: label_of_tokens[token_slice]
-        for label_name, label_of_tokens in tokens.labels.items()
+        label_name: labels_of_tokens[token_slice]
+        for label_name, labels_of_tokens in tokens.labels.items()
     }
     kept_positions_or_none = None
     if eligible_mask is not None:
@@ -418,8 +418,8 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
         token_ids=sample.token_ids[:num_returned_tokens],
         mark=mark,
         labels={
-            label_name: label_of_tokens[:num_returned_tokens]
-            for label_name, label_of_tokens in sample.labels.items()
+            label_name: labels_of_tokens[:num_returned_tokens]
+            for label_name, labels_of_tokens in sample.labels.items()
         },
         kept_positions_or_none=kept_positions_or_none,
     )

@@ -168,7 +168,7 @@ class FilePartitions:
                 self._current_position = partition_index, num_rows_read
                 yield partition_row
             num_rows_to_skip = 0
-            self._current_position = partition_index + 1, 0
+            self._current_position = partition_index + 1, 0  # no row of the next partition is read
 
 
 def open_files(
