@@ -67,9 +67,9 @@ class HubDataset(NamedTuple):
         split: Name of a split, such as train.
     """
 
-    name: str
-    config_name: str
-    split: str
+    name: str  # such as HuggingFaceFW/fineweb-edu
+    config_name: str  # such as sample-10BT
+    split: str  # such as train
 
 
 DEFAULT_DATASET = HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")

@@ -126,13 +126,13 @@ class TokenBatch:
             was called without `columns`.
     """
 
-    activations: ByHook[Any]
+    activations: ByHook[Any]  # values at each hook, (size, width)
     token_ids: Any
     sample_idx: Any
     position: Any  # index of each token in its sample
     role: Any = None  # index in ROLES of each token's role
     turn: Any = None  # number of each token's turn
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> value for each token
 
     def __len__(self) -> int:
         """Returns the number of tokens."""

@@ -89,13 +89,13 @@ class BatchOptions:
     shuffle: int | None = None  # seed of the order; None for the stored order
     buffer: Any = None
     skip_first: int = 0  # number of tokens to leave out at the start of every sample
-    max_norm: Any = None
+    max_norm: Any = None  # one limit, or a dict of limits by hook; None for no limit
     dtype: Any = None  # dtype of the activations in batches; None for the dtype of the dataset
     worker: int = 0  # number of this process among `workers`, from 0
     workers: int = 1  # number of processes that read the run
     where: Any = None  # mask of the samples to read, or a function that returns it
-    roles: Any = None
-    columns: Any = ()
+    roles: Any = None  # names of the roles to read; None for all tokens
+    columns: Any = ()  # names of the columns of `samples` that batches contain
 
     def __post_init__(self) -> None:
         norm_limits = (

@@ -57,7 +57,7 @@ class ExportFormat(ABC):
     needs_text: ClassVar[bool] = False
     sample_column_names: ClassVar[tuple[str, ...]] = ()
     tokens_per_row: ClassVar[int] = 1  # number of tokens in a row of the exported files
-    rows_end_with_samples: ClassVar[bool] = False
+    rows_end_with_samples: ClassVar[bool] = False  # whether samples never share a row
     max_tokens_per_chunk: ClassVar[int | None] = None
 
     @abstractmethod

@@ -107,21 +107,21 @@ class Autoencoder:
     """
 
     name: str  # the autoencoder as the user gave it to --encode
-    hook: str
-    target_hook: str
-    hook_in_files: str | None
-    W_enc: np.ndarray
-    b_enc: np.ndarray
-    W_dec: np.ndarray
-    b_dec: np.ndarray
-    files: tuple[Path, ...]
+    hook: str  # the hook that is read
+    target_hook: str  # the hook that is reconstructed
+    hook_in_files: str | None  # the hook that is read, according to the files
+    W_enc: np.ndarray  # (F, D)
+    b_enc: np.ndarray  # (F,)
+    W_dec: np.ndarray  # (F, O)
+    b_dec: np.ndarray  # (O,)
+    files: tuple[Path, ...]  # the local paths of the files that were read
     repository: Repository
     dtype: np.dtype
-    k: int | None = None
+    k: int | None = None  # the largest number of active features of a token
     uses_relu: bool = True
-    threshold: np.ndarray | None = None
-    score_factor: np.ndarray | None = None
-    W_skip: np.ndarray | None = None
+    threshold: np.ndarray | None = None  # of each feature, (F,)
+    score_factor: np.ndarray | None = None  # of each feature, (F,)
+    W_skip: np.ndarray | None = None  # (O, D)
     subtracts_b_dec: bool = False
     normalisation: str = "none"
 

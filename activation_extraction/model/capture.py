@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     """
 
     kinds: tuple[HookKind, ...]
-    slots_by_kind: tuple[Any, ...]
+    slots_by_kind: tuple[Any, ...]  # for each item of `kinds`, the slots of its hooks
 
     def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
         """Returns a plan for the same kinds of hooks in other layers, for example in one stage.

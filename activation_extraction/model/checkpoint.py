@@ -93,8 +93,8 @@ class Checkpoint(Repository):
         """
         if ADAPTER.config_file in self.file_names:
             raise self.adapter_error()
-        names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
-        return text_names(names_in_files, self.flag_and_path)
+        tensor_names_in_files = self._file_of_tensor or self.open_weights(SINGLE_FILE).tensors
+        return text_names(tensor_names_in_files, self.flag_and_path)
 
     def local_tensors(self) -> Collection[str] | None:
         """Returns the names of the language model's tensors if they can be read without a download.

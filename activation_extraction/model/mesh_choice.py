@@ -368,6 +368,8 @@ def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[st
     """
     if "expert" in layout.shape and "E" not in sizes:
         raise InputError("--mesh_axes expert: the model has no experts")
+    # For each check, the name of a size in messages, the size, and the axes of the mesh that divide
+    # it.
     divisibility_checks = (
         ("--batch_size, rows of all hosts together", rows, RULES["batch"]),
         ("--max_seq_length", length, ("query",)),

@@ -40,9 +40,9 @@ class RecordedFile:
             none.
     """
 
-    name: str
-    bytes: int
-    fingerprint: str
+    name: str  # name of the file in the rows' positions
+    bytes: int  # number of bytes that the run reads
+    fingerprint: str  # of these bytes; for a URL, the version of the file
 
 
 class DataFiles:

@@ -102,9 +102,9 @@ class Failure(NamedTuple):
             is unknown.
     """
 
-    meaning: Meaning
-    reason: str
-    http_status: int = 0
+    meaning: Meaning  # kind of the reason
+    reason: str  # reason in words, for the user
+    http_status: int = 0  # 0 if it is unknown
 
 
 def meaning_of(status: int, code: str = "") -> Meaning:

@@ -82,9 +82,9 @@ class FileFacts:
 
     bytes: int
     sha256: str
-    version: str | None = None
+    version: str | None = None  # None if the store has no versions
     crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
-    ranges: RangeChecksums | None = None
+    ranges: RangeChecksums | None = None  # checksums of short ranges of the file
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "FileFacts":

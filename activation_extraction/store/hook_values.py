@@ -94,8 +94,8 @@ class Tolerance:
             that may differ, from 0 to 1.
     """
 
-    computing_error: float
-    rounding_error: float
+    computing_error: float  # largest relative error of computing again
+    rounding_error: float  # largest relative error of rounding to the stored dtype
     max_different_fraction: float
 
     @property

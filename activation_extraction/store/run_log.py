@@ -237,7 +237,7 @@ class Commit:
     count: int = 0  # number of samples
     tokens: int = 0  # number of stored tokens
     hooks: list[dict[str, Any]] = field(default_factory=list)
-    committed: float = 0.0
+    committed: float = 0.0  # Unix time of the commit
     cut_samples: int = 0  # number of samples that were cut at their end
     cut_tokens: int = 0  # number of tokens that were cut off
     empty_samples: int = 0  # number of samples without a stored token

@@ -100,9 +100,11 @@ class ShardQueue(Generic[T]):
                 self.check()
                 self._on_wait()
                 start_time = time.perf_counter()
-                phase_of_oldest = self._shards[0].phase
+                phase_of_oldest_shard = self._shards[0].phase
                 self._shards_changed.wait(0.2)  # ends after 0.2 seconds, so that Ctrl-C is noticed
-                self.waited_seconds_by_phase[phase_of_oldest] += time.perf_counter() - start_time
+                self.waited_seconds_by_phase[phase_of_oldest_shard] += (
+                    time.perf_counter() - start_time
+                )
         self.check()
 
     def submit(self, store: Callable[[QueuedShard[T]], T]) -> None:

@@ -289,9 +289,9 @@ class Statistics:
     values: int = 0  # number of values of these tokens; also a key in JSON files
     overall_mean: float = 0.0
     overall_variance: float = 0.0
-    mean_norm: float = 0.0
-    max_norm: float = 0.0
-    error: ErrorByTokenKind = field(default_factory=dict)
+    mean_norm: float = 0.0  # mean norm of the tokens
+    max_norm: float = 0.0  # largest norm of a token
+    error: ErrorByTokenKind = field(default_factory=dict)  # kind of token -> errors
     codes: dict[str, CodeSums] = field(default_factory=dict)  # kind of token -> sums
 
     @property
@@ -399,7 +399,7 @@ class DimensionStatistics:
         mean_norm: Mean Euclidean norm of the tokens.
     """
 
-    tokens: int
+    tokens: int  # number of tokens
     mean: np.ndarray  # of every dimension
     variance: np.ndarray  # of every dimension
     mean_norm: float

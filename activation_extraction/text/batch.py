@@ -28,10 +28,10 @@ class Worker:
         hosts: Number of hosts of the machine.
     """
 
-    machine: int = 0
-    machines: int = 1
-    host: int = 0
-    hosts: int = 1
+    machine: int = 0  # number of the machine, from 0
+    machines: int = 1  # number of machines of the run
+    host: int = 0  # number of the host in its machine, from 0
+    hosts: int = 1  # number of hosts of the machine
 
     def sample_idx(self, number: int) -> int:
         """Returns the `sample_idx` of a sample, its number among the samples of the whole run.
@@ -133,7 +133,7 @@ class PlacedSample(NamedTuple):
 
     sample: Sample
     row_index: int
-    start_in_row: int
+    start_in_row: int  # index of the sample's first token in the row
     mark: Mark
 
     @property
@@ -159,9 +159,9 @@ class Batch:
 
     token_ids: np.ndarray  # (B, T)
     segment_ids: np.ndarray  # (B, T)
-    positions: np.ndarray
+    positions: np.ndarray  # position of each token in its sample, (B, T)
     samples: tuple[PlacedSample, ...]
-    kept_mask: np.ndarray | None = None
+    kept_mask: np.ndarray | None = None  # (B, T); None if all tokens are kept
 
     @property
     def lengths(self) -> list[int]:

@@ -62,7 +62,7 @@ class SourceRow:
     """
 
     location_in_words: str
-    stored_position: dict[str, Any]
+    stored_position: dict[str, Any]  # position of the row in the data, as samples store it
     read_columns: Callable[[], dict[str, Any]]
 
 
