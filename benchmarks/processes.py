@@ -77,7 +77,7 @@ class FinishedProcess:
 
     stdout: str
     timed_stderr_lines: list[tuple[float, str]]
-    seconds: float
+    seconds: float  # from the start of the process to its end
     peak_bytes: int  # peak resident memory of the process
     disturbed_fraction: float
 

@@ -550,6 +550,9 @@ def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:
     Args:
         read: The function, which returns the number of bytes that it has read.
         arguments: The arguments of the function.
+
+    Returns:
+        The MB per second, the CPU seconds for each GB, and the number of bytes that were read.
     """
     cpu_start_time, start_time = time.process_time(), time.perf_counter()
     num_read_bytes = read(*arguments)

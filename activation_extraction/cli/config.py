@@ -161,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
         for flag_name, flag in FLAGS.items():
             if flag.group == flag_group:
                 _add_flag(argument_group, flag_name, flag)
-    # --version belongs to the last group, which is GENERAL.
+    # --version is added to the group that the loop made last, which is GENERAL.
     program_version = f"activation-extraction {__version__}"
     argument_group.add_argument(
         "--version", action="version", version=program_version, help="print the version"

@@ -99,14 +99,19 @@ class Batches(Iterator[T]):
         # `_position` refers to all data of this process.
         self._loader_worker_and_count: tuple[int, int] | None = None
         self._has_looped = False  # whether a loop over `torch()` has begun since `restore`
-        self._windows: Generator[Window, None, None] | None = None
-        self._window: Window | None = None
+        self._following_windows: Generator[Window, None, None] | None = None
+        self._current_window: Window | None = None
         # A byte of memory that is shared with forked workers. It is 1 if workers of a DataLoader
         # have read batches since `restore`, otherwise 0. None until `torch` is called.
         self._workers_have_read_flag: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_windows": None, "_window": None, "_workers_have_read_flag": None}
+        return {
+            **vars(self),
+            "_following_windows": None,
+            "_current_window": None,
+            "_workers_have_read_flag": None,
+        }
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the iteration, from which `restore` continues.
@@ -195,10 +200,10 @@ class Batches(Iterator[T]):
 
         The iteration keeps its position. Reading the next batch starts reading ahead again.
         """
-        if self._windows is not None:
-            self._windows.close()
-        self._windows = None
-        self._window = None
+        if self._following_windows is not None:
+            self._following_windows.close()
+        self._following_windows = None
+        self._current_window = None
 
     def torch(self) -> Any:
         """Returns a PyTorch IterableDataset of these batches as tensors.
@@ -269,9 +274,9 @@ class Batches(Iterator[T]):
             self._loader_worker_and_count = loader_worker_and_count
             if loader_worker_and_count is not None and self._workers_have_read_flag is not None:
                 self._workers_have_read_flag[0] = 1
-        if self._window is None:
-            self._window = self._next_window()
-        window = self._window
+        if self._current_window is None:
+            self._current_window = self._next_window()
+        window = self._current_window
         num_taken_tokens = self._position.taken
         stop_token = min(num_taken_tokens + self.options.size, window.token_count)
         sources_and_blocks = zip(self._sources, window.blocks_of_runs, strict=True)
@@ -284,21 +289,21 @@ class Batches(Iterator[T]):
         if stop_token < window.token_count:
             self._position = replace(self._position, taken=stop_token)
         else:
-            self._window = None
+            self._current_window = None
             self._position = window.end
         return batch
 
     def _next_window(self) -> Window:
-        """Returns the next window: tokens in the order of the batches, which are cut into batches.
+        """Returns the next window, whose tokens are in the order of the batches.
 
         Raises:
             StopIteration: If there are no more windows.
             ValueError: If there was no window at all, because no token passes the filters.
         """
-        if self._windows is None:
-            self._windows = self._windows_of_process().beginning(self._position)
+        if self._following_windows is None:
+            self._following_windows = self._windows_of_process().beginning(self._position)
         try:
-            return next(self._windows)
+            return next(self._following_windows)
         except StopIteration:
             self.close()
             self._check_selection()

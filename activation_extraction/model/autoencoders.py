@@ -44,10 +44,10 @@ VALUES_AT_ONCE = 2**22
 # A publisher's name of a tensor -> the field of `Autoencoder`. SAELens and Qwen-Scope use the names
 # of the fields.
 FIELD_OF_TENSOR = {
-    # Names in files of sparsify.
+    # Names of tensors in files of sparsify -> fields of `Autoencoder`.
     "encoder.weight": "W_enc",
     "encoder.bias": "b_enc",
-    # Names in files of Llamascopium -> the same fields.
+    # Names of tensors in files of Llamascopium -> fields of `Autoencoder`.
     "W_E": "W_enc",
     "b_E": "b_enc",
     "W_D": "W_dec",

@@ -321,7 +321,7 @@ def _stacked_zeros(box: Any, layer_count: int) -> Any:
     return box.replace(value=stacked_zeros, names=("layers", *box.names))
 
 
-@partial(jax.jit, static_argnums=0)  # so that a module is traced only once
+@partial(jax.jit, static_argnums=0)  # so that equal modules are traced only once
 def _init(module: nn.Module, key: Array, *inputs: Any) -> Any:
     return module.init(key, *inputs)["params"]
 

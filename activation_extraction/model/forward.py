@@ -107,7 +107,9 @@ class Program:
         return hook.kind.vector_type(self.sizes, self.model.captured_dtype)
 
     def flops(self, lengths: Sequence[int]) -> float:
-        """Returns the number of floating-point operations for samples of the given lengths.
+        """Returns the number of floating-point operations that computing some samples takes.
+
+        The operations of the model and of the autoencoders are counted.
 
         Args:
             lengths: The lengths of the samples in tokens.

@@ -562,7 +562,7 @@ def _chunk(hf: Any, source: str) -> int | None:
 
     In rows up to this length, dual-chunk attention (arXiv:2402.17463) computes the same as plain
     attention. The length is chunk_size, for which this function has the same default as vLLM and
-    SGLang. If the settings contain original_max_position_embeddings and it is smaller, it is the
+    SGLang. If the settings contain a smaller original_max_position_embeddings, that number is the
     length, because vLLM and SGLang scale the queries of longer rows. transformers ignores
     dual_chunk_attention_config, including its settings of sparse attention.
 

@@ -567,9 +567,9 @@ class Lockstep:
         )
 
     def learn(self, votes: Iterable[float]) -> None:
-        """Decides whether to take a later step, by the votes of all hosts.
+        """Decides by the votes of all hosts whether to take the step that the votes were about.
 
-        The votes were sent two steps before that step. The step is taken if any host has data, and
+        Hosts vote on a step two steps before it. The step is taken if any host has data, and
         no host has failed or was asked to stop. Otherwise, the iteration over this object ends
         before the step. If another host has failed, `failure` is set.
 

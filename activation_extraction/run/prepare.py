@@ -210,7 +210,7 @@ def check_free_disk(folder: Path, gigabytes: float) -> None:
 
 
 def find_earlier_outputs(config: Config, folders: RunFolders) -> list[tuple[str, dict[str, Any]]]:
-    """Reads the metadata.json that the run has stored already, locally and in the bucket.
+    """Reads each metadata.json that the run has stored already, on the disk or in the bucket.
 
     Args:
         config: The configuration.

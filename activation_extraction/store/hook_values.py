@@ -643,8 +643,8 @@ class CodeValues(HookValues):
 
     max_features_per_token: int
     dtype = FLOAT32
-    are_activations = False
-    is_array = False
+    are_activations = False  # the values are codes
+    is_array = False  # users get the values as `Codes`
     is_encoded = False
 
     @property

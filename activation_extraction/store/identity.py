@@ -123,7 +123,8 @@ class Identity:
     integer_hooks: tuple[str, ...] = ()
     float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()
-    # Largest numbers of features of a token, under the name of the flag --encode_most, as stored.
+    # For each of `code_hooks`, the largest number of features that are stored for a token. The
+    # field has the name of the flag --encode_most, because it is stored under this name.
     encode_most: tuple[int, ...] = ()
     keyed_by: str | list[str] = "layer"
     dtype: str = ""  # dtype of the computation

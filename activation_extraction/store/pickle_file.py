@@ -46,7 +46,7 @@ from activation_extraction.store.hook_values import HookValues, Key
 from activation_extraction.store.shard import LABELS, Shard, ShardSample
 from activation_extraction.text.sample_facts import SampleFacts
 
-Records = dict[Key, list[dict[str, Any]]]
+Records = dict[Key, list[dict[str, Any]]]  # key of a hook -> a record for each sample
 PROTOCOL_BYTES = 2  # number of bytes at the beginning of a pickle, which name its protocol
 
 

@@ -159,6 +159,8 @@ class ShardNumbers:
     def take_gaps(self) -> list[int]:
         """Returns the numbers of all gaps that `take` has not returned, in ascending order.
 
+        A gap is the number of a missing or bad shard, which a repair gives to a new shard.
+
         This must be called only at the end of a repair, when the remaining samples fit into one
         shard. The last gap is the number of this shard. The other gaps are the numbers of shards
         without samples. The list is empty without a repair.

@@ -259,7 +259,7 @@ class Commit:
 
     @property
     def statistics_file(self) -> str:
-        """The name of the file with the sums for the statistics of every dimension."""
+        """The name of the shard's file with sums of values, from which statistics are computed."""
         return shard_name(self.number, ".npz")
 
     @property

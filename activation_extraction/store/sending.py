@@ -67,9 +67,10 @@ class Patience:
         self._latest_end_time = self.end_time + sending_seconds
 
     def add(self, seconds: float) -> None:
-        """Postpones `end`, because the body of the write was being sent.
+        """Postpones the end of the write, because the body of the write was being sent.
 
-        In total, `end` is postponed by at most the seconds in which a slow line can send the body.
+        In total, `end_time` is postponed by at most the seconds in which a slow line can send the
+        body.
 
         Args:
             seconds: Number of seconds in which the body was being sent.

@@ -75,7 +75,8 @@ class ShardQueue(Generic[T]):
         self._was_stopped = False  # whether `close` was called, and did not wait for the threads
         self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
-        # Bytes of each batch whose memory is not in `bytes_held` of a shard yet.
+        # Size in bytes of each batch that is held in memory but not counted in the `bytes_held` of
+        # any shard yet.
         self._batch_bytes: list[int] = []
         self._shards: deque[QueuedShard[T]] = deque()
         # Notified when a shard was committed or could not be stored. The lock guards `_shards`.

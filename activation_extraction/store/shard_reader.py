@@ -435,7 +435,9 @@ def _check_digest(content: bytes | mmap.mmap, sha256: str, where: str) -> None:
 
 
 def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Returns the sums of a shard at some hooks, by the full names of the hooks.
+    """Returns the sums over the values of a shard at some hooks, by the full names of the hooks.
+
+    Statistics of every dimension are computed from these sums.
 
     Args:
         folder: Folder of the shard.
@@ -443,7 +445,8 @@ def read_sums(folder: Folder, commit: Commit, hooks: Iterable[str]) -> dict[str,
         hooks: Names of the hooks.
 
     Raises:
-        RunError: If the shard's file of sums is missing, damaged or replaced.
+        RunError: If the shard's file with the sums (`Commit.statistics_file`) is missing, damaged
+            or replaced.
     """
     return unpack_sums(read_beside(folder, commit, commit.statistics_file)[0], hooks)
 

@@ -1,8 +1,9 @@
-"""ShardWriter: gathers samples into shards, makes the files of each shard, and commits it.
+"""Gathers samples into shards, makes the files of each shard, and commits it.
 
-All files of a shard are complete under their final names before its commit is written.
-shard_queue.py does this work in background threads, keeps the commits in order, and limits the
-memory. log_writer.py writes the files and the commits to the folder.
+`ShardWriter` does this. All files of a shard are complete under their final names before its
+commit is written. shard_queue.py runs the functions of this module in background threads, keeps the
+commits in order, and limits the memory. log_writer.py writes the files and the commits to the
+folder.
 """
 
 import hashlib
