@@ -344,11 +344,11 @@ def _refuse_conflicts(values: Values) -> None:
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        inspection_flags = [looking_flag for looking_flag in LOOKING if looking_flag in values]
+        inspection_flag_names = [looking_flag for looking_flag in LOOKING if looking_flag in values]
         for flag_name in ("model_revision", "lora", "encode"):
-            if flag_name in values and inspection_flags:
+            if flag_name in values and inspection_flag_names:
                 raise InputError(
-                    f"--{flag_name}: needs --model_path if --{inspection_flags[0]} is given"
+                    f"--{flag_name}: needs --model_path if --{inspection_flag_names[0]} is given"
                 )
     mode_flags = [f"--{mode_name}" for mode_name in MODES if mode_name in values]
     if "plan" in values and "overwrite" in values:

@@ -123,8 +123,10 @@ class ActivationDataset(Samples):
             and not self._unfinished_folders
         )
         hook_descriptions = self.metadata.get("hooks", ())
-        aliases = recorded_aliases(hook_descriptions)
-        descriptions_by_hook = ByHook({hook["name"]: hook for hook in hook_descriptions}, aliases)
+        canonical_name_by_alias = recorded_aliases(hook_descriptions)
+        descriptions_by_hook = ByHook(
+            {hook["name"]: hook for hook in hook_descriptions}, canonical_name_by_alias
+        )
         chosen_hooks = descriptions_by_hook.chosen(self.url, hooks)
         if not chosen_hooks:
             raise ValueError(
@@ -152,7 +154,7 @@ class ActivationDataset(Samples):
             run_folder.full_url,
             run_folder.is_local,
             shards_with_samples,
-            ByHook(hook_values_by_name, aliases),
+            ByHook(hook_values_by_name, canonical_name_by_alias),
         )
 
     def __len__(self) -> int:

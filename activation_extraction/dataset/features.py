@@ -287,19 +287,19 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
         raise LookupError(
             f"needs {vocabulary_path}, which cannot be read: {one_line(error)}"
         ) from error
-    added_tokens = {
+    text_by_added_token_id = {
         int(token_id): token_text
         for token_id, token_text in metadata.get("added_tokens", {}).items()
     }
-    missing_tokens = {
+    text_by_missing_token_id = {
         token_id: token_text
-        for token_id, token_text in added_tokens.items()
+        for token_id, token_text in text_by_added_token_id.items()
         if tokenizer.id_to_token(token_id) != token_text
     }
 
     def is_in_vocabulary(token_id: int) -> bool:
         return (
-            token_id not in missing_tokens
+            token_id not in text_by_missing_token_id
             and token_id >= 0
             and tokenizer.id_to_token(token_id) is not None
         )
@@ -313,7 +313,8 @@ def find_decoder(dataset: "ActivationDataset") -> Callable[[np.ndarray], str]:
                 )
             else:
                 decoded_texts += [
-                    missing_tokens.get(token_id, f"[{token_id}]") for token_id in consecutive_ids
+                    text_by_missing_token_id.get(token_id, f"[{token_id}]")
+                    for token_id in consecutive_ids
                 ]
         return "".join(decoded_texts)
 

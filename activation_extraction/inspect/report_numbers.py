@@ -313,12 +313,12 @@ def throughput(
     # host's shard i, counted from 1, and the tokens that are stored then. Column 0 is 0.
     cumulative_seconds_and_tokens_of_hosts: list[np.ndarray] = []
     for commits_of_host in commits_of_hosts:
-        seconds_and_tokens = [
+        seconds_and_tokens_of_shards = [
             (seconds, commit.tokens) for commit, seconds in shard_seconds(commits_of_host)
         ]
-        if seconds_and_tokens:
+        if seconds_and_tokens_of_shards:
             cumulative_seconds_and_tokens_of_hosts.append(
-                np.cumsum([(0, 0), *seconds_and_tokens], axis=0).T
+                np.cumsum([(0, 0), *seconds_and_tokens_of_shards], axis=0).T
             )
     if not cumulative_seconds_and_tokens_of_hosts:
         return None

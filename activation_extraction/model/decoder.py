@@ -219,8 +219,10 @@ class Decoder:
                 )
                 return few_rows_at_once(apply_layer, self.module_by_type[layer_type])(*inputs)
 
-            branches_by_type = [partial(run_layer, layer_type) for layer_type in sorted_type_names]
-            apply_layer = partial(jax.lax.switch, type_number, branches_by_type)
+            branches_in_type_order = [
+                partial(run_layer, layer_type) for layer_type in sorted_type_names
+            ]
+            apply_layer = partial(jax.lax.switch, type_number, branches_in_type_order)
             return body(apply_layer, carry, body_input), None
 
         arrays_by_layer = (

@@ -354,26 +354,26 @@ class Identity:
             return []
         fields_of_self = self.to_json()
         fields_of_other = other.to_json()
-        compared_fields = [
+        field_comparisons = [
             Difference(field_name, fields_of_self[field_name], fields_of_other[field_name])
             for field_name in OF_SAMPLES
         ]
         for file_name in files.keys() & other_files.keys():
             file_bytes, file_fingerprint = files[file_name]
             other_file_bytes, other_fingerprint = other_files[file_name]
-            compared_fields.append(
+            field_comparisons.append(
                 Difference(f"the size of data file {file_name}", file_bytes, other_file_bytes)
             )
             # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
             # another place may have another fingerprint.
             if file_fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
                 content_description = f"the content of data file {file_name}"
-                compared_fields.append(
+                field_comparisons.append(
                     Difference(content_description, file_fingerprint, other_fingerprint)
                 )
         return [
             comparison
-            for comparison in compared_fields
+            for comparison in field_comparisons
             if comparison.value_in_first_identity != comparison.value_in_second_identity
         ]
 
