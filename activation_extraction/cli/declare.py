@@ -78,11 +78,11 @@ class Flag:
     """
 
     argparse_options: dict[str, Any]
-    group: Group | None = None
-    needs: str = ""
-    excluded_flags: tuple[str, ...] = ()
+    group: Group | None = None  # group of the flag in --help
+    needs: str = ""  # names of other flags, of which this flag needs one
+    excluded_flags: tuple[str, ...] = ()  # names of flags that cannot be used with this flag
     variables: Variables | None = None
-    opposite_name_and_help: tuple[str, str] | None = None
+    opposite_name_and_help: tuple[str, str] | None = None  # of the flag that sets False
     collect: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False
     may_differ_by_host: bool = False

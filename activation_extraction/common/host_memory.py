@@ -54,7 +54,7 @@ class _LimitedGroup(NamedTuple):
         used_bytes: Bytes that the group uses, without the file cache that can be reclaimed.
     """
 
-    limit_bytes: int
+    limit_bytes: int  # limit of the group's memory
     used_bytes: int
 
 

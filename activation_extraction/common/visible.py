@@ -57,12 +57,12 @@ def _stripped_url(url: re.Match[str]) -> str:
     user_and_password = url["user"]
     url_query = url["query"] or ""
     if user_and_password is None or ":" in user_and_password or url_scheme not in NAMES_BEFORE_AT:
-        public_user = ""
+        user_without_secrets = ""
     else:
-        public_user = f"{user_and_password}@"
+        user_without_secrets = f"{user_and_password}@"
     if url_scheme in ("http", "https") or "=" in url_query:
         url_query = ""
-    return f"{url_scheme}://{public_user}{url['path']}{url_query}"
+    return f"{url_scheme}://{user_without_secrets}{url['path']}{url_query}"
 
 
 def visible(text: object) -> str:

@@ -352,7 +352,7 @@ class _Chunks(NamedTuple):
     added_vectors_from_zero_state: Array
     rows_to_multiply_by_state: Array
     output_factors: Array
-    decayed_keys: Array
+    decayed_keys: Array  # keys, multiplied by the decay until the end of the chunk
     state_decay: Array  # fraction of the state that is left after each chunk
 
 

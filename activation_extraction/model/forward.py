@@ -71,7 +71,7 @@ class Program:
     weights: WeightTable
     rows: HostRows
     shape: tuple[int, int]
-    hooks: dict[Key, Hook]
+    hooks: dict[Key, Hook]  # the stored hooks by key
     encoders: tuple[Encoder, ...]
 
     @property

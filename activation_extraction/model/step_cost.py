@@ -62,9 +62,9 @@ class StepCost(NamedTuple):
     layout: Layout
     memory_bytes: float
     product_seconds: float
-    hbm_seconds: float
-    gather_seconds: float  # seconds for gathering weights along the axis fsdp
-    exchange_seconds: float
+    hbm_seconds: float  # for reading and writing the device's memory
+    gather_seconds: float  # for gathering weights along the axis fsdp
+    exchange_seconds: float  # for exchanging activations
 
     @property
     def seconds(self) -> float:

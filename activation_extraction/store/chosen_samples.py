@@ -106,6 +106,8 @@ class Recompute(NamedTuple):
     """
 
     jax_platform: str
+    # Maps samples to the recomputed values of each sample by hook, or to the reason why a sample
+    # cannot be recomputed.
     compute_values: Callable[[list[ChosenSample]], list[dict[str, Values] | str]]
 
 

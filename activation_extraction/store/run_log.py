@@ -421,7 +421,7 @@ class RunLog:
         is_local: Whether the folder is on this machine.
     """
 
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None  # content of metadata.json
     metadata_version: str | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     # File name of an entry of the log -> version of this file.

@@ -88,7 +88,7 @@ class Sample:
     """
 
     facts: SampleFacts
-    token_ids: np.ndarray
+    token_ids: np.ndarray  # (tokens,)
     mark: Mark
     # "role" or "turn" -> the role or turn of each token.
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)

@@ -223,7 +223,7 @@ class DocumentStream:
         self._num_sharing_workers = 1
         # The subset of partitions that the worker reads, such as "0 of 2": its number, counted from
         # 0, and the number of subsets. "" if the worker reads all partitions.
-        self._subset_name = ""
+        self._name_of_partition_subset = ""
         self._take_share(self.worker.machine, self.worker.machines)
         self._take_share(self.worker.host, self.worker.hosts)
         self._rows_in_order: Rows | ShuffledRows = self._dataset
@@ -253,8 +253,8 @@ class DocumentStream:
         self._num_sharing_workers *= len(share_indices_of_subset)
         if num_subsets > 1:
             # The new subset is a subset of the one that an earlier call has named.
-            names_outside_in = (self._subset_name, f"{subset_index} of {num_subsets}")
-            self._subset_name = ", ".join(filter(None, names_outside_in))
+            names_outside_in = (self._name_of_partition_subset, f"{subset_index} of {num_subsets}")
+            self._name_of_partition_subset = ", ".join(filter(None, names_outside_in))
 
     @property
     def beginning(self) -> dict[str, Any]:
@@ -362,8 +362,8 @@ class DocumentStream:
         stored_position = {**self._source_field_of_position}
         # A row of a hub data set is counted within the partitions that the worker reads, so its
         # position must also name these partitions.
-        if self._subset_name and "file" not in row.stored_position:
-            stored_position["share"] = self._subset_name
+        if self._name_of_partition_subset and "file" not in row.stored_position:
+            stored_position["share"] = self._name_of_partition_subset
         stored_position |= row.stored_position
         return Document(
             row_content, doc_id, stored_position, row.location_in_words, kept_value_by_column

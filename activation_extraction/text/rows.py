@@ -94,7 +94,7 @@ class Content:
     """
 
     text: str = ""
-    spans: Sequence[Span] = ()
+    spans: Sequence[Span] = ()  # spans of the text with their roles
     token_ids: np.ndarray | None = None
     storable_token_mask: np.ndarray | None = None
 
