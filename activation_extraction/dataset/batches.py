@@ -29,8 +29,8 @@ from activation_extraction.dataset.windows import (
 )
 from activation_extraction.store.shard_reader import MAX_REQUESTS
 
-# Number of the worker and number of workers of a DataLoader, for a process that is no such worker:
-# it reads all of its data, like a worker that is the only one.
+# Number of the worker and number of workers, for a process that is not a worker of a DataLoader.
+# Such a process reads all of its data, as the only worker of a DataLoader would.
 ONLY_WORKER = 0, 1
 # Largest number of bytes in a chunk, which is read at once, if tokens are shuffled or the run is
 # local. If the run is in a bucket, this limit applies to each hook alone, because each hook is a
@@ -252,7 +252,7 @@ class Batches(Iterator[T]):
             def __reduce__(self) -> tuple[Any, ...]:
                 if get_spawning_popen() is not None:
                     # The process that starts the worker sets the byte here, because a spawned
-                    # worker does not share its memory.
+                    # worker does not share the memory of this process.
                     workers_have_read_flag[0] = 1
                 return Batches.torch, (self._batches,)
 

@@ -84,10 +84,10 @@ class BatchOptions:
         ValueError: If a value is invalid for every run, such as a negative size.
     """
 
-    size: int
-    hooks: Any = None
+    size: int  # number of tokens in a batch
+    hooks: Any = None  # names or globs of the hooks to read; None for all hooks
     shuffle: int | None = None  # seed of the order; None for the stored order
-    buffer: Any = None
+    buffer: Any = None  # number of tokens in memory; None for a default
     skip_first: int = 0  # number of tokens to leave out at the start of every sample
     max_norm: Any = None  # one limit, or a dict of limits by hook; None for no limit
     dtype: Any = None  # dtype of the activations in batches; None for the dtype of the dataset

@@ -588,11 +588,13 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     # With this setting, training scales the activations at the input hook and at the output hook to
     # an average norm of sqrt(output_width). The factors are folded into the weights.
     if norm_setting == "dataset-wise":
-        input_factor = np.float32(output_width**0.5 / average_norm_by_hook[input_hook].item())
-        output_factor = np.float32(output_width**0.5 / average_norm_by_hook[output_hook].item())
-        tensors["W_enc"] = tensors["W_enc"] * input_factor
-        tensors["W_dec"] = tensors["W_dec"] / output_factor
-        tensors["b_dec"] = tensors["b_dec"] / output_factor
+        input_norm_factor = np.float32(output_width**0.5 / average_norm_by_hook[input_hook].item())
+        output_norm_factor = np.float32(
+            output_width**0.5 / average_norm_by_hook[output_hook].item()
+        )
+        tensors["W_enc"] = tensors["W_enc"] * input_norm_factor
+        tensors["W_dec"] = tensors["W_dec"] / output_norm_factor
+        tensors["b_dec"] = tensors["b_dec"] / output_norm_factor
     return {
         **tensors,
         "hook": input_hook,

@@ -294,7 +294,7 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
 
 
 def _shapes(cost_model: CostModel, devices: int) -> Iterator[dict[str, int]]:
-    """Yields the shapes of meshes that divide the rows of a step and the experts of the model.
+    """Yields the shapes of meshes that divide a step's rows and the model's experts evenly.
 
     The last shape has all devices along `model`.
 
@@ -354,7 +354,7 @@ def _memory_in_words(cost: StepCost, device_memory_bytes: float | None) -> str:
 
 
 def check_divisibility(layout: Layout, rows: int, length: int, sizes: Mapping[str, int]) -> None:
-    """Checks that the mesh divides the rows, the tokens and the widths of the model.
+    """Checks that the mesh divides the rows, the tokens and the widths of the model evenly.
 
     Args:
         layout: The layout of the mesh.

@@ -95,7 +95,8 @@ class CostModel:
         """Estimates the cost of the step.
 
         Args:
-            layout: The layout of a mesh without `pipeline`, which may be abstract.
+            layout: The layout of a mesh without the axis `pipeline`. The mesh may be an abstract
+                mesh of JAX.
             devices: The devices of the mesh, ordered by host.
         """
         chip = chip_of(devices[0]) or STAND_IN_CHIP

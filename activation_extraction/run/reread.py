@@ -194,12 +194,14 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # Samples of one worker with the same mark before them are read in one pass over the worker's
     # share of the data. The keys are the worker and the number of samples before the mark. The
     # values are indices in `stored_samples`.
-    sample_indices_by_pass: dict[tuple[Worker, int], list[int]] = defaultdict(list)
+    sample_indices_by_worker_and_start: dict[tuple[Worker, int], list[int]] = defaultdict(list)
     for sample_index, stored_sample in enumerate(stored_samples):
         mark_before = stored_sample.mark_before
         num_samples_before = 0 if mark_before is None else mark_before.samples
-        sample_indices_by_pass[stored_sample.worker, num_samples_before].append(sample_index)
-    for (worker, _), sample_indices in sample_indices_by_pass.items():
+        sample_indices_by_worker_and_start[stored_sample.worker, num_samples_before].append(
+            sample_index
+        )
+    for (worker, _start), sample_indices in sample_indices_by_worker_and_start.items():
         # The same sample may be in `stored_samples` several times.
         sample_indices_by_number: dict[int, list[int]] = defaultdict(list)
         for sample_index in sample_indices:

@@ -264,7 +264,7 @@ def stored_after(
 
     Returns:
         The stored samples after the mark, by `sample_idx`. Samples before the mark are included if
-        they are in the same shards.
+        a shard contains them together with samples after the mark.
 
     Raises:
         InputError: If a sample before the mark is not stored, a sample is stored twice, or a table
