@@ -130,7 +130,7 @@ class Move(NamedTuple):
     hbm_bytes: int
     sent_bytes: int = 0
     is_hidden: bool = False
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # mesh axes along which the instruction sends
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":
@@ -344,8 +344,8 @@ class ProgramText:
         """Returns the channels of the collectives that an instruction starts but does not await.
 
         For a collective outside fusions, the instruction's name is returned instead of its channel
-        id. Several such collectives with the same channel id may be in flight at a time, for
-        example one for each direction of a ring.
+        id, because several such collectives with the same channel id may be in flight at a time,
+        for example one for each direction of a ring.
         """
         is_start = instruction.opcode.endswith("-start")
         if instruction.is_collective and is_start:
@@ -491,12 +491,12 @@ class ProgramText:
             return []
         # One array for each mesh axis: the coordinates of all devices along the axis, (groups,
         # devices of a group).
-        coordinates_of_axes = np.unravel_index(
+        device_coordinates_of_axes = np.unravel_index(
             device_groups(collective.line), [*self.mesh.values()]
         )
         return [
             axis
-            for axis, axis_coordinates in zip(self.mesh, coordinates_of_axes, strict=True)
+            for axis, axis_coordinates in zip(self.mesh, device_coordinates_of_axes, strict=True)
             if (axis_coordinates != axis_coordinates[:, :1]).any()
         ]
 

@@ -270,7 +270,9 @@ class Batches(Iterator[T]):
                     "DataLoader reads a share of its own: continue with num_workers=0 or with "
                     "torchdata's StatefulDataLoader, or make new batches"
                 )
-            self.close()  # threads that read ahead do not exist in a copy of the process
+            # In a copy of the process, the threads that read ahead do not exist, and waiting for
+            # them would never end. So reading ahead starts anew.
+            self.close()
             self._loader_worker_and_count = loader_worker_and_count
             if loader_worker_and_count is not None and self._workers_have_read_flag is not None:
                 self._workers_have_read_flag[0] = 1

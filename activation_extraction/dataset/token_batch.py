@@ -236,8 +236,8 @@ class TokenPair(NamedTuple):
         second: Batch of the second run, which is the argument `b`.
     """
 
-    first: TokenBatch
-    second: TokenBatch
+    first: TokenBatch  # batch of the first run
+    second: TokenBatch  # batch of the second run
 
     def torch(self) -> "TokenPair":
         """Returns both batches as PyTorch tensors, which share the memory of the arrays."""

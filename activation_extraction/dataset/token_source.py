@@ -474,9 +474,9 @@ class TokenSource:
                 hooks that have a limit.
         """
         is_within_limits = np.ones(len(block.tokens), bool)
-        for hook, limit in self.options.max_norm.items():
+        for hook, max_norm in self.options.max_norm.items():
             is_within_limits &= (
-                np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= limit
+                np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= max_norm
             )
         return is_within_limits[block.wanted_rows]
 

@@ -62,7 +62,7 @@ class TokenSample:
     documents: Sequence[StoredSample]
     document_indices: np.ndarray
     token_ids: np.ndarray
-    positions: np.ndarray
+    positions: np.ndarray  # position of each token in its document
     norms_by_hook: Mapping[str, np.ndarray]
     sums_by_hook: Mapping[str, Sums]
     shard_count: int  # number of shards that were read

@@ -153,11 +153,11 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     report_lines = [
         _line_of_layer(layer, expected_hooks[layer], row_checks) for layer in range(layer_count)
     ]
-    order_message = (
+    order_problem_message = (
         "" if states_model.requested_hooks is not None else _order_problem(expected_hooks)
     )
-    if order_message:
-        report_lines.append(order_message)
+    if order_problem_message:
+        report_lines.append(order_problem_message)
     wrong_row_numbers = {
         wrong_row_number
         for wrong_row_number in chosen_row_numbers
@@ -181,7 +181,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
                 row_check, wrong_layers, expected_hooks, states_model, token_ids_by_row
             )
     notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
-    has_failed = bool(wrong_row_numbers or order_message)
+    has_failed = bool(wrong_row_numbers or order_problem_message)
     say(
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),

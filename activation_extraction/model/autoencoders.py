@@ -116,8 +116,8 @@ class Autoencoder:
     b_dec: np.ndarray  # (O,)
     files: tuple[Path, ...]  # the local paths of the files that were read
     repository: Repository
-    dtype: np.dtype
-    k: int | None = None  # the largest number of active features of a token
+    dtype: np.dtype  # dtype of matrix products
+    k: int | None = None  # largest number of active features of a token; None for no limit
     uses_relu: bool = True
     threshold: np.ndarray | None = None  # of each feature, (F,)
     score_factor: np.ndarray | None = None  # of each feature, (F,)

@@ -30,7 +30,7 @@ class _End(Generic[R]):
     """
 
     result: R | None = None
-    error: BaseException | None = None
+    error: BaseException | None = None  # exception that the generator has raised
 
 
 class Prefetch(Generic[T, R]):

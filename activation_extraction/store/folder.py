@@ -150,7 +150,7 @@ class Folder:
         self.patience = patience  # in seconds
         self._patience_flag = flag
         self.flag_in_parentheses = f" ({flag})" if flag else ""
-        self.retries = 0
+        self.retries = 0  # number of failed attempts so far, over all requests
         self._is_failing = False  # whether a request has failed since the last success
         scheme, separator, _ = self.full_url.partition("://")
         self.is_local = not separator or scheme in ("file", "local")

@@ -120,7 +120,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class HookValues(ABC):
-    """Describes one hook of a run, and converts, stores, reads and compares the values at it.
+    """Describes one hook of a run, and converts, sums, reads and compares the values at this hook.
 
     Values are passed in one of three forms, which the docstring of the module defines: as rows (an
     array with one row per token), in the form that users get, or in the form that files contain.

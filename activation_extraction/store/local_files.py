@@ -136,9 +136,10 @@ def write_synced(file: IO[bytes], buffers: Sequence[bytes | memoryview]) -> None
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether an open file is still the file at a path.
+    """Returns whether a path still leads to a file that was opened there.
 
-    On a file system without locks, another process may have begun to write a file of the same name.
+    It may lead to another file: on a file system without locks, another process may have begun to
+    write a file of the same name.
     """
     try:
         return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))

@@ -224,7 +224,7 @@ class Commit:
 
     number: int
     began: float  # Unix time at which the writing process began
-    mark: Mark | None
+    mark: Mark | None  # point from which reading continues after this shard
     run: str = ""
     owner: str = ""
     url: str = ""  # URL of the folder to which the shard was written

@@ -40,12 +40,13 @@ class Totals:
     shards: int = 0  # number of shards
     samples: int = 0
     tokens: int = 0
-    bytes: int = 0
+    bytes: int = 0  # total size of the files of activations
     skipped_rows: int = 0  # number of rows of the data set that were skipped
     empty_rows: int = 0  # number of rows of the data set without text
     cut_samples: int = 0  # number of samples that were cut at their end
     cut_tokens: int = 0  # number of tokens that were cut off
     empty_samples: int = 0  # number of samples without a stored token
+    # Full name of a hook -> statistics of its values.
     statistics: dict[str, Statistics] = field(default_factory=dict)
 
     @classmethod

@@ -40,7 +40,7 @@ class SampleFacts:
     """
 
     sample_idx: int
-    row: Mapping[str, Any] | None = None
+    row: Mapping[str, Any] | None = None  # position of the sample's row in the data set
     doc_id: DocId = None
     text_preview: str = ""
     cut: int = 0  # number of tokens left out at the end of the document

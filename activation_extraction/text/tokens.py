@@ -55,7 +55,7 @@ class Tokens:
             if the document is no conversation.
     """
 
-    ids: np.ndarray
+    ids: np.ndarray  # token ids
     num_document_tokens: int
     start_offsets: np.ndarray | None = None
     # "role" or "turn" -> the role or turn of each token.
@@ -277,19 +277,19 @@ def safe_cuts(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     allowed_cuts_pattern = f"(?:{'|'.join(allowed_cut_patterns)})"
     # Lookaheads and lookbehinds that exclude positions in and beside added tokens. For an added
     # token "a b", for example, (?!(?<=a) b) excludes the position between "a" and " b".
-    exclusions_pattern = ""
+    excluded_cuts_pattern = ""
     for added_token in tokenizer.get_added_tokens_decoder().values():
         if added_token.rstrip:
-            exclusions_pattern += f"(?<!{re.escape(added_token.content)})"
+            excluded_cuts_pattern += f"(?<!{re.escape(added_token.content)})"
         if added_token.lstrip:
-            exclusions_pattern += f"(?!{re.escape(added_token.content)})"
+            excluded_cuts_pattern += f"(?!{re.escape(added_token.content)})"
         for cut_match in re.finditer(allowed_cuts_pattern, added_token.content):
             token_text_before_cut = added_token.content[: cut_match.start()]
             token_text_after_cut = added_token.content[cut_match.start() :]
-            exclusions_pattern += (
+            excluded_cuts_pattern += (
                 f"(?!(?<={re.escape(token_text_before_cut)}){re.escape(token_text_after_cut)})"
             )
-    return re.compile(allowed_cuts_pattern + exclusions_pattern)
+    return re.compile(allowed_cuts_pattern + excluded_cuts_pattern)
 
 
 def _keeps_words(tokenizer: Tokenizer, ending: str, beginning: str) -> bool:
