@@ -188,8 +188,8 @@ class HookedModel(nn.Module):
                 capture, layer_plan, stacked_layers, x, buffers, rotary, segment_ids
             )
         if self.runs_to_the_end:
-            end_bits = self._end_values(capture, x, token_ids, positions)
-            buffers = capture.write(buffers, end_plan, end_bits)
+            bits_of_end_kinds = self._bits_after_last_layer(capture, x, token_ids, positions)
+            buffers = capture.write(buffers, end_plan, bits_of_end_kinds)
         return capture.values(buffers)
 
     def _run_in_stages(
@@ -312,8 +312,8 @@ class HookedModel(nn.Module):
             assert final_stream_by_tick is not None
             x = from_bits(final_stream_by_tick[stage_count - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
-            end_bits = self._end_values(capture, x, token_ids, positions)
-            end_bits_by_kind = dict(zip(capture.plan_end().kinds, end_bits, strict=True))
+            bits_of_end_kinds = self._bits_after_last_layer(capture, x, token_ids, positions)
+            end_bits_by_kind = dict(zip(capture.plan_end().kinds, bits_of_end_kinds, strict=True))
         return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_bits_by_kind)
 
     def _loop(
@@ -361,7 +361,7 @@ class HookedModel(nn.Module):
             layers, run_layer, (x, buffers), plan.slots_by_kind, values_to_bits
         )
 
-    def _end_values(
+    def _bits_after_last_layer(
         self, capture: Capture, x: Array, token_ids: Array, positions: Array
     ) -> list[Array]:
         """Computes the values at the hooks that come after the last layer.

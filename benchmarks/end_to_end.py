@@ -516,8 +516,8 @@ def report(
             f"{summarised_figures['full_rows_of_peak']:.0%} of the peak of "
             f"{peaks['best'][dtype] / 1e9:.0f} GFLOP/s"
         )
-    for competitor, ratio_of_dtype in speed_ratio_of_competitor.items():
-        ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in ratio_of_dtype.items()]
+    for competitor, speed_ratio_of_dtype in speed_ratio_of_competitor.items():
+        ratio_texts = [f"{dtype} {ratio:.2f}" for dtype, ratio in speed_ratio_of_dtype.items()]
         print(f"ours / {competitor}: " + ", ".join(ratio_texts))
     document_lengths = [len(token_ids) for token_ids in bench.documents]
     value_of_flag = vars(bench.parsed_flags).copy()

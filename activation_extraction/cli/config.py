@@ -500,7 +500,15 @@ def _check_text(text: TextOptions) -> None:
 
 
 def check_flags() -> int:
-    """Checks the flags of this process, and returns the exit status 0 if they are valid."""
+    """Checks the flags of this process.
+
+    Returns:
+        The exit status 0.
+
+    Raises:
+        InputError: If a flag has an invalid value, or if flags are inconsistent.
+        SystemExit: If --help or --version has been printed.
+    """
     parse_args()
     return 0
 

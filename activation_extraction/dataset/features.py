@@ -337,9 +337,11 @@ def _local_files(tokenizer_path: str, metadata: Mapping[str, Any]) -> list[Path]
     if tokenizer_path == configuration["model_path"]:
         model_commit = metadata.get("model_commit") or configuration.get("model_revision")
     try:
-        folder = Path(tokenizer_path).expanduser()
+        tokenizer_folder = Path(tokenizer_path).expanduser()
         vocabulary_paths = [
-            folder / file_name for file_name in VOCABULARY_FILES if (folder / file_name).is_file()
+            tokenizer_folder / file_name
+            for file_name in VOCABULARY_FILES
+            if (tokenizer_folder / file_name).is_file()
         ]
         if not vocabulary_paths:
             from huggingface_hub import try_to_load_from_cache

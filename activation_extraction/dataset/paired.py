@@ -383,12 +383,13 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         blocks_of_runs = (
             first_run_block,
             *(
-                Block(tokens, partner_rows[row_indices_in_all_runs])
-                for tokens, partner_rows in partner_blocks
+                Block(partner_tokens, partner_rows[row_indices_in_all_runs])
+                for partner_tokens, partner_rows in partner_blocks
             ),
         )
         return tuple(
-            Block(tokens, partner_rows[is_within_limits]) for tokens, partner_rows in blocks_of_runs
+            Block(run_tokens, wanted_rows[is_within_limits])
+            for run_tokens, wanted_rows in blocks_of_runs
         )
 
     return read

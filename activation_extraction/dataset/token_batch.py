@@ -480,11 +480,11 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
         token; and the position of the document's row in the data set. None if the sample is not a
         piece of a document.
     """
-    document_row = dict(row or {})
-    piece_number = document_row.pop("piece", None)
-    first_position = document_row.pop("start", None)
+    row_position = dict(row or {})
+    piece_number = row_position.pop("piece", None)
+    first_position = row_position.pop("start", None)
     return (
         None
         if piece_number is None or first_position is None
-        else (piece_number, first_position, document_row)
+        else (piece_number, first_position, row_position)
     )

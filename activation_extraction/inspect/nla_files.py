@@ -201,8 +201,8 @@ class NlaFormat(ExportFormat):
                     ),
                     "activation_layer": np.full(len(token_batch), layer_number),
                     "doc_id": [
-                        _document_id(doc_id, document_row)
-                        for doc_id, document_row in doc_ids_and_rows
+                        _document_id(doc_id, row_position)
+                        for doc_id, row_position in doc_ids_and_rows
                     ],
                 }
                 parquet_writer.write_table(pyarrow.table(column_values, arrow_schema))
@@ -271,7 +271,7 @@ def _description(dataset: ActivationDataset, hook: str, rows: int) -> dict[str, 
     model_path = recorded_flags["model_path"]
     data_path_or_name = recorded_flags.get("dataset_path") or dataset.identity.data
     pieces_of_samples = [
-        piece_of(document_row) for document_row in dataset.shards.columns(["row"])["row"]
+        piece_of(row_position) for row_position in dataset.shards.columns(["row"])["row"]
     ]
     document_count = sum(
         piece_of_document is None or piece_of_document[0] == 0

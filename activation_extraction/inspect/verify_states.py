@@ -264,7 +264,7 @@ def _neighbours(folder: StatesFolder, row_numbers: Iterable[int]) -> dict[int, n
 
 
 def _match_rows(rows: Mapping[int, StoredRow], model: RecomputeStates) -> list[RowCheck]:
-    """Compares all layers of rows with the states of their samples, and shows a progress bar.
+    """Compares all layers of stored rows with recomputed states, and shows a progress bar.
 
     Args:
         rows: Contents of the rows' files, by the number of the row.
@@ -573,7 +573,7 @@ def _describe(
 
 
 def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
-    """Returns the hooks whose states of other samples are compared with a layer.
+    """Returns the hooks at which a wrong layer is compared with the states of several samples.
 
     Args:
         expected: Hook that the layer should contain.

@@ -420,15 +420,15 @@ def _inverse(matrices: Array) -> Array:
     token_numbers = np.arange(CHUNK)
     block_inverses = jnp.eye(CHUNK)
     multiply_matrices = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
-    for block_level in range(CHUNK.bit_length() - 1):
-        block_numbers = token_numbers >> block_level
-        joined_block_numbers = token_numbers >> (block_level + 1)
+    for log2_block_size in range(CHUNK.bit_length() - 1):
+        block_numbers = token_numbers >> log2_block_size
+        joined_block_numbers = token_numbers >> (log2_block_size + 1)
         is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
         is_in_lower_block = block_numbers[:, None] > block_numbers
         lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)
-        # At level 0, the blocks are single tokens, whose inverses are 1. So `lower_left_values` is
-        # not changed by multiplying it by the inverses from both sides.
-        if block_level > 0:
+        # At first, the blocks are single tokens, whose inverses are 1. Multiplying
+        # `lower_left_values` by the inverses from both sides would not change them.
+        if log2_block_size > 0:
             lower_left_values = multiply_matrices(
                 multiply_matrices(block_inverses, lower_left_values), block_inverses
             )

@@ -342,9 +342,9 @@ def _blended_indices(
         return num_rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
     turns_at_ends_of_range: list[float] = []
-    for beta_field, default_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
+    for beta_field, default_num_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
         turns_at_ends_of_range.append(
-            positive_field(rope, beta_field, source) if rope.get(beta_field) else default_turns
+            positive_field(rope, beta_field, source) if rope.get(beta_field) else default_num_turns
         )
     try:
         first_blended_index, last_blended_index = map(index_with_turns, turns_at_ends_of_range)

@@ -56,7 +56,7 @@ class TensorSlice(NamedTuple):
     axis: int
     start: int  # index on this axis at which the slice begins
     axis_size: int  # size of the tensor along `axis`
-    is_per_head: bool = False
+    is_per_head: bool = False  # whether `axis` contains one head after the other
 
 
 @dataclasses.dataclass(frozen=True)

@@ -262,7 +262,7 @@ class SumsOfCodes:
 
     @property
     def statistics(self) -> "Statistics":
-        """`Statistics` whose field `codes` contains these sums."""
+        """The statistics of these codes: only the field `codes` is filled, with these sums."""
         return Statistics(codes={"sinks": self.sinks, "others": self.others})
 
 
