@@ -265,7 +265,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
     Raises:
         RuntimeError: If a sample is stored twice, or if the run log of a folder has a problem.
     """
-    samples_by_number: dict[int, Sample] = {}
+    sample_by_number: dict[int, Sample] = {}
     for folder in map(Folder, map(str, urls)):
         run_log = RunLog.read(folder)
         if run_log.problems:
@@ -281,9 +281,9 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                 sample_facts = table_row.facts
                 stored_tokens = stored_sample.tokens
                 sample_number = sample_facts.sample_idx
-                if sample_number in samples_by_number or stored_tokens.sample_idx != sample_number:
+                if sample_number in sample_by_number or stored_tokens.sample_idx != sample_number:
                     raise RuntimeError(f"{folder.url}: sample {sample_number} is stored twice")
-                samples_by_number[sample_number] = Sample(
+                sample_by_number[sample_number] = Sample(
                     (
                         np.asarray(stored_tokens.token_ids).tolist(),
                         stored_tokens.positions.tolist(),
@@ -291,7 +291,7 @@ def samples_in(*urls: object) -> dict[int, Sample]:
                     sample_facts,
                     dict(zip(commit.names, stored_sample.values_of_hooks, strict=True)),
                 )
-    return samples_by_number
+    return sample_by_number
 
 
 def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]) -> float:

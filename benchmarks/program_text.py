@@ -52,7 +52,7 @@ class Instruction(NamedTuple):
     result: str  # text of the result's dtype, shape and layout
     opcode: str
     operands: list[str]  # names of the instructions whose results are the operands
-    line: str
+    line: str  # whole text of the instruction
 
     @property
     def calls(self) -> str:

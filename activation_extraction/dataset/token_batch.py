@@ -127,8 +127,8 @@ class TokenBatch:
     """
 
     activations: ByHook[Any]  # values at each hook, (size, width)
-    token_ids: Any
-    sample_idx: Any
+    token_ids: Any  # id of each token
+    sample_idx: Any  # number of each token's sample
     position: Any  # index of each token in its sample
     role: Any = None  # index in ROLES of each token's role
     turn: Any = None  # number of each token's turn

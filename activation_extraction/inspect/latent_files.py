@@ -105,7 +105,7 @@ class DelphiFormat(ExportFormat):
 
         sample_lengths = dataset.samples["tokens"].to_numpy()
         # Index of each sample's first token among all tokens of the run.
-        first_token_of_sample = np.cumsum([0, *sample_lengths])
+        token_bounds_of_samples = np.cumsum([0, *sample_lengths])
         read_token_count = 0  # number of all tokens that were read so far
         row_token_count = 0  # number of tokens that were read so far and are in whole rows
         # Number of values by hook that are omitted because of magnitudes of at most SMALLEST_VALUE.
@@ -126,7 +126,7 @@ class DelphiFormat(ExportFormat):
         for token_batch in chunks:
             token_indices = np.arange(read_token_count, read_token_count + len(token_batch))
             sample_index_of_token = (
-                np.searchsorted(first_token_of_sample, token_indices, "right") - 1
+                np.searchsorted(token_bounds_of_samples, token_indices, "right") - 1
             )
             is_in_whole_row = (
                 token_batch.position

@@ -65,14 +65,14 @@ class HostState:
             without these limits.
     """
 
-    name: str
+    name: str  # name of the host's folder
     machine: int  # number of the machine
     host: int  # number of the host on its machine
     state: str  # such as "running"
     shards: int = 0  # number of stored shards
     samples: int = 0  # number of stored samples
     tokens: int = 0  # number of stored tokens
-    bytes: int = 0
+    bytes: int = 0  # size of the stored files of activations
     last_commit: float | None = None  # Unix time of the last commit
     last_sign: float | None = None  # Unix time of the last write to the folder's log
     tokens_per_second: float | None = None

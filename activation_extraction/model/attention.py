@@ -167,8 +167,10 @@ def attention_pattern(
     segment_starts = jnp.argmax(is_same_segment, axis=-1)
     # Column j of a query is the key j tokens after the start of the query's segment. Where this key
     # lies in another segment, its weight is 0.
-    pattern_columns = segment_starts[..., None] + jnp.arange(k.shape[1])
-    return jnp.take_along_axis(attention_weights, pattern_columns[:, :, None] % k.shape[1], axis=-1)
+    key_index_of_column = segment_starts[..., None] + jnp.arange(k.shape[1])
+    return jnp.take_along_axis(
+        attention_weights, key_index_of_column[:, :, None] % k.shape[1], axis=-1
+    )
 
 
 def _probabilities(q: Array, k: Array, mask: Array) -> Array:
@@ -317,8 +319,8 @@ def _branch_numbers(
         )
     needed_span_lengths = jnp.minimum(end_key_of_span, span_lengths[-1]) - first_key_of_span
     branch_number_by_block = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
-    has_block_tokens = segments.q.reshape(*first_key_of_span.shape, QUERY_BLOCK).any(axis=-1)
-    return jnp.where(has_block_tokens, branch_number_by_block, 0).reshape(-1)
+    block_has_tokens = segments.q.reshape(*first_key_of_span.shape, QUERY_BLOCK).any(axis=-1)
+    return jnp.where(block_has_tokens, branch_number_by_block, 0).reshape(-1)
 
 
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:

@@ -80,14 +80,16 @@ class Decoder:
             The stacked parameters. Each array is in a box of Flax, which adds its logical axes.
         """
         layer_types = self.config.layer_types[:length]
-        stacks_by_type = {}
+        stacked_params_by_type = {}
         for layer_type in set(layer_types):
             layer_count = stages * layer_types.count(layer_type)
             parameter_box_by_path = {}
             for parameter_path, parameter_box in self.parameters(layer_type).items():
                 parameter_box_by_path[parameter_path] = _stacked_zeros(parameter_box, layer_count)
-            stacks_by_type[layer_type] = unflatten_dict(parameter_box_by_path)
-        return stacks_by_type if self.has_several_types else stacks_by_type[layer_types[0]]
+            stacked_params_by_type[layer_type] = unflatten_dict(parameter_box_by_path)
+        if self.has_several_types:
+            return stacked_params_by_type
+        return stacked_params_by_type[layer_types[0]]
 
     def _example_inputs(self) -> tuple[Any, ...]:
         """Returns inputs of a layer's module for a single token, of the right shapes and dtypes.

@@ -241,10 +241,10 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     right_operands = []
     # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j]. So the
     # products with i + j = 2 come first.
-    for index_sum in (2, 1, 0):
-        for x_index, x_summand in enumerate(x_summands[: index_sum + 1]):
+    for sum_of_indices in (2, 1, 0):
+        for x_index, x_summand in enumerate(x_summands[: sum_of_indices + 1]):
             left_operands.append(x_summand)
-            right_operands.append(y_summands[index_sum - x_index])
+            right_operands.append(y_summands[sum_of_indices - x_index])
     summed_axis_number = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
     joined_left_operand = jnp.concatenate(left_operands, axis=summed_axis_number)
     return einsum(equation, joined_left_operand, jnp.concatenate(right_operands))

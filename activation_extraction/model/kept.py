@@ -242,11 +242,11 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
         # `device_part` is reshaped to a table of vectors, (hooks * rows * tokens, width), and its
         # rows are taken by their indices, as in an embedding. If `device_part` were indexed along
         # its axes of rows and tokens instead, XLA would copy all of it.
-        vector_indices = (
+        flat_vector_indices = (
             jnp.arange(num_hooks)[:, None] * (num_rows * tokens_per_row) + token_indices
         )
         vectors = device_part.reshape(-1, width)
-        taken_vectors = jnp.take(vectors, vector_indices.reshape(-1), axis=0, mode="clip")
+        taken_vectors = jnp.take(vectors, flat_vector_indices.reshape(-1), axis=0, mode="clip")
         return taken_vectors.reshape(num_hooks, -1, width)
 
     take_on_devices = jax.shard_map(

@@ -87,8 +87,8 @@ class CostModel:
 
     model: HookedModel
     weights: WeightTable
-    num_rows: int
-    row_length: int
+    num_rows: int  # rows in a step, of all hosts together
+    row_length: int  # in tokens
     encoders: Sequence[Encoder] = ()
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:

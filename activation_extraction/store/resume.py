@@ -66,11 +66,11 @@ class StoragePlan:
     commits: list[Commit] = field(default_factory=list)  # commits of the stored shards
     run_id: str | None = None
     next_shard_number: int = 1
-    mark: Mark | None = None
+    mark: Mark | None = None  # the point from which the run continues
     is_complete: bool = False
     is_up_to_date: bool = False
-    skipped_rows: int = 0
-    empty_rows: int = 0
+    skipped_rows: int = 0  # number of skipped rows of a complete run, otherwise 0
+    empty_rows: int = 0  # number of rows without text of a complete run, otherwise 0
     repair: "Repair | None" = None
 
     @property

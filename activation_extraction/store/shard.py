@@ -44,10 +44,9 @@ class ShardSample:
     """
 
     facts: SampleFacts
-    token_ids: np.ndarray | None
-    positions: np.ndarray
-    # "role" or "turn" -> the role or turn of each token.
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    token_ids: np.ndarray | None  # of the stored tokens
+    positions: np.ndarray  # index in the sample of each stored token
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label per token
 
 
 @dataclass(frozen=True)

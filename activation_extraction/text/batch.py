@@ -90,8 +90,7 @@ class Sample:
     facts: SampleFacts
     token_ids: np.ndarray  # (tokens,)
     mark: Mark
-    # "role" or "turn" -> the role or turn of each token.
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label per token
     kept_positions_or_none: np.ndarray | None = None  # None if all tokens are kept
 
     @property

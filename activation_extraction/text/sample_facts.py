@@ -44,7 +44,7 @@ class SampleFacts:
     doc_id: DocId = None
     text_preview: str = ""
     cut: int = 0  # number of tokens left out at the end of the document
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # name of a column -> JSON value
 
 
 @dataclass(frozen=True)

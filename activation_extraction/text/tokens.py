@@ -58,8 +58,7 @@ class Tokens:
     ids: np.ndarray  # token ids
     num_document_tokens: int
     start_offsets: np.ndarray | None = None
-    # "role" or "turn" -> the role or turn of each token.
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label per token
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ class SpecialTokens:
             if no tokens are added.
     """
 
-    front_token_ids: tuple[int, ...] = ()
-    end_token_ids: tuple[int, ...] = ()
-    description: str = ""
+    front_token_ids: tuple[int, ...] = ()  # added in front of the text
+    end_token_ids: tuple[int, ...] = ()  # added after the text
+    description: str = ""  # such as "text + <|endoftext|>"
 
     def __len__(self) -> int:
         return len(self.front_token_ids) + len(self.end_token_ids)
