@@ -60,7 +60,7 @@ def main() -> None:
     extraction_options = parse_args(sys.argv[1:])
     logging.getLogger("extract_activations").addHandler(logging.StreamHandler())
     program = prepare_model(step_request(extraction_options))
-    num_rows, row_length = program.shape
+    num_rows, row_length = program.batch_shape
     token_ids_of_documents = tokenise(
         Path(extraction_options.model.model_path),
         Path(str(extraction_options.text.dataset_path)),

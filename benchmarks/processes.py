@@ -155,9 +155,10 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
 
 
 def _seconds_of_other_processes() -> float:
-    """Returns the processor time of all processes except this process's ended children.
+    """Returns the processor time that processes used which are not measured.
 
-    The children are the processes that are measured, so the rest is the time of other processes.
+    The measured processes are children of this process. So the result is the time of all processes
+    minus the time of this process's ended children.
 
     Returns:
         The processor time in seconds since the machine was started.

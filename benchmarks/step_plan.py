@@ -40,14 +40,14 @@ class Sent(NamedTuple):
     """The bytes that a device sends along some mesh axes in a step.
 
     Attributes:
-        axes: Mesh axes along which the bytes are sent.
+        mesh_axes: Mesh axes along which the bytes are sent.
         num_bytes: Number of bytes.
         overlapped_bytes: Number of these bytes that the device sends while matrix products or
             kernels run.
     """
 
-    axes: tuple[str, ...]
-    num_bytes: float  # number of bytes that the device sends along `axes`
+    mesh_axes: tuple[str, ...]
+    num_bytes: float  # number of bytes that the device sends along `mesh_axes`
     overlapped_bytes: float
 
 
@@ -117,9 +117,9 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
     for sent_along_axes in step.sent_by_axes:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
         # the model axis.
-        mesh_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.axes}
+        user_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.mesh_axes}
         sending_speed = min(
-            (link_speed(layout, axis, chip, linked) for axis in mesh_axes),
+            (link_speed(layout, axis, chip, linked) for axis in user_axes),
             default=chip.link_bytes_per_second,
         )
         hidden_seconds += sent_along_axes.overlapped_bytes / sending_speed
@@ -153,8 +153,8 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     chip_name = _chip_name(program)
     if chip_name in UNPARSABLE_CHIPS:
         raise InputError(f"the compiled text of programs for {chip_name} cannot be parsed")
-    num_rows_of_step = program.shape[0] * program.rows.hosts
-    row_length = program.shape[1]
+    num_rows_of_step = program.batch_shape[0] * program.rows.hosts
+    row_length = program.batch_shape[1]
     assert layout.mesh is not None
     # `times_of` divides all operations by the peak rate in the model's dtype. In a bfloat16 model,
     # an operation of a float32 autoencoder therefore counts as several operations.
@@ -182,8 +182,8 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
         kernel_flops=_flops_of_delta_rule(program),
         hbm_bytes=sum(move.hbm_bytes for move in moves),
         sent_by_axes=tuple(
-            Sent(axes, sent_bytes_of_axes[axes], overlapped_bytes_of_axes[axes])
-            for axes in sent_bytes_of_axes
+            Sent(mesh_axes, sent_bytes_of_axes[mesh_axes], overlapped_bytes_of_axes[mesh_axes])
+            for mesh_axes in sent_bytes_of_axes
         ),
     )
 
@@ -287,8 +287,8 @@ def _flops_of_delta_rule(program: Program) -> float:
     delta_net_config = model.config.delta
     if delta_net_config is None:
         return 0.0
-    num_rows_on_device = program.shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
-    row_length = program.shape[1]
+    num_rows_on_device = program.batch_shape[0] * program.rows.hosts // layout.size(*RULES["batch"])
+    row_length = program.batch_shape[1]
     num_heads_on_device = delta_net_config.key_heads // layout.size("model", "query")
     key_shape = num_rows_on_device, row_length, num_heads_on_device, delta_net_config.key_size
     gate_shape = (

@@ -80,12 +80,12 @@ class Compiled(NamedTuple):
     @property
     def rows(self) -> int:
         """The number of rows that all chips together compute in a step."""
-        return self.program.shape[0] * self.program.rows.hosts
+        return self.program.batch_shape[0] * self.program.rows.hosts
 
     @property
     def length(self) -> int:
         """The number of tokens of a row."""
-        return self.program.shape[1]
+        return self.program.batch_shape[1]
 
 
 def chips(topology: str, chips_per_host: int = 4) -> list[Any]:

@@ -114,7 +114,7 @@ def test_auto_stops_at_the_hosts_memory_and_at_the_compiler(flags, chosen, capsy
     message = "RESOURCE_EXHAUSTED: 17.1G of 15.7G hbm"
 
     def compile_up_to_8(forward):
-        if forward.shape[0] > 8:
+        if forward.batch_shape[0] > 8:
             raise jax.errors.JaxRuntimeError(message)
         return bytes_of_step(forward)
 

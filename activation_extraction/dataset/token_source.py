@@ -203,7 +203,7 @@ class TokenSource:
         return self.shards.row_bytes(self.options.hooks)
 
     def columns(self, names: Sequence[str], sample_idx: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the values of some samples in columns of the table of samples.
+        """Returns the values that columns of the table of samples contain for some samples.
 
         Args:
             names: Names of the columns.

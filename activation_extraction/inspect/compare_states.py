@@ -282,7 +282,7 @@ def align(
     distinct_offsets, counts_of_offsets = np.unique(offset_of_match, return_counts=True)
     order_by_frequency = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
     most_frequent_offsets = distinct_offsets[order_by_frequency[:MAX_PARTS]]
-    alignments = []
+    alignments: list[Alignment] = []
     for token_offset in most_frequent_offsets.tolist():
         is_matching_state = np.zeros(len(stored_states), bool)
         is_matching_state[state_indices[offset_of_match == token_offset]] = True

@@ -127,13 +127,13 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
         ValueError: If the chosen documents contain no tokens.
     """
     bytes_per_token = max(dataset.shards.row_bytes(hooks), 1)
-    tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
+    num_tokens_to_read = int(np.clip(READ_BYTES // bytes_per_token, MIN_TOKENS, MAX_TOKENS))
     shard_commits = [commit for _, commit in dataset.shards.shards]
     mean_shard_bytes = max(sum(commit.unpacked for commit in shard_commits) / len(shard_commits), 1)
     shard_count = min(int(np.clip(SHARD_BYTES / mean_shard_bytes, 1, SHARDS)), len(shard_commits))
     shard_indices = np.linspace(0, len(shard_commits) - 1, shard_count, dtype=int).tolist()
     documents_per_shard = max(
-        tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
+        num_tokens_to_read * len(dataset) // dataset.tokens // len(shard_indices), 1
     )
     first_document_of_shard = np.cumsum([0, *(commit.count for commit in shard_commits)])
     is_chosen_document = np.zeros(len(dataset), bool)
@@ -156,7 +156,7 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
             for stored_sample in stored_samples(document_table)
             if stored_sample.tokens
         ]
-    tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, tokens_to_read))
+    tokens_per_batch = int(np.clip(BATCH_BYTES // bytes_per_token, 1, num_tokens_to_read))
     norms_by_hook: dict[str, list[np.ndarray]] = {hook_name: [] for hook_name in hooks}
     sums_by_hook = {hook_name: Sums.zeros(dataset.hooks[hook_name]) for hook_name in hooks}
     sample_numbers_of_batches: list[np.ndarray] = []

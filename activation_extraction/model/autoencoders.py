@@ -150,8 +150,8 @@ class AutoencoderFiles:
     Attributes:
         name: The autoencoder as the user gave it to --encode.
         repository: The repository that contains the files.
-        folder: The folder of the files in the repository, with a slash at the end; "" for the
-            repository's top folder.
+        folder_in_repository: The folder of the files in the repository, with a slash at the end; ""
+            for the repository's top folder.
         layer_digits: The number of the autoencoder's layer, as digits; "" if it is unknown. If the
             folder contains a file for each layer, this number chooses the file.
         paths_read: The local paths of the files that were read so far.
@@ -159,20 +159,20 @@ class AutoencoderFiles:
 
     name: str  # the autoencoder as the user gave it to --encode
     repository: Repository
-    folder: str
+    folder_in_repository: str
     layer_digits: str
     paths_read: list[Path] = field(default_factory=list)
 
     @property
     def path(self) -> str:
         """The path or URL of the autoencoder's folder, with a slash at the end."""
-        return f"{self.repository.path}/{self.folder}"
+        return f"{self.repository.path}/{self.folder_in_repository}"
 
     def error(self, reason: str) -> InputError:
         return InputError(f"--encode {self.name}: {reason}")
 
     def has(self, file_name: str) -> bool:
-        return self.repository.find(self.folder + file_name) is not None
+        return self.repository.find(self.folder_in_repository + file_name) is not None
 
     def local_path(self, file_name: str) -> Path:
         """Returns the local path of a file, and adds the path to `paths_read`.
@@ -180,7 +180,7 @@ class AutoencoderFiles:
         Args:
             file_name: The name of the file in the folder. The file is downloaded if necessary.
         """
-        local_path = self.repository.file(self.folder + file_name)
+        local_path = self.repository.file(self.folder_in_repository + file_name)
         self.paths_read.append(local_path)
         return local_path
 

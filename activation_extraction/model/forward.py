@@ -61,8 +61,8 @@ class Program:
         model: Hooked model on its mesh.
         weights: Shape, logical axes and checkpoint tensors of each parameter of the model.
         rows: Shardings of the rows that hosts feed and of the activations that they receive.
-        shape: Tuple of the number of rows that each host feeds in a step, and the number of tokens
-            per row.
+        batch_shape: Tuple of the number of rows that each host feeds in a step, and the number of
+            tokens per row.
         hooks: Key in the shards -> hook that is stored. Hooks of codes come last.
         encoders: Autoencoders whose codes the step computes.
     """
@@ -70,7 +70,7 @@ class Program:
     model: HookedModel
     weights: WeightTable
     rows: HostRows
-    shape: tuple[int, int]
+    batch_shape: tuple[int, int]
     hooks: dict[Key, Hook]  # the stored hooks by key
     encoders: tuple[Encoder, ...]
 
@@ -96,7 +96,7 @@ class Program:
     @property
     def sizes(self) -> dict[str, int]:
         """Letter of an axis -> its size in the model (see `HookKind.letters`)."""
-        return self.model.config.sizes_with(self.shape[1])
+        return self.model.config.sizes_with(self.batch_shape[1])
 
     def vector_type(self, hook: Hook) -> VectorType:
         """Returns the width and the dtype of a hook's activations when they leave the devices.
@@ -242,7 +242,7 @@ def compile_step(forward: Forward) -> Step:
         compiled_program = _compile(forward, step_params)
     cache_suffix = ", from the cache" if check_cache_hit() else ""
     log.info("compiled in %.1f s%s", time.perf_counter() - start_time, cache_suffix)
-    padding_array = np.zeros(forward.shape, np.int32)
+    padding_array = np.zeros(forward.batch_shape, np.int32)
 
     def step(batch: Batch | None, flags: Sequence[bool]) -> tuple[Activations, Array]:
         arrays_to_feed = [padding_array] * 3
@@ -282,11 +282,14 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         hook_stacks: Any = model.apply({"params": model_params}, tokens, segments, positions)
         return program.with_codes(hook_stacks, encoder_weights), flags.sum(axis=0)
 
-    output_shardings = host_rows.outgoing(program.shape[1], model.layout), host_rows.everywhere()
+    output_shardings = (
+        host_rows.outgoing(program.batch_shape[1], model.layout),
+        host_rows.everywhere(),
+    )
     # Each host feeds one row with the three flags of `Step`.
     flags_shape = 1, 3
     input_shapes = []
-    for row_count, row_length in [program.shape] * 3 + [flags_shape]:
+    for row_count, row_length in [program.batch_shape] * 3 + [flags_shape]:
         shape_of_all_hosts = row_count * host_rows.hosts, row_length
         input_shapes.append(
             jax.ShapeDtypeStruct(shape_of_all_hosts, jnp.int32, sharding=host_rows.incoming())
@@ -380,7 +383,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         f" ({layout.reason_for_mesh})" if layout.reason_for_mesh else "",
     )
     if model.num_stages > 1:
-        micro_batch_count = model.micro_batches(forward.shape[0] * forward.rows.hosts)
+        micro_batch_count = model.micro_batches(forward.batch_shape[0] * forward.rows.hosts)
         idle_percent = 100 * (model.num_stages - 1) / (micro_batch_count + model.num_stages - 1)
         log_format = "pipeline: %d stages, %d micro-batches per step, bubble %.0f %%"
         log.info(log_format, model.num_stages, micro_batch_count, idle_percent)

@@ -115,7 +115,7 @@ class HubFiles:
 
     @functools.cached_property
     def _remote(self) -> RemoteFiles:
-        """Reads the repository's files directly from the hub, without the hub's cache.
+        """The reader of the repository's files that bypasses the hub's cache.
 
         The files belong to the same commit as the configuration file that was read first.
         """

@@ -39,7 +39,7 @@ class RepositoryKind(NamedTuple):
     flag: str  # the flag whose value is such a repository
     config_file: str  # name of the configuration file
     weights_file: str  # name of the only file with weights; "" if this name varies
-    description: str
+    description: str  # kind and library for messages, such as "adapter with PEFT"
 
 
 MODEL = RepositoryKind("--model_path", "config.json", SINGLE_FILE, "model with transformers")

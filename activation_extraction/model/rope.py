@@ -34,8 +34,8 @@ class Rope:
         theta: Base of the wavelengths.
         rope_type: Type of the scaling, one of TYPES. "dynamic" equals "default" in rows of up to
             max_position_embeddings tokens; longer rows are refused.
-        factor: Length of the scaled context divided by the length of the trained context. 1 for
-            types without scaling.
+        scaling_factor: Length of the scaled context divided by the length of the trained context. 1
+            for types without scaling.
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
         blended_range: First and last value of the range in which a frequency is a mixture of the
             divided and the undivided frequency. With YaRN, the values are indices of frequencies;
@@ -50,7 +50,7 @@ class Rope:
 
     theta: float
     rope_type: str = "default"
-    factor: float = 1.0
+    scaling_factor: float = 1.0
     attention_factor: float = 1.0
     # Range of frequencies that are blended, as indices of frequencies or as numbers of turns.
     blended_range: tuple[float, float] | None = None
@@ -114,7 +114,7 @@ class Rope:
         needed. It would even be wrong: in Llama 3.2, the factor times the trained length is larger
         than the length after scaling.
         """
-        return int(self.factor * self.trained_length) if self.rope_type == "yarn" else 0
+        return int(self.scaling_factor * self.trained_length) if self.rope_type == "yarn" else 0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns the frequencies with which the pairs of dimensions are rotated.
@@ -134,7 +134,7 @@ class Rope:
         undivided_frequencies = 1 / (self.theta ** theta_exponents.astype(np.float64)).astype(
             np.float32
         )
-        divided_frequencies = undivided_frequencies / np.float32(self.factor)
+        divided_frequencies = undivided_frequencies / np.float32(self.scaling_factor)
         if self.blended_range is None:
             return divided_frequencies
         blend_start, blend_end = self.blended_range

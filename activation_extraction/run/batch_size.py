@@ -134,7 +134,7 @@ def fit_rows(
         chosen_forward, reason_for_num_rows = _largest_fitting(
             host, prepare, smallest_num_rows, usable_bytes_of_device
         )
-    num_rows, _ = chosen_forward.shape
+    num_rows, _ = chosen_forward.batch_shape
     log.info("--batch_size auto: %d rows per host and step: %s", num_rows, reason_for_num_rows)
     return chosen_forward, {"rows": num_rows, **device_and_mesh}
 
@@ -175,21 +175,22 @@ def _largest_fitting(
         if shortage_message:
             return largest_fitting_forward, shortage_message
         largest_fitting_forward = candidate_forward
-        if 2 * largest_fitting_forward.shape[0] > MOST_ROWS:
+        if 2 * largest_fitting_forward.batch_shape[0] > MOST_ROWS:
             return largest_fitting_forward, "the most that are tried"
-        candidate_forward = prepare(2 * largest_fitting_forward.shape[0])
+        candidate_forward = prepare(2 * largest_fitting_forward.batch_shape[0])
 
 
 def _shortage_on_host(forward: Forward) -> str:
     """Returns a message if the activations of STEPS_ON_HOST steps exceed this host's memory.
 
     Args:
-        forward: The model, made ready to compute steps of some number of rows (`forward.shape`).
+        forward: The model, made ready to compute steps of some number of rows
+            (`forward.batch_shape`).
 
     Returns:
         The message. "" if the activations fit.
     """
-    num_rows, tokens_per_row = forward.shape
+    num_rows, tokens_per_row = forward.batch_shape
     bytes_per_token = sum(forward.vector_type(hook).bytes for hook in forward.hooks.values())
     needed_bytes = STEPS_ON_HOST * num_rows * tokens_per_row * bytes_per_token
     return _shortage_message(
@@ -201,7 +202,8 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
     """Returns a message if the compiled step needs too much memory on each device of the run.
 
     Args:
-        forward: The model, made ready to compute steps of some number of rows (`forward.shape`).
+        forward: The model, made ready to compute steps of some number of rows
+            (`forward.batch_shape`).
         usable_bytes: Bytes of memory that may be used on each device.
 
     Returns:
@@ -211,7 +213,7 @@ def _shortage_on_device(forward: Forward, usable_bytes: float) -> str:
         InputError: If the compiler does not report how much memory the step needs.
         JaxRuntimeError: If the compiler failed for another reason than lack of memory.
     """
-    num_rows, _ = forward.shape
+    num_rows, _ = forward.batch_shape
     try:
         return _shortage_message(f"{num_rows}", bytes_of_step(forward), "device", usable_bytes)
     except jax.errors.JaxRuntimeError as error:

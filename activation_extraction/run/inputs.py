@@ -310,7 +310,7 @@ def step_of(forward: Forward) -> dict[str, Any]:
         host, the mesh, and the chosen variant of each kernel.
     """
     return {
-        "rows per host": forward.shape[0],
+        "rows per host": forward.batch_shape[0],
         "mesh": json.dumps(forward.layout.shape),
         **{
             kernel_field: kernel_choice.kernel_name

@@ -90,7 +90,7 @@ class Run:
         Raises:
             InputError: If the first batch cannot be read.
         """
-        worker, batch_shape = self.folders.worker, self.forward.shape
+        worker, batch_shape = self.folders.worker, self.forward.batch_shape
         return replace(
             self, batches=self.text.open(worker, batch_shape, self.storage, self.watchdog)
         )
@@ -151,7 +151,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         ),
     )
     batches_to_compute = together(
-        host, lambda: text.open(run_folders.worker, forward.shape, storage, watchdog)
+        host, lambda: text.open(run_folders.worker, forward.batch_shape, storage, watchdog)
     )
     prepared_run = Run(
         config, host, watchdog, run_folders, forward, text, storage, batches_to_compute
@@ -473,7 +473,7 @@ def facts_of_run(config: Config, forward: Forward, text: Text) -> dict[str, Any]
         "tokenizer_path" and "added_tokens".
     """
     resolved_config = replace(config, text=replace(config.text, drop_token_ids=text.drop_token_ids))
-    stored_configuration = {**resolved_config.to_json(), "batch_size": forward.shape[0]}
+    stored_configuration = {**resolved_config.to_json(), "batch_size": forward.batch_shape[0]}
     repository_by_flag = {"model_path": forward.checkpoint, "lora": forward.adapter_files}
     for path_flag, repository in repository_by_flag.items():
         # The path is absolute so that readers in any working directory find a local tokenizer.

@@ -86,7 +86,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
             np.asarray(token_ids_or_messages[sample_index])
             for sample_index in readable_sample_indices
         ]
-        for batch in pack(samples_of(readable_token_ids), *prepared_model.shape):
+        for batch in pack(samples_of(readable_token_ids), *prepared_model.batch_shape):
             with device_errors():
                 activations = prepared_model.receive(compiled_step(batch, [False] * 3)[0])
             values_by_hook = {

@@ -126,7 +126,7 @@ def load_for_hidden_states(
     def compute_states(
         token_ids: Sequence[np.ndarray],
     ) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        for batch in pack(samples_of(token_ids), *prepared_model.shape):
+        for batch in pack(samples_of(token_ids), *prepared_model.batch_shape):
             with device_errors():
                 activations = prepared_model.receive(compiled_step()(batch, [False] * 3)[0])
             for placed_sample in batch.samples:

@@ -187,7 +187,8 @@ class HookValues(ABC):
     def is_encoded(self) -> bool:
         """Whether `encode` converts the values to new arrays.
 
-        While a shard is encoded, the original and the encoded values then need memory together.
+        If it does, the original and the encoded values need memory together while a shard is
+        encoded.
         """
 
     def stored_as(self, dtype: str) -> str:

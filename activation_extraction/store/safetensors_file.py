@@ -335,7 +335,8 @@ class SafetensorsFile:
         """
         wait_function_by_tensor = {"token_ids": self.begin_rows("token_ids", start, stop)}
         if self._checksums is not None and self._checksums.consecutive:
-            # Computing the positions takes less time than requesting them from a bucket.
+            # Consecutive positions can be computed, which takes less time than requesting them from
+            # a bucket.
             wait_function_by_tensor["position"] = lambda: self._consecutive_positions(start, stop)
         else:
             wait_function_by_tensor["position"] = self.begin_rows("position", start, stop)
