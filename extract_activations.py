@@ -70,7 +70,7 @@ from activation_extraction.text.batch import Batch
 
 
 def carry_out(config: Config) -> int:
-    """Carries out a command for which the packages that run a model are needed.
+    """Carries out a command that needs the packages with which a model is run, such as JAX.
 
     The command is --list_hooks, --plan, --verify with --model_path, or --export nla. Without these
     flags, it is a run.

@@ -101,9 +101,10 @@ class _CompleteInstructions:
         return self._recorded_stream.pending_blocks.popleft() if self._has_bytes() else b""
 
     def _has_bytes(self) -> bool:
-        """Returns whether there are bytes to pass on, which is false at the end of the pickle.
+        """Returns whether there are bytes for the unpickler. There are none after the pickle's end.
 
-        Reads and checks the next instruction if all bytes of the previous one were passed on.
+        If the unpickler has received all bytes of the previous instruction, the function first
+        reads and checks the next instruction.
 
         Raises:
             ValueError: If the instruction is not valid (see `read`).

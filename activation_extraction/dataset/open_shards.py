@@ -344,7 +344,7 @@ def _read_shard(
         folders: Open folders by name. The folder of the shard is added if it is missing.
         read: Function that takes the folder and the commit of a shard, reads the shard or a file
             beside it, and returns the result.
-        shard: Number of the shard, from 0.
+        shard: Index of the shard in `shards`.
 
     Raises:
         OSError: If `read` raises RunError, for example because the file is damaged.

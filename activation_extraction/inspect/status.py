@@ -368,8 +368,9 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
     """Returns the state of the whole run, for the last row of the table of hosts.
 
     The counts and the speed are sums over the hosts. `expected_end` is the latest of all running
-    hosts; None if it is unknown for one of them. `share` is the mean over all hosts, where a host
-    that has not started counts as 0; None if it is None for a host that has started.
+    hosts; None if it is unknown for one of them. `share`, the stored fraction of the limit, is the
+    mean over all hosts, where a host that has not started counts as 0; None if it is None for a
+    host that has started.
 
     Args:
         hosts: The states of all hosts.

@@ -229,7 +229,8 @@ class CommitChoice(NamedTuple):
     """The git commit of a model on the hub that one host would use.
 
     Attributes:
-        is_new: Whether the host has found no commit in the metadata of the run.
+        is_new: Whether the commit is new to the run, because the host has found no commit in the
+            metadata of the run.
         commit: The commit that the host would use.
     """
 

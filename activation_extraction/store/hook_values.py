@@ -798,7 +798,8 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
     """Divides the samples of a shard into slices. A thread processes one slice at a time.
 
     Args:
-        samples: Values of each sample at one hook, in any form.
+        samples: Values of each sample at one hook: arrays or codes, encoded or not, whose attribute
+            `nbytes` is their size in bytes.
 
     Yields:
         Slices of consecutive samples whose values have about SLICE_BYTES bytes together.
