@@ -253,16 +253,16 @@ def _pace(commits: list[Commit]) -> Pace | None:
     Returns:
         The speed. None if the times in the commits do not show how long the shards took.
     """
-    timed_commits = list(shard_seconds(commits))[-RECENT_SHARDS:]
-    if not timed_commits:
+    commits_and_seconds = list(shard_seconds(commits))[-RECENT_SHARDS:]
+    if not commits_and_seconds:
         return None
-    total_seconds = sum(seconds_of_shard for _, seconds_of_shard in timed_commits)
-    token_count = sum(commit.tokens for commit, _ in timed_commits)
-    sample_count = sum(commit.count for commit, _ in timed_commits)
+    total_seconds = sum(seconds_of_shard for _, seconds_of_shard in commits_and_seconds)
+    token_count = sum(commit.tokens for commit, _ in commits_and_seconds)
+    sample_count = sum(commit.count for commit, _ in commits_and_seconds)
     return Pace(
         token_count / total_seconds,
         sample_count / total_seconds,
-        total_seconds / len(timed_commits),
+        total_seconds / len(commits_and_seconds),
     )
 
 

@@ -58,11 +58,11 @@ def text_name(name: str) -> str | None:
     return ".".join(module_names if first_module_name == "lm_head" else ["model", *module_names])
 
 
-def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
+def text_names(names_in_checkpoint: Iterable[str], source: str) -> dict[str, str]:
     """Finds the tensors of the language model among the tensors of a checkpoint.
 
     Args:
-        checkpoint_names: The names of tensors in the checkpoint.
+        names_in_checkpoint: The names of tensors in the checkpoint.
         source: The path of the checkpoint or of the file, for the message.
 
     Returns:
@@ -71,15 +71,15 @@ def text_names(checkpoint_names: Iterable[str], source: str) -> dict[str, str]:
     Raises:
         InputError: If two tensors have the same name in the language model.
     """
-    checkpoint_name_by_text_name: dict[str, str] = {}
-    for checkpoint_name in checkpoint_names:
-        text_tensor_name = text_name(checkpoint_name)
+    name_in_checkpoint_by_text_name: dict[str, str] = {}
+    for name_in_checkpoint in names_in_checkpoint:
+        text_tensor_name = text_name(name_in_checkpoint)
         if text_tensor_name is None:
             continue
-        if text_tensor_name in checkpoint_name_by_text_name:
+        if text_tensor_name in name_in_checkpoint_by_text_name:
             raise InputError(
-                f"{source}: {checkpoint_name_by_text_name[text_tensor_name]} and "
-                f"{checkpoint_name} are both the text model's {text_tensor_name}"
+                f"{source}: {name_in_checkpoint_by_text_name[text_tensor_name]} and "
+                f"{name_in_checkpoint} are both the text model's {text_tensor_name}"
             )
-        checkpoint_name_by_text_name[text_tensor_name] = checkpoint_name
-    return checkpoint_name_by_text_name
+        name_in_checkpoint_by_text_name[text_tensor_name] = name_in_checkpoint
+    return name_in_checkpoint_by_text_name

@@ -144,17 +144,17 @@ def choose_kernel(
             device computes wrong numbers.
     """
     rejection_reason_by_kernel: dict[str, str] = {}
-    for kernel_name, candidate in candidates.items():
+    for kernel_name, candidate_kernel in candidates.items():
         if len(candidates) == 1:
-            return Choice(kernel_name, candidate)
+            return Choice(kernel_name, candidate_kernel)
         try:
             with jax.default_device(jax.local_devices()[0]):
-                relative_error = largest_error(candidate, make_trials())
+                relative_error = largest_error(candidate_kernel, make_trials())
             if relative_error <= tolerance:
                 log.info(
                     "%s: %s, which agrees with its definition on this device", kind, kernel_name
                 )
-                return Choice(kernel_name, candidate, rejection_reason_by_kernel)
+                return Choice(kernel_name, candidate_kernel, rejection_reason_by_kernel)
             reason_for_rejection = (
                 f"it differs from the definition by {relative_error:.2g} (allowed: {tolerance:.2g})"
             )

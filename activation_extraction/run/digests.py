@@ -171,6 +171,6 @@ def _digest_of(size: int, blocks: Iterable[bytes]) -> str:
         blocks: The contents of the blocks.
     """
     size_and_blocks_digest = hashlib.sha256(str(size).encode())
-    for block_bytes in blocks:
-        size_and_blocks_digest.update(block_bytes)
+    for block_content in blocks:
+        size_and_blocks_digest.update(block_content)
     return size_and_blocks_digest.hexdigest()
