@@ -267,7 +267,8 @@ class SafetensorsFile:
         offsets: Index in the shard of the first token of each sample, int64 (samples + 1,). The
             last item is the number of tokens in the shard. Sample i consists of the tokens from
             offsets[i] to offsets[i + 1] - 1.
-        labels: Names of the labels of the tokens: "role" and "turn". Empty if the run has none.
+        label_names: Names of the labels of the tokens, "role" and "turn". Empty if the run has
+            none.
     """
 
     def __init__(
