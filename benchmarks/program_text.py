@@ -187,6 +187,7 @@ class ProgramText:
         # computation names this thread.
         last_line_pattern = r"\n\}(?:, execution_thread=\"\w+\")?$"
         computation_pattern = rf"^(?:ENTRY )?(%[\w.-]+) [^\n]*\{{\n(.*?){last_line_pattern}"
+        # Name of a computation -> its instructions.
         self.computations: dict[str, list[Instruction]] = {}
         self.instruction_by_name: dict[str, Instruction] = {}
         for computation_name, computation_body in re.findall(

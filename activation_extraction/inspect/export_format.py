@@ -26,7 +26,7 @@ class Exported(NamedTuple):
     """
 
     num_tokens: int
-    omissions: tuple[str, ...] = ()
+    omissions: tuple[str, ...] = ()  # phrases about data that the files do not contain
 
 
 class ExportFormat(ABC):

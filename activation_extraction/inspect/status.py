@@ -76,7 +76,7 @@ class HostState:
     last_commit: float | None = None  # Unix time of the last commit
     last_sign: float | None = None  # Unix time of the last write to the folder's log
     tokens_per_second: float | None = None
-    utilisation: float | None = None  # this name is a key of aggregated_metadata.json
+    utilisation: float | None = None  # computed FLOP/s, as a fraction of the devices' peak
     waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited
     expected_end: float | None = None  # Unix time at which the host will reach its limit
     share: float | None = None  # fraction of the limit that is stored

@@ -108,7 +108,7 @@ class Autoencoder:
 
     name: str  # the autoencoder as the user gave it to --encode
     hook: str  # the hook that is read
-    target_hook: str  # the hook that is reconstructed
+    target_hook: str  # name of the hook that is reconstructed
     hook_in_files: str | None  # the hook that is read, according to the files
     W_enc: np.ndarray  # (F, D)
     b_enc: np.ndarray  # (F,)

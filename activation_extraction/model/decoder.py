@@ -145,10 +145,10 @@ class Decoder:
             of its logical axes (`names`) around a `jax.ShapeDtypeStruct` (`value`).
         """
         layer_module = self.module_by_type[layer_type].clone(layout=Layout())
-        nested_boxes = jax.eval_shape(
+        nested_parameter_boxes = jax.eval_shape(
             lambda: _init(layer_module, jax.random.key(0), *self._example_inputs())
         )
-        return flatten_dict(nested_boxes)
+        return flatten_dict(nested_parameter_boxes)
 
     def scan(
         self,

@@ -341,8 +341,8 @@ class HookTable:
             pattern: The glob.
             depth: The number of layers of the model.
         """
-        family_table = HookTable(self.kinds)
-        for hook in family_table.all_hooks(depth, large=True):
+        family_hook_table = HookTable(self.kinds)
+        for hook in family_hook_table.all_hooks(depth, large=True):
             if hook.matching(pattern):
                 return InputError(
                     f"--hook_names {pattern}: layer {hook.layer} is of type "

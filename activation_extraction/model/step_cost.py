@@ -60,7 +60,7 @@ class StepCost(NamedTuple):
     """
 
     layout: Layout
-    memory_bytes: float
+    memory_bytes: float  # bytes of memory that a device needs
     product_seconds: float
     hbm_seconds: float  # for reading and writing the device's memory
     gather_seconds: float  # for gathering weights along the axis fsdp

@@ -120,9 +120,9 @@ class Identity:
     text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)
     storage: StorageOptions = StorageOptions()
     hooks: tuple[str, ...] = ()  # full names of all hooks
-    integer_hooks: tuple[str, ...] = ()
-    float32_hooks: tuple[str, ...] = ()
-    code_hooks: tuple[str, ...] = ()
+    integer_hooks: tuple[str, ...] = ()  # full names of the hooks with indices or token ids
+    float32_hooks: tuple[str, ...] = ()  # full names of the hooks with other float32 numbers
+    code_hooks: tuple[str, ...] = ()  # full names of the hooks with codes
     # For each of `code_hooks`, the largest number of features that are stored for a token. The
     # field has the name of the flag --encode_most, because it is stored under this name.
     encode_most: tuple[int, ...] = ()

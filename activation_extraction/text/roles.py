@@ -193,13 +193,14 @@ def require_texts(
     Raises:
         UnusableRowError: If a text is missing.
     """
+    search_start = start
     for message in messages:
         for required_text in _required_texts(message, marks_thinking):
             json_text = json.dumps(required_text, ensure_ascii=False)[1:-1]
             for text_spelling in (required_text, json_text):
-                text_offset = text.find(text_spelling, start, stop)
+                text_offset = text.find(text_spelling, search_start, stop)
                 if text_offset >= 0:
-                    start = text_offset + len(text_spelling)
+                    search_start = text_offset + len(text_spelling)
                     break
             else:
                 raise UnusableRowError(
