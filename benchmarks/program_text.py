@@ -127,8 +127,8 @@ class Move(NamedTuple):
     kind: str  # "product", "kernel", "collective", "copy" or "rest"
     name: str  # name of the instruction
     source: str  # name of the operation in JAX
-    hbm_bytes: int
-    sent_bytes: int = 0
+    hbm_bytes: int  # bytes that the instruction reads from HBM and writes to it
+    sent_bytes: int = 0  # bytes that the instruction sends to other chips
     is_hidden: bool = False
     axes: tuple[str, ...] = ()  # mesh axes along which the instruction sends
     flops: float = 0.0

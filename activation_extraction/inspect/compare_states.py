@@ -59,6 +59,7 @@ class Limits:
 
     row_error: float  # largest allowed error of all tokens of a row together
     token_error: float  # largest allowed error of a single token
+    # Largest fraction of a row's tokens that may have larger errors because of other experts.
     max_other_expert_fraction: float
 
     @classmethod
@@ -107,7 +108,7 @@ class HookMatch(NamedTuple):
     """
 
     row_error: float  # error of all compared tokens together
-    largest_token_error: float
+    largest_token_error: float  # largest error of a single compared token
     hook_name: str
     token_offset: int
     num_other_expert_tokens: int

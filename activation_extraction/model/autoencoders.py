@@ -160,7 +160,7 @@ class AutoencoderFiles:
     name: str  # the autoencoder as the user gave it to --encode
     repository: Repository
     folder_in_repository: str
-    layer_digits: str
+    layer_digits: str  # the number of the layer as text; "" if it is unknown
     paths_read: list[Path] = field(default_factory=list)
 
     @property

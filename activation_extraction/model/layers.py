@@ -82,7 +82,7 @@ class Linear(nn.Module):
     axis_letters: str
     use_bias: bool = False
     dtype: Any = jnp.float32
-    has_split_inputs: bool = False
+    has_split_inputs: bool = False  # whether the input axes are split over devices
 
     @nn.compact
     def __call__(self, x: Array) -> Array:

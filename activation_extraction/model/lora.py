@@ -111,7 +111,7 @@ class LoraAdapter:
             InputError: If the adapter cannot be merged into this base model.
         """
         self.files = Repository(folder, kind=ADAPTER)
-        self._base_model = base
+        self._base_checkpoint = base
         self._settings = read_json(self.files.file(ADAPTER.config_file))
         config_label = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
         for setting_name, supported_values in SUPPORTED_SETTINGS.items():
@@ -437,7 +437,7 @@ class LoraAdapter:
             down_name_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
             expert_count = sum(
                 down_name_pattern.fullmatch(tensor_name) is not None
-                for tensor_name in self._base_model.tensors
+                for tensor_name in self._base_checkpoint.tensors
             )
         else:
             return []
@@ -552,7 +552,9 @@ class LoraAdapter:
             tensor: The name of the tensor in the base model.
         """
         return (
-            self._base_model.locate(tensor)[1].shape if tensor in self._base_model.tensors else ()
+            self._base_checkpoint.locate(tensor)[1].shape
+            if tensor in self._base_checkpoint.tensors
+            else ()
         )
 
     def _check_shape(self, key: str, expected: tuple[int, ...]) -> None:

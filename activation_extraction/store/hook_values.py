@@ -206,8 +206,8 @@ class HookValues(ABC):
             rows: Values of the sample as an array with one row per stored token.
 
         Returns:
-            The values in the stored form. If `is_encoded` is True, `rows` is returned unchanged,
-            and `encode` converts them later.
+            The values in the stored form if `is_encoded` is False. Otherwise `rows` unchanged,
+            which `encode` converts later.
         """
         return rows
 

@@ -149,10 +149,11 @@ class FilePartitions:
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a state that `state_dict` has returned."""
         stored_position = state["examples_iterable"]
-        self._start_position = self._current_position = (
+        self._start_position = (
             stored_position["shard_idx"],
             stored_position["shard_example_idx"],
         )
+        self._current_position = self._start_position
 
     def __iter__(self) -> Iterator[SourceRow]:
         first_partition_index, num_rows_to_skip = self._start_position
