@@ -69,8 +69,8 @@ class Program:
 
     model: HookedModel
     weights: WeightTable
-    rows: HostRows
-    batch_shape: tuple[int, int]
+    rows: HostRows  # shardings of rows and activations
+    batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
     hooks: dict[Key, Hook]  # the stored hooks by key
     encoders: tuple[Encoder, ...]
 
