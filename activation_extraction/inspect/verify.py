@@ -270,8 +270,10 @@ def _compare(
         recompute: The recomputation, whose function `compute_values` is called with the samples.
         allowed_differences: The largest differences that rounding explains.
     """
-    values_or_messages = recompute.compute_values(chosen_samples)
-    for chosen_sample, values_or_message in zip(chosen_samples, values_or_messages, strict=True):
+    values_or_message_of_sample = recompute.compute_values(chosen_samples)
+    for chosen_sample, values_or_message in zip(
+        chosen_samples, values_or_message_of_sample, strict=True
+    ):
         if isinstance(values_or_message, str):
             yield f"{chosen_sample.location_in_words}: cannot be recomputed: {values_or_message}"
             continue
