@@ -1,6 +1,7 @@
 """What config.json says of each family: refusals, released sizes, frequencies, operations."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -105,6 +106,20 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(raw, change, named):
     with pytest.raises(InputError, match=named) as refused:
         parse_model_config(raw | change)
     assert "\n" not in str(refused.value)
+
+
+def test_the_keys_of_the_rotary_embedding_in_metadata_json_stay():
+    """metadata.json records the fields of `Rope` by their names."""
+    assert [*dataclasses.asdict(Rope(1e6))] == [
+        "theta",
+        "rope_type",
+        "factor",
+        "attention_factor",
+        "blended",
+        "trained",
+        "share",
+        "attn_factor",
+    ]
 
 
 def test_what_configurations_say():

@@ -34,29 +34,29 @@ class Rope:
         theta: Base of the wavelengths.
         rope_type: Type of the scaling, one of TYPES. "dynamic" equals "default" in rows of up to
             max_position_embeddings tokens; longer rows are refused.
-        scaling_factor: Length of the scaled context divided by the length of the trained context. 1
-            for types without scaling.
+        factor: Length of the scaled context divided by the length of the trained context. 1 for
+            types without scaling.
         attention_factor: Factor for rotated queries and keys with YaRN. 1 for other types.
-        blended_range: First and last value of the range in which a frequency is a mixture of the
+        blended: First and last value of the range in which a frequency is a mixture of the
             divided and the undivided frequency. With YaRN, the values are indices of frequencies;
             with Llama 3.1, numbers of turns over the trained context. None for other types.
-        trained_length: Number of tokens in the context before scaling, with YaRN and Llama 3.1. 0
+        trained: Number of tokens in the context before scaling, with YaRN and Llama 3.1. 0
             for other types.
-        rotated_share: Share of a head's dimensions that are rotated. The other dimensions are the
+        share: Share of a head's dimensions that are rotated. The other dimensions are the
             last ones of the head.
         attn_factor: Factor that vLLM reads in configurations with YaRN, and that is ignored here,
             as in transformers. None if the configuration has no such factor.
     """
 
+    # The names of these fields are also keys in metadata.json.
     theta: float
     rope_type: str = "default"
-    scaling_factor: float = 1.0
+    factor: float = 1.0  # length of the scaled context divided by the length of the trained one
     attention_factor: float = 1.0
-    # Range of frequencies that are blended, as indices of frequencies or as numbers of turns.
-    blended_range: tuple[float, float] | None = None
-    trained_length: float = 0.0
-    # The share of a head's dimensions that are rotated; also a key in metadata.json.
-    rotated_share: float = 1.0
+    # Range of blended frequencies, as indices of frequencies or as numbers of turns.
+    blended: tuple[float, float] | None = None
+    trained: float = 0.0  # number of tokens in the context before scaling; 0 for other types
+    share: float = 1.0  # share of a head's dimensions that are rotated
     attn_factor: Any = None
 
     @classmethod
@@ -79,9 +79,9 @@ class Rope:
         theta = positive_field(rope, "rope_theta", source)
         scaling_factor = 1.0 if rope_type == "default" else positive_field(rope, "factor", source)
         if rope_type in ("default", "dynamic"):
-            return cls(theta, rope_type, rotated_share=rotated_share)
+            return cls(theta, rope_type, share=rotated_share)
         if rope_type == "linear":
-            return cls(theta, rope_type, scaling_factor, rotated_share=rotated_share)
+            return cls(theta, rope_type, scaling_factor, share=rotated_share)
         trained_length = positive_field(rope, TRAINED, source)
         if rope_type == "llama3":
             range_of_turns = _llama3_turns(rope, source)
@@ -89,9 +89,9 @@ class Rope:
                 theta,
                 rope_type,
                 scaling_factor,
-                blended_range=range_of_turns,
-                trained_length=trained_length,
-                rotated_share=rotated_share,
+                blended=range_of_turns,
+                trained=trained_length,
+                share=rotated_share,
             )
         return cls(
             theta,
@@ -114,7 +114,7 @@ class Rope:
         needed. It would even be wrong: in Llama 3.2, the factor times the trained length is larger
         than the length after scaling.
         """
-        return int(self.scaling_factor * self.trained_length) if self.rope_type == "yarn" else 0
+        return int(self.factor * self.trained) if self.rope_type == "yarn" else 0
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns the frequencies with which the pairs of dimensions are rotated.
@@ -125,7 +125,7 @@ class Rope:
         Returns:
             The frequency of each pair in radians per position, (rotated dimensions / 2,) float32.
         """
-        num_rotated_dims = int(head_dim * self.rotated_share)
+        num_rotated_dims = int(head_dim * self.share)
         theta_exponents = np.arange(0, num_rotated_dims, 2, dtype=np.float32) / np.float32(
             num_rotated_dims
         )
@@ -134,15 +134,13 @@ class Rope:
         undivided_frequencies = 1 / (self.theta ** theta_exponents.astype(np.float64)).astype(
             np.float32
         )
-        divided_frequencies = undivided_frequencies / np.float32(self.scaling_factor)
-        if self.blended_range is None:
+        divided_frequencies = undivided_frequencies / np.float32(self.factor)
+        if self.blended is None:
             return divided_frequencies
-        blend_start, blend_end = self.blended_range
+        blend_start, blend_end = self.blended
         weights_of_undivided_frequencies: np.ndarray
         if self.rope_type == "llama3":
-            turns_of_frequencies = (
-                np.float32(self.trained_length / (2 * math.pi)) * undivided_frequencies
-            )
+            turns_of_frequencies = np.float32(self.trained / (2 * math.pi)) * undivided_frequencies
             weights_of_undivided_frequencies = (turns_of_frequencies - blend_start) / (
                 blend_end - blend_start
             )
