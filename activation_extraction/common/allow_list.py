@@ -33,13 +33,13 @@ class AllowListUnpickler(pickle.Unpickler):
     Attributes:
         allowed_objects: Full name in a pickle ("module.name") -> object that is used in its place.
         error_type: Type of the exception for a name that is not listed.
-        error_reason: Reason why names that are not listed are refused. It ends the exception's
+        refusal_reason: Reason why names that are not listed are refused. It ends the exception's
             message.
     """
 
     allowed_objects: ClassVar[Mapping[str, Any]]
     error_type: ClassVar[type[Exception]]
-    error_reason: ClassVar[str]
+    refusal_reason: ClassVar[str]
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(_CompleteInstructions(stream))
@@ -56,7 +56,7 @@ class AllowListUnpickler(pickle.Unpickler):
         """
         full_name = f"{module}.{name}"
         if full_name not in self.allowed_objects:
-            raise self.error_type(f"refused: would import {full_name!r:.80}; {self.error_reason}")
+            raise self.error_type(f"refused: would import {full_name!r:.80}; {self.refusal_reason}")
         return self.allowed_objects[full_name]
 
 

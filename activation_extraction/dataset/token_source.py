@@ -315,19 +315,23 @@ class TokenSource:
         shard_number = chunks[0].shard_number
         first_token_index = chunks[0].start
         stop_token_index = chunks[-1].stop
-        indices_in_shard = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        token_indices_in_shard = np.concatenate(
+            [np.arange(chunk.start, chunk.stop) for chunk in chunks]
+        )
         with as_os_errors():
             reader = self.shards.get(shard_number)
             wait_for_fields = reader.begin_tokens(first_token_index, stop_token_index)
 
         def wait() -> ShardTokens:
-            sample_index_of_token = np.searchsorted(reader.offsets, indices_in_shard, "right") - 1
+            sample_index_of_token = (
+                np.searchsorted(reader.offsets, token_indices_in_shard, "right") - 1
+            )
             sample_idx_of_token = reader.sample_idx[sample_index_of_token]
             with as_os_errors():
                 range_values_by_field = wait_for_fields()
             no_activations = ByHook[np.ndarray]({}, self.shards.hooks.aliases)
             values_by_field: dict[str, Any] = {
-                field_name: range_values[indices_in_shard - first_token_index]
+                field_name: range_values[token_indices_in_shard - first_token_index]
                 for field_name, range_values in range_values_by_field.items()
             }
             tokens = TokenBatch(no_activations, sample_idx=sample_idx_of_token, **values_by_field)
@@ -340,7 +344,7 @@ class TokenSource:
                     values_by_field["role"], [*map(ROLES.index, self.options.roles)]
                 )
             return ShardTokens(
-                shard_number, indices_in_shard, tokens, sample_index_of_token, is_wanted
+                shard_number, token_indices_in_shard, tokens, sample_index_of_token, is_wanted
             )
 
         return wait
@@ -504,15 +508,15 @@ class TokenSource:
         for block in blocks:
             start_in_block = max(start - num_preceding_tokens, 0)
             stop_in_block = max(stop - num_preceding_tokens, 0)
-            taken_rows = block.wanted_rows[start_in_block:stop_in_block]
-            if len(taken_rows):
+            taken_row_indices = block.wanted_rows[start_in_block:stop_in_block]
+            if len(taken_row_indices):
                 first_target_row = max(num_preceding_tokens - start, 0)
                 # NumPy's warning about values that overflow is switched off, because an error is
                 # raised below. NumPy would only notice float32 values that overflow.
                 with np.errstate(over="ignore"):
                     copy_rows(
-                        Block(block.tokens, taken_rows),
-                        np.arange(first_target_row, first_target_row + len(taken_rows)),
+                        Block(block.tokens, taken_row_indices),
+                        np.arange(first_target_row, first_target_row + len(taken_row_indices)),
                         batch,
                     )
             num_preceding_tokens += len(block.wanted_rows)

@@ -181,15 +181,15 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
                 row_check, wrong_layers, expected_hooks, states_model, token_ids_by_row
             )
     notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
-    has_failed = bool(wrong_row_numbers or order_problem_message)
+    any_row_failed = bool(wrong_row_numbers or order_problem_message)
     say(
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),
-        f"{'FAILED' if has_failed else 'in order'}: hidden states of {folder.program_name}, "
+        f"{'FAILED' if any_row_failed else 'in order'}: hidden states of {folder.program_name}, "
         f"{counted(len(folder.path_by_row_number), 'row')}; "
         f"{counted(len(chosen_row_numbers), 'row')} compared, {len(wrong_row_numbers)} wrong",
     )
-    return 1 if has_failed else 0
+    return 1 if any_row_failed else 0
 
 
 def _read_rows(
@@ -826,13 +826,13 @@ def _part_in_words(
     return f"the states of {tokens_in_words}{row_in_words}{states_in_words}{other_hook_in_words}"
 
 
-def _tokens_in_words(mask: np.ndarray) -> str:
+def _tokens_in_words(named_mask: np.ndarray) -> str:
     """Returns the tokens of a mask in words, such as "tokens 0 to 11" or "3 of tokens 0 to 11".
 
     Args:
-        mask: Whether the words name each token, bool (tokens,). At least one token is named.
+        named_mask: Whether the words name each token, bool (tokens,). At least one token is named.
     """
-    token_indices = np.flatnonzero(mask)
+    token_indices = np.flatnonzero(named_mask)
     first_token_index, last_token_index = token_indices[[0, -1]].tolist()
     if len(token_indices) == 1:
         return f"token {first_token_index}"

@@ -115,15 +115,17 @@ class HostRows:
             if len(copied_shards) == 1:
                 received_array_by_vector_type[vector_type] = np.asarray(copied_shards[0])
                 continue
-            slices_of_shards = rows_and_tokens(device_shards_by_vector_type[vector_type])
+            row_and_token_slices_of_shards = rows_and_tokens(
+                device_shards_by_vector_type[vector_type]
+            )
             num_hooks = len(copied_shards[0])
-            num_rows = max(row_slice.stop for row_slice, _ in slices_of_shards)
+            num_rows = max(row_slice.stop for row_slice, _ in row_and_token_slices_of_shards)
             received_shape = (num_hooks, num_rows, *activations[vector_type].shape[2:])
             received_array_by_vector_type[vector_type] = np.empty(
                 received_shape, copied_shards[0].dtype
             )
             for (row_slice, token_slice), copied_shard in zip(
-                slices_of_shards, copied_shards, strict=True
+                row_and_token_slices_of_shards, copied_shards, strict=True
             ):
                 received_array_by_vector_type[vector_type][:, row_slice, token_slice] = copied_shard
         return received_array_by_vector_type
@@ -226,9 +228,9 @@ def rows_and_tokens(shards: Sequence[Any]) -> list[tuple[slice, slice]]:
     """
     first_row_indices = [shard.index[1].start or 0 for shard in shards]
     first_row_index_of_host = min(first_row_indices)
-    slices_of_shards = []
+    row_and_token_slices_of_shards = []
     for first_row_index, shard in zip(first_row_indices, shards, strict=True):
         first_row_index_in_host = first_row_index - first_row_index_of_host
         row_slice = slice(first_row_index_in_host, first_row_index_in_host + shard.data.shape[1])
-        slices_of_shards.append((row_slice, shard.index[2]))
-    return slices_of_shards
+        row_and_token_slices_of_shards.append((row_slice, shard.index[2]))
+    return row_and_token_slices_of_shards

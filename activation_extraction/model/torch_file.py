@@ -97,7 +97,7 @@ class _Unpickler(AllowListUnpickler):
         "torch.IntStorage": "int32",
     }
     error_type = InputError
-    error_reason = "only tensors are read"
+    refusal_reason = "only tensors are read"
 
     def __init__(self, file: IO[bytes], archive: zipfile.ZipFile) -> None:
         if any(

@@ -307,4 +307,4 @@ class _Unpickler(AllowListUnpickler):
 
     allowed_objects = ALLOWED
     error_type = UnsafeError
-    error_reason = "no shard of ours does"
+    refusal_reason = "no shard of ours does"

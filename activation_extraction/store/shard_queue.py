@@ -72,7 +72,8 @@ class ShardQueue(Generic[T]):
         self._failure: Exception | None = (
             None  # exception of the first shard that could not be stored
         )
-        self._was_stopped = False  # whether `close` was called, and did not wait for the threads
+        # Whether `close` was called, and did not wait for the threads.
+        self._has_cancelled_work = False
         self._storing_threads = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
         self._commit_thread = ThreadPoolExecutor(1, thread_name_prefix="commit")
         # Size in bytes of each batch that is held in memory but not counted in the `bytes_held` of
@@ -188,7 +189,7 @@ class ShardQueue(Generic[T]):
             patient: Whether to wait for the work that the threads have begun. Work that they have
                 not begun is cancelled in any case.
         """
-        self._was_stopped = self._was_stopped or not patient
+        self._has_cancelled_work = self._has_cancelled_work or not patient
         for thread_pool in (self._storing_threads, self._commit_thread):
             thread_pool.shutdown(wait=patient, cancel_futures=True)
 
@@ -219,7 +220,7 @@ class ShardQueue(Generic[T]):
             threads. Otherwise, the exception itself if it is a LostError, and else a StorageError
             with its message.
         """
-        if self._was_stopped:  # the exception only shows that `close` has cancelled the work
+        if self._has_cancelled_work:  # the exception only shows that `close` has cancelled the work
             return StorageError("storing was stopped")
         user_error = for_the_user(error)
         if isinstance(user_error, LostError):
