@@ -248,7 +248,7 @@ class Sample(NamedTuple):
         activations_by_hook_key: Key of a hook -> activations (tokens, width).
     """
 
-    ids_and_positions: tuple[list[int], list[int]]
+    ids_and_positions: tuple[list[int], list[int]]  # of the stored tokens
     facts: SampleFacts
     activations_by_hook_key: Mapping[Any, Any]
 
@@ -517,7 +517,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Event -> how often it occurred in the runs with several writers (see `Extraction.compete`).
     count_of_event: Counter[str] = Counter()
     # Name of an input -> largest deviation of its disturbed runs from the undisturbed run.
-    deviation_of_input: dict[str, float] = {}
+    largest_deviation_of_input: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
         work_folder = Path(temporary_folder)
         flags_by_input_name = make_inputs(work_folder / "inputs")
@@ -527,8 +527,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         def compare(input_name: str, disturbed_sample_by_number: Mapping[int, Sample]) -> None:
             """Checks that a disturbed run has stored the same samples as an undisturbed run.
 
-            The largest deviation of each input is kept in `deviation_of_input`, for the result. The
-            undisturbed run is made when it is first needed.
+            The largest deviation of each input is kept in `largest_deviation_of_input`, for the
+            result. The undisturbed run is made when it is first needed.
 
             Args:
                 input_name: The name of the input of both runs.
@@ -551,8 +551,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             largest_deviation = deviation(
                 disturbed_sample_by_number, undisturbed_samples_of_input[input_name]
             )
-            deviation_of_input[input_name] = max(
-                largest_deviation, deviation_of_input.get(input_name, 0.0)
+            largest_deviation_of_input[input_name] = max(
+                largest_deviation, largest_deviation_of_input.get(input_name, 0.0)
             )
             if largest_deviation > TOLERANCE:
                 raise RuntimeError(
@@ -605,7 +605,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "kills": total_num_kills,
             "rounds": parsed_flags.rounds,
             "writers": count_of_event,
-            "largest_deviation_of_rms": deviation_of_input,
+            "largest_deviation_of_rms": largest_deviation_of_input,
             "seconds": round(time.perf_counter() - start_time, 1),
         }
     )

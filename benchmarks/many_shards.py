@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     if parsed_flags.quick:
         parsed_flags.shards = 20
         parsed_flags.shard_mb = 60.0
-        parsed_flags.mb = 20.0
+        parsed_flags.mb = 20.0  # MB of activations in a pass
         parsed_flags.rounds = 1
     checkout_of_reader = {"this": ROOT}
     if parsed_flags.against:

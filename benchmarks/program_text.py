@@ -129,7 +129,7 @@ class Move(NamedTuple):
     source: str  # name of the operation in JAX
     hbm_bytes: int  # bytes that the instruction reads from HBM and writes to it
     sent_bytes: int = 0  # bytes that the instruction sends to other chips
-    is_hidden: bool = False
+    is_hidden: bool = False  # whether products or kernels run while the instruction sends
     axes: tuple[str, ...] = ()  # mesh axes along which the instruction sends
     flops: float = 0.0
 
@@ -617,8 +617,10 @@ class ProgramText:
         # The positions of the results that use the memory of an operand, as text. For example,
         # "{1}: (0, {})" in the instruction means that result 1 of its tuple of results uses the
         # memory of operand 0. The position is "" if the result is no tuple.
-        aliased_positions = re.findall(r"\{(\d*)\}: ", aliasing_match[1]) if aliasing_match else []
-        if "" in aliased_positions:
+        aliased_result_positions = (
+            re.findall(r"\{(\d*)\}: ", aliasing_match[1]) if aliasing_match else []
+        )
+        if "" in aliased_result_positions:
             return 0
         result_array_matches = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
@@ -627,7 +629,7 @@ class ProgramText:
             result_array_matches = result_array_matches[len(instruction.operands) :]
         written_bytes = 0
         for result_position, result_array_match in enumerate(result_array_matches):
-            if str(result_position) not in aliased_positions:
+            if str(result_position) not in aliased_result_positions:
                 written_bytes += _padded_hbm_bytes(result_array_match)
         for instruction_or_callee in self._with_called(instruction):
             if instruction_or_callee.opcode == "dynamic-update-slice":

@@ -72,7 +72,7 @@ class StepPlan:
     flops: float
     kernel_flops: float
     hbm_bytes: float
-    sent_by_axes: tuple[Sent, ...]
+    sent_by_axes: tuple[Sent, ...]  # one item for each set of mesh axes
 
 
 class StepTimes(NamedTuple):

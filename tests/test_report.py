@@ -51,7 +51,7 @@ def test_the_numbers_are_those_that_numpy_gives(run):
         every = np.concatenate([one[name] for one in dataset]).astype(np.float64)
         norms = np.linalg.norm(every, axis=1)
         expected = np.quantile(norms, [0.01, 0.25, 0.5, 0.75, 0.99, 1])
-        np.testing.assert_allclose(found.norms, expected, rtol=1e-5)
+        np.testing.assert_allclose(found.norm_quantiles, expected, rtol=1e-5)
         assert found.largest_norm_tokens[0][0] == norms.argmax()
         fours = norms.reshape(-1, TOKENS)[:, 4:8]
         assert found.median_norm_by_position_range[4] == pytest.approx(np.median(fours), rel=1e-5)

@@ -294,19 +294,19 @@ def _take_variable(values: Values, name: str, variable: str) -> None:
 
 
 def task_without_machine(config: Config) -> str | None:
-    """Returns the name of a set environment variable that numbers tasks, if there is one machine.
+    """Detects that each task of an array of tasks would do the whole work of the run.
 
-    A scheduler that starts an array of tasks numbers them in an environment variable. If such a
-    variable is set, but the flags give the run only one machine, each task of the array does the
-    whole work, as machine 0 of 1, so the user should be warned. With --multihost, the variable of
-    an indexed Kubernetes Job is not returned, because it then contains the number of the host.
+    A scheduler that starts an array of tasks gives each task its number in an environment variable.
+    If a task has such a variable, but the flags give the run only one machine, every task of the
+    array runs as machine 0 of 1, so the user should be warned. With --multihost, the variable of an
+    indexed Kubernetes Job does not count, because it then contains the number of the host.
 
     Args:
         config: The configuration of the run.
 
     Returns:
-        The name of the environment variable. None if there are several machines, or if no scheduler
-        has numbered this task.
+        The name of the environment variable that contains the number of this task. None if there
+        are several machines, or if no scheduler has numbered this task.
     """
     if config.hosts.total_machines > 1:
         return None

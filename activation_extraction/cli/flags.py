@@ -893,7 +893,7 @@ class LookingOptions:
 
     @property
     def needs_model(self) -> bool:
-        """Returns whether the action recomputes samples with the model, or needs its tokenizer."""
+        """Returns whether --verify or --export needs the model, or only its tokenizer."""
         return self.verify_samples > 0 or self.export == "nla"
 
 

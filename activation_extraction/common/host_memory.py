@@ -33,8 +33,8 @@ class _FileNames(NamedTuple):
             reclaims first.
     """
 
-    limit_file: str
-    usage_file: str
+    limit_file: str  # name of the file with the limit in bytes
+    usage_file: str  # name of the file with the bytes in use
     reclaimable_field: str
 
 

@@ -95,6 +95,7 @@ class ActivationDataset(Samples):
         all_metadata = [
             run_log.metadata for run_log in log_by_folder.values() if run_log.metadata is not None
         ]
+        # The content of metadata.json in the first folder.
         self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
         data_file_records = [
@@ -186,7 +187,12 @@ class ActivationDataset(Samples):
     def dtype(self) -> np.dtype:
         """The dtype of the activations: the stored dtype, or float32 if they are stored in float8.
 
-        If no hook that is read holds activations, this is the dtype of the first hook.
+        Only a program that adds activations to `ActivationStorage` can store hooks in different
+        dtypes. This is then the dtype of the first hook with activations. `dtypes` has the dtype of
+        every hook.
+
+        Hooks may also hold losses, entropies, log-probabilities, codes, token ids or numbers of
+        experts. If all hooks that are read hold such values, this is the dtype of the first hook.
         """
         hooks = list(self.shards.hooks.values())
         activation_hooks = [hook for hook in hooks if hook.are_activations]
@@ -277,45 +283,48 @@ class ActivationDataset(Samples):
         # The `sample_idx` of consecutive pieces of a document differ by `sample_idx_stride`. The
         # pieces may be in any shards of the host.
         sample_idx_stride = self._stride_by_folder[folder]
-        piece_starts = list[int]()
-        piece_sample_indices = list[int]()
+        starts_of_pieces = list[int]()
+        sample_indices_of_pieces = list[int]()
         first_sample_idx = sample_facts.sample_idx - piece_number * sample_idx_stride
         while (
             next_sample_index := self.shards.find(
-                folder, first_sample_idx + len(piece_sample_indices) * sample_idx_stride
+                folder, first_sample_idx + len(sample_indices_of_pieces) * sample_idx_stride
             )
         ) is not None:
             piece_location = piece_of(self.shards.facts(next_sample_index).row)
             if piece_location is None:
                 break
             next_piece_number, piece_start, next_document_row = piece_location
-            if next_piece_number != len(piece_sample_indices) or next_document_row != document_row:
+            if (
+                next_piece_number != len(sample_indices_of_pieces)
+                or next_document_row != document_row
+            ):
                 break
-            piece_starts.append(piece_start)
-            piece_sample_indices.append(next_sample_index)
-        if piece_number >= len(piece_sample_indices):
+            starts_of_pieces.append(piece_start)
+            sample_indices_of_pieces.append(next_sample_index)
+        if piece_number >= len(sample_indices_of_pieces):
             raise ValueError(
                 f"sample {index}: is piece {piece_number} of its document, of which piece "
-                f"{len(piece_sample_indices)} is missing"
+                f"{len(sample_indices_of_pieces)} is missing"
             )
         if next_sample_index is None and folder in self._unfinished_folders:
             raise ValueError(
                 f"sample {index}: its document may have pieces that are not stored yet; the run "
                 "goes on"
             )
-        return self._joined(piece_sample_indices, piece_starts)
+        return self._joined(sample_indices_of_pieces, starts_of_pieces)
 
     def _sample(self, index: int) -> SampleActivations:
         return self._joined([index], [0])
 
     def _joined(
-        self, piece_indices: Sequence[int], piece_starts: Sequence[int]
+        self, piece_indices: Sequence[int], starts_of_pieces: Sequence[int]
     ) -> SampleActivations:
         """Returns the pieces of a document as one sample.
 
         Args:
             piece_indices: The index of each piece in the dataset, in the order of the document.
-            piece_starts: For each piece, the position in the document of its first token.
+            starts_of_pieces: For each piece, the position in the document of its first token.
         """
         first_piece_facts = self.shards.facts(piece_indices[0])
         last_piece_facts = self.shards.facts(piece_indices[-1])
@@ -327,7 +336,7 @@ class ActivationDataset(Samples):
         ]
         piece_tokens = token_source.whole_tokens(piece_chunks)
         piece_start_of_token = np.repeat(
-            np.array(piece_starts, np.int32), [len(piece_chunk) for piece_chunk in piece_chunks]
+            np.array(starts_of_pieces, np.int32), [len(piece_chunk) for piece_chunk in piece_chunks]
         )
         return SampleActivations(
             **vars(replace(first_piece_facts, cut=last_piece_facts.cut)),

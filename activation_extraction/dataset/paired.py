@@ -343,11 +343,11 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
     first_source, *other_sources = sources
     is_wanted_sample = np.asarray(first_source.sample_mask)[sample_indices[0]]
     wanted_sample_indices = sample_indices[:, is_wanted_sample]
-    aligns_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
+    needs_whole_shards = not all(source.shards.can_read_ranges for source in other_sources)
 
     # If whole shards are aligned, all chunks of a shard need the same result, so the last result is
     # kept. Otherwise no result is kept.
-    @lru_cache(int(aligns_whole_shards))
+    @lru_cache(int(needs_whole_shards))
     def align(chunk: Chunk) -> tuple[ShardTokens, list[Block]]:
         first_run_tokens = first_source.tokens([chunk])
         first_sample_index, last_sample_index = first_run_tokens.sample_indices[[0, -1]]
@@ -366,7 +366,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         return first_run_tokens, partner_blocks
 
     def read(chunk: Chunk) -> tuple[Block, ...]:
-        aligned_chunk = first_source.whole(chunk.shard_number) if aligns_whole_shards else chunk
+        aligned_chunk = first_source.whole(chunk.shard_number) if needs_whole_shards else chunk
         first_run_tokens, partner_blocks = align(aligned_chunk)
         start_row = chunk.start - aligned_chunk.start
         stop_row = start_row + len(chunk)
@@ -424,7 +424,7 @@ def _partners(
     packed_sample_and_position_of_token = (
         first_run_tokens.sample_indices << 32 | first_run_tokens.tokens.position
     )
-    partner_rows = np.full(len(packed_sample_and_position_of_token), -1)
+    other_run_row_of_token = np.full(len(packed_sample_and_position_of_token), -1)
     partner_batches = list[TokenBatch]()
     for chunks_of_shard in other_source.by_shard(other_run_samples):
         other_run_tokens = other_source.tokens(chunks_of_shard)
@@ -452,11 +452,13 @@ def _partners(
             other_run_tokens, other_run_indices[is_wanted]
         )
         if (is_within_limits := other_source.are_within_limits(partner_block)).any():
-            partner_rows[first_run_indices[is_wanted][is_within_limits]] = (
+            other_run_row_of_token[first_run_indices[is_wanted][is_within_limits]] = (
                 partner_block.wanted_rows[is_within_limits] + sum(map(len, partner_batches))
             )
             partner_batches.append(partner_block.tokens)
-    return Block(concatenate_batches(partner_batches or [first_run_tokens.tokens]), partner_rows)
+    return Block(
+        concatenate_batches(partner_batches or [first_run_tokens.tokens]), other_run_row_of_token
+    )
 
 
 def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:

@@ -169,7 +169,7 @@ def streams_by_number(hooks: Iterable[str]) -> dict[int, str]:
 
 
 def _empty_samples_in_words(dataset: ActivationDataset) -> tuple[str, ...]:
-    """Returns the number of samples without tokens in words, because an export leaves them out.
+    """Returns the number of samples without tokens in words. An export leaves these samples out.
 
     Returns:
         A tuple with one phrase, such as "3 samples without tokens". An empty tuple if all samples

@@ -50,7 +50,7 @@ class ExportFormat(ABC):
             that is written at once. None if only memory limits the number.
     """
 
-    flag_value: ClassVar[str]
+    flag_value: ClassVar[str]  # value of --export that selects the format
     needed_package: ClassVar[str]
     accepted_hooks_in_words: ClassVar[str]
     needs_every_token: ClassVar[bool] = False

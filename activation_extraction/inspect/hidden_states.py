@@ -309,7 +309,7 @@ class SpecForgeFolder(StatesFolder):
         _check_names(
             file_path, tensors_by_name, ("input_ids", LOSS_MASK, "hidden_state", "aux_hidden_state")
         )
-        states_by_name = {}
+        states_by_tensor_name = {}
         for tensor_name in ("hidden_state", "aux_hidden_state"):
             stored_tensor = tensors_by_name[tensor_name]
             unbatched_states = (
@@ -318,9 +318,9 @@ class SpecForgeFolder(StatesFolder):
                 else stored_tensor
             )
             _check_states(file_path, tensor_name, unbatched_states, ("tokens", "width"))
-            states_by_name[tensor_name] = unbatched_states
-        last_layer = states_by_name["hidden_state"]
-        concatenated_streams = states_by_name["aux_hidden_state"]
+            states_by_tensor_name[tensor_name] = unbatched_states
+        last_layer = states_by_tensor_name["hidden_state"]
+        concatenated_streams = states_by_tensor_name["aux_hidden_state"]
         stream_count, remaining_width = divmod(concatenated_streams.shape[1], last_layer.shape[1])
         if (
             remaining_width

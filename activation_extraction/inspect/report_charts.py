@@ -62,7 +62,7 @@ def norms_by_layer(axes: Axes, hooks: Sequence[HookReport]) -> None:
     """
     layer_numbers = [hook_report.layer for hook_report in hooks]
     # Quantiles of the norms, with a row for each probability in LEVELS, (6, hooks).
-    norm_quantiles = np.transpose([hook_report.norms for hook_report in hooks])
+    norm_quantiles = np.transpose([hook_report.norm_quantiles for hook_report in hooks])
     (
         percentile_1_norms,
         first_quartile_norms,

@@ -239,13 +239,13 @@ class HookReport:
             self.kind, self.layer = layer_match[2], int(layer_match[1])
         else:
             self.kind, self.layer = OTHER, hook_number
-        self.norms = np.quantile(hook_norms, LEVELS)
+        self.norm_quantiles = np.quantile(hook_norms, LEVELS)
         median_norms = [
             np.median(hook_norms[token_indices])
             for token_indices in sample.position_ranges.values()
         ]
         self.median_norm_by_position_range = np.array(median_norms)
-        self.is_outlier_token = hook_norms > OUTLIER * self.norms[MEDIAN]
+        self.is_outlier_token = hook_norms > OUTLIER * self.norm_quantiles[MEDIAN]
         self.largest_norm_tokens = largest_tokens(sample, hook_norms)
         dimension_statistics = sampled_statistics.without_first_token
         if not dimension_statistics.tokens:

@@ -56,7 +56,7 @@ class ExpectedHook(NamedTuple):
             row match any hook, and `name` is only the hook with the smallest error.
     """
 
-    name: str
+    name: str  # full name of the hook
     is_certain: bool = True
 
 
@@ -133,9 +133,9 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
     chosen_row_numbers = sorted(
         random.sample([*folder.path_by_row_number], min(count, len(folder.path_by_row_number)))
     )
-    row_by_number, read_problems = _read_rows(folder, chosen_row_numbers)
+    row_by_number, messages_about_left_out_rows = _read_rows(folder, chosen_row_numbers)
     if not row_by_number:
-        say(*read_problems)
+        say(*messages_about_left_out_rows)
         raise InputError(
             f"{folder.path}: none of {counted(len(chosen_row_numbers), 'chosen file')} can be used"
         )
@@ -163,7 +163,7 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
         for wrong_row_number in chosen_row_numbers
         if wrong_row_number not in row_by_number
     }
-    report_lines += read_problems
+    report_lines += messages_about_left_out_rows
     for wrong_row_number, id_problem in _wrong_ids(folder, row_by_number):
         wrong_row_numbers.add(wrong_row_number)
         report_lines.append(id_problem)

@@ -239,8 +239,8 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     y_summands = _bfloat16_arrays(y)
     left_operands = []
     right_operands = []
-    # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j]. So the
-    # products with i + j = 2 come first.
+    # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j]. Adding the
+    # smallest numbers first loses the fewest bits, so the products with i + j = 2 come first.
     for sum_of_indices in (2, 1, 0):
         for x_index, x_summand in enumerate(x_summands[: sum_of_indices + 1]):
             left_operands.append(x_summand)

@@ -389,7 +389,7 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     layer_number, gate, up, down = stacks
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     layer_count, expert_count = gate.shape[:2]
-    sizes_of_all_experts = (
+    row_counts_of_all_experts = (
         jnp.zeros((layer_count, expert_count), jnp.int32)
         .at[layer_number]
         .set(row_counts)
@@ -399,7 +399,7 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     def product(x: Array, stack: Array, dtype: Any) -> Array:
         matrices_of_all_layers = stack.reshape(-1, *stack.shape[2:])
         dot_options: Any = dict(precision=dot_precision, preferred_element_type=dtype)
-        return lax.ragged_dot(x, matrices_of_all_layers, sizes_of_all_experts, **dot_options)
+        return lax.ragged_dot(x, matrices_of_all_layers, row_counts_of_all_experts, **dot_options)
 
     gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
     return product(gated_values.astype(x.dtype), down, x.dtype)

@@ -318,45 +318,45 @@ class Scales:
             InputError: If a stored value or a scale is not a finite number.
         """
         # A list with one array for each axis of the tensor. An array contains, for each index of
-        # the part along the axis, the number of its scale.
-        scale_numbers_by_axis = []
+        # the part along the axis, the index of its scale.
+        scale_indices_by_axis = []
         for axis_slice, axis_size, values_per_scale in zip(
             index, self.tensor_shape, self.values_per_scale, strict=True
         ):
             start_index, stop_index, _ = axis_slice.indices(axis_size)
-            scale_numbers_by_axis.append(np.arange(start_index, stop_index) // values_per_scale)
-        *expert_scale_numbers, row_scale_numbers, column_scale_numbers = scale_numbers_by_axis
+            scale_indices_by_axis.append(np.arange(start_index, stop_index) // values_per_scale)
+        *expert_scale_indices, row_scale_indices, column_scale_indices = scale_indices_by_axis
         lookup_table_size = len(FLOAT32_OF_BYTE)
         scales_of_columns = self._read()[
-            ..., column_scale_numbers[0] : column_scale_numbers[-1] + 1
+            ..., column_scale_indices[0] : column_scale_indices[-1] + 1
         ]
         scales_per_row = scales_of_columns.shape[-1]
-        column_table_offsets = (column_scale_numbers - column_scale_numbers[0]) * lookup_table_size
+        column_table_offsets = (column_scale_indices - column_scale_indices[0]) * lookup_table_size
         part_values = np.empty(stored_values.shape, dtype)
         # The rows are computed in chunks, so that neither the values of a chunk nor its lookup
         # tables leave a core's caches.
         table_values_per_row = lookup_table_size * scales_per_row // self.values_per_scale[-2]
         rows_per_chunk = max(
-            VALUES_AT_ONCE // max(len(column_scale_numbers), table_values_per_row), 1
+            VALUES_AT_ONCE // max(len(column_scale_indices), table_values_per_row), 1
         )
         for matrix_index in np.ndindex(stored_values.shape[:-2]):
             scale_matrix_index = tuple(
-                axis_scale_numbers[expert_index]
-                for axis_scale_numbers, expert_index in zip(
-                    expert_scale_numbers, matrix_index, strict=True
+                axis_scale_indices[expert_index]
+                for axis_scale_indices, expert_index in zip(
+                    expert_scale_indices, matrix_index, strict=True
                 )
             )
             matrix_scales = scales_of_columns[scale_matrix_index]
-            for first_row in range(0, len(row_scale_numbers), rows_per_chunk):
+            for first_row in range(0, len(row_scale_indices), rows_per_chunk):
                 chunk_slice = slice(first_row, first_row + rows_per_chunk)
                 chunk_value_bytes = stored_values[matrix_index][chunk_slice].view(np.uint8)
-                chunk_scale_numbers = row_scale_numbers[chunk_slice]
+                chunk_scale_indices = row_scale_indices[chunk_slice]
                 if (chunk_value_bytes & NAN_BYTE).max() == NAN_BYTE:
                     raise InputError(
                         f"{self.scales_file.location}: tensor {self.tensor_name} has NaN values"
                     )
                 chunk_scales = matrix_scales[
-                    chunk_scale_numbers[0] : chunk_scale_numbers[-1] + 1, :, None
+                    chunk_scale_indices[0] : chunk_scale_indices[-1] + 1, :, None
                 ]
                 value_table = (FLOAT32_OF_BYTE * chunk_scales).astype(dtype).reshape(-1)
                 # The smallest dtype that can index the table moves the fewest bytes.
@@ -365,7 +365,7 @@ class Scales:
                     chunk_value_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
                 table_offset_of_rows = (
-                    (chunk_scale_numbers - chunk_scale_numbers[0])
+                    (chunk_scale_indices - chunk_scale_indices[0])
                     * lookup_table_size
                     * scales_per_row
                 )

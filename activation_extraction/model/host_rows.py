@@ -27,7 +27,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.model.hooks import VectorType
 from activation_extraction.model.mesh import RULES, Layout
 
-# JAX platforms. Arrays on their devices are copied to pinned memory of the host (see `to_host`).
+# Names of the JAX platforms from whose devices `to_host` copies arrays to pinned host memory.
 PINNED_ON = ("gpu",)
 
 

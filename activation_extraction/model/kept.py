@@ -181,10 +181,10 @@ def _block_plans(
         for device_slices in slices_of_devices
     ]
     tokens_per_device = kept[slices_of_devices[0]].size
-    block_size = -(-tokens_per_device // MAX_BLOCKS)
-    for block_start in range(0, max(map(len, kept_token_indices_of_devices)), block_size):
-        block_stop = block_start + block_size
-        device_token_indices = np.zeros((len(slices_of_devices), block_size), np.int32)
+    tokens_per_block = -(-tokens_per_device // MAX_BLOCKS)
+    for block_start in range(0, max(map(len, kept_token_indices_of_devices)), tokens_per_block):
+        block_stop = block_start + tokens_per_block
+        device_token_indices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
         indices_in_block = []
         indices_among_kept = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
@@ -192,7 +192,7 @@ def _block_plans(
             device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
                 block_start:block_stop
             ]
-            indices_in_block.append(device_number * block_size + np.arange(num_block_tokens))
+            indices_in_block.append(device_number * tokens_per_block + np.arange(num_block_tokens))
             indices_among_kept.append(
                 indices_among_kept_of_devices[device_number][block_start:block_stop]
             )

@@ -154,7 +154,7 @@ class ModelConfig:
     o_bias: bool  # whether o_proj has a bias
     qk_norm: bool  # whether queries and keys are normalised
     q_gate: bool = False  # whether q_proj also computes a gate
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # is added to the weights of norms
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None
@@ -640,7 +640,7 @@ def _layers_of_type(layer_types: Sequence[str], wanted_type: str) -> tuple[int, 
 def _experts(hf: Any, source: str) -> dict[str, Any]:
     """Reads which layers of a model have experts, and the sizes of these experts.
 
-    config.json states both for families in which only some of the layers may have experts.
+    This function is for families whose config.json states which layers have experts.
 
     Args:
         hf: The configuration as an object of transformers, with defaults for missing fields.

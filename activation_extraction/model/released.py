@@ -86,8 +86,8 @@ def released_config(name: str) -> dict[str, Any] | None:
     model_name = VARIANT.sub("", name.removeprefix("Qwen/"))
     if model_name not in RELEASED:
         return None
-    shared_fields, size_values = RELEASED[model_name]
-    config_fields = shared_fields | dict(zip(SIZE_FIELDS, size_values, strict=False))
+    shared_fields, values_of_size_fields = RELEASED[model_name]
+    config_fields = shared_fields | dict(zip(SIZE_FIELDS, values_of_size_fields, strict=False))
     if "num_experts" in config_fields:
         config_fields["moe_intermediate_size"] = config_fields["intermediate_size"]
     if "linear_num_value_heads" in config_fields:

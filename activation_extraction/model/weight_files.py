@@ -184,12 +184,12 @@ class RemoteFile(WeightFile):
         )
         # A request is the offset of its first byte in the file, and the view of `downloaded_bytes`
         # that it fills.
-        byte_requests: list[tuple[int, np.ndarray]] = []
+        offset_and_buffer_of_requests: list[tuple[int, np.ndarray]] = []
         requested_byte_count = 0
         for range_start, range_stop in offset_ranges:
             for request_offset in range(range_start, range_stop, REQUEST_BYTES):
                 request_byte_count = min(REQUEST_BYTES, range_stop - request_offset)
-                byte_requests.append(
+                offset_and_buffer_of_requests.append(
                     (
                         request_offset,
                         downloaded_bytes[
@@ -205,7 +205,7 @@ class RemoteFile(WeightFile):
                 self.read_bytes(first_offset, first_offset + target_bytes.size), np.uint8
             )
 
-        for _ in _connections().map(fill, byte_requests):
+        for _ in _connections().map(fill, offset_and_buffer_of_requests):
             pass
         # The axes after `range_axis` were downloaded whole, so the index is applied to them here.
         lengths_by_axis = [

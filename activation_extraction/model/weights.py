@@ -391,14 +391,14 @@ def load_params(
     array_by_path = jax.jit(make_zeros, out_shardings=sharding_by_path)()
     # A job is a tuple: the path of a parameter, and the number of a layer in its stage. The number
     # is None if the parameter has no layers.
-    load_jobs: list[tuple[ParamPath, int | None]] = []
+    path_and_layer_of_jobs: list[tuple[ParamPath, int | None]] = []
     for parameter_path, weight_spec in table.items():
         if parameter_path in stacked_spec_by_path:
-            load_jobs += [
+            path_and_layer_of_jobs += [
                 (parameter_path, layer) for layer in range(weight_spec.shape[0] // stage_count)
             ]
         else:
-            load_jobs.append((parameter_path, None))
+            path_and_layer_of_jobs.append((parameter_path, None))
 
     def position_in_files(job: tuple[ParamPath, int | None]) -> tuple[bool, str, int]:
         """Returns the sort key of a job: the position of its first tensor in the files.
@@ -467,10 +467,10 @@ def load_params(
         )
         return jax.block_until_ready(loaded_array)  # so that the host's copy can be freed
 
-    load_jobs.sort(key=position_in_files)
+    path_and_layer_of_jobs.sort(key=position_in_files)
     with ThreadPoolExecutor(WEIGHT_READERS, "read-weights") as reader_pool:
-        loaded_arrays = _loaded_ahead(reader_pool, load, load_jobs)
-        for parameter_path, layer_in_stage in load_jobs:
+        loaded_arrays = _loaded_ahead(reader_pool, load, path_and_layer_of_jobs)
+        for parameter_path, layer_in_stage in path_and_layer_of_jobs:
             loaded_array = next(loaded_arrays)
             progress(loaded_array.nbytes)
             if layer_in_stage is not None:

@@ -273,8 +273,8 @@ def settings_of(config: Config) -> dict[str, Any]:
         config: The configuration of this host.
 
     Returns:
-        The values of flags, the versions of packages, and the platform and number of this host's
-        devices, by their names in messages.
+        A dict: name of a setting, as messages write it -> its value. The settings are flags,
+        versions of packages, and "devices", the platform and number of this host's devices.
     """
     flag_values = config.to_json()
     # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths,

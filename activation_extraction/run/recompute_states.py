@@ -119,7 +119,7 @@ def load_for_hidden_states(
 
     @functools.cache
     def compiled_step() -> Step:
-        """Reads the weights in the first call, and returns the compiled step."""
+        """Returns the compiled step. The first call reads the weights and compiles the step."""
         with device_errors():
             return compile_step(prepared_model)
 

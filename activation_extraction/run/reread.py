@@ -114,12 +114,12 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
     text_of_run, present_config = _text_of_run(
         metadata, model_repository, adapter_repository, config.text.dataset_path
     )
-    read_again: Reread | None = None
+    reread_function: Reread | None = None
     if identity.every_token:
         check_tokenizer(text_of_run, present_config, identity)
     else:
         check_text_inputs(text_of_run, present_config, identity)
-        read_again = partial(_read_again, text_of_run)
+        reread_function = partial(_read_again, text_of_run)
     # A data set of token ids is read without a tokenizer. Then one is chosen here, to decode ids.
     chosen_tokenizer = text_of_run.chosen_tokenizer or choose_tokenizer(
         model_repository, adapter_repository, text_of_run.vocabulary_size
@@ -131,7 +131,7 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         )
         return decoded_text
 
-    return RunText(decode, read_again)
+    return RunText(decode, reread_function)
 
 
 def _text_of_run(
@@ -203,18 +203,18 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         )
     for (worker, _start), sample_indices in sample_indices_by_worker_and_start.items():
         # The same sample may be in `stored_samples` several times.
-        sample_indices_by_number: dict[int, list[int]] = defaultdict(list)
+        indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
         for sample_index in sample_indices:
-            sample_indices_by_number[stored_samples[sample_index].sample_idx].append(sample_index)
+            indices_by_sample_idx[stored_samples[sample_index].sample_idx].append(sample_index)
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
             start=stored_samples[sample_indices[0]].mark_before,
-            until=worker.number_of(max(sample_indices_by_number)) + 1,
+            until=worker.number_of(max(indices_by_sample_idx)) + 1,
         )
         for reread_sample in sample_stream:
-            for sample_index in sample_indices_by_number.get(reread_sample.facts.sample_idx, ()):
+            for sample_index in indices_by_sample_idx.get(reread_sample.facts.sample_idx, ()):
                 token_ids_or_messages[sample_index] = _token_ids(
                     reread_sample, stored_samples[sample_index]
                 )

@@ -47,8 +47,8 @@ class BucketKind(NamedTuple):
     client_class: Callable[..., Any]
     make_client_arguments: Callable[[str], dict[str, Any]]
     max_request_bytes: int
-    permission_help: str
-    credential_help: str
+    permission_help: str  # text about the permissions that a run needs
+    credential_help: str  # text about the ways to provide credentials
     address_help: str
 
 

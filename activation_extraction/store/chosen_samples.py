@@ -128,7 +128,7 @@ class RecomputeStates(NamedTuple):
     """
 
     num_layers: int
-    dtype: str
+    dtype: str  # name of the dtype of the computation
     has_experts: bool
     requested_hooks: Sequence[str] | None
     compute_states: Callable[[Sequence[np.ndarray]], Iterator[tuple[int, Mapping[str, np.ndarray]]]]

@@ -80,7 +80,7 @@ class FileFacts:
             of this program have stored.
     """
 
-    bytes: int
+    bytes: int  # size of the file
     sha256: str
     version: str | None = None  # None if the store has no versions
     crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
@@ -171,7 +171,7 @@ class ShardFormat:
     """
 
     suffix: str  # end of the names of files in this format, such as ".pkl.gz"
-    serialize: Callable[[Shard, str], list[memoryview]]
+    serialize: Callable[[Shard, str], list[memoryview]]  # its arguments: shard, id of the writer
     is_compressed: bool = False
     checksum_ranges: Callable[[Shard, Sequence[memoryview]], RangeChecksums] | None = None
 

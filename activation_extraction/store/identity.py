@@ -126,7 +126,7 @@ class Identity:
     # For each of `code_hooks`, the largest number of features that are stored for a token. The
     # field has the name of the flag --encode_most, because it is stored under this name.
     encode_most: tuple[int, ...] = ()
-    keyed_by: str | list[str] = "layer"
+    keyed_by: str | list[str] = "layer"  # kind of the hooks' keys in shards, or the keys themselves
     dtype: str = ""  # dtype of the computation
     activation_dtype: str = ""
     top_logits: int = 0  # number of largest logits that are stored for each token
@@ -364,8 +364,9 @@ class Identity:
             field_comparisons.append(
                 Difference(f"the size of data file {file_name}", file_bytes, other_file_bytes)
             )
-            # The fingerprint of a file at a URL comes from its store, so a copy of the same file in
-            # another place may have another fingerprint.
+            # Only fingerprints of blocks are compared. The fingerprint of a file at a URL is a
+            # version that its server reports, so a copy of the same file in another place may have
+            # another fingerprint.
             if file_fingerprint.startswith(BLOCKS) and other_fingerprint.startswith(BLOCKS):
                 content_description = f"the content of data file {file_name}"
                 field_comparisons.append(

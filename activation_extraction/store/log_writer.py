@@ -56,7 +56,7 @@ class RunDescription:
     """
 
     identity: Identity
-    hooks: Mapping[Key, str] = field(default_factory=dict)
+    hooks: Mapping[Key, str] = field(default_factory=dict)  # key -> full name of the hook
     # Largest numbers to store, by the names "max_samples" and "max_tokens"; None for no limit.
     limits: Mapping[str, int | None] = field(default_factory=dict)
     facts: RunFacts = field(default_factory=RunFacts)
@@ -134,7 +134,7 @@ class LogWriter:
                 these shards become `totals`.
         """
         self._plan = plan
-        self.totals = plan.totals
+        self.totals = plan.totals  # over the shards that are stored already
 
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
         """Makes this process the owner of the folder, and reserves the number of its first shard.

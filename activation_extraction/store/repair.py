@@ -207,7 +207,7 @@ class RepairPlanner:
     identity: Identity
     limits: Mapping[str, int | None]  # by the names "max_samples" and "max_tokens"
     # Shard number -> result of the last check of this shard.
-    _checked_shards: dict[int, CheckedShard] = field(default_factory=dict)
+    _checked_shard_by_number: dict[int, CheckedShard] = field(default_factory=dict)
     _has_warned_of_new_metadata: bool = False
 
     def __call__(self, run_log: RunLog) -> StoragePlan:
@@ -330,14 +330,16 @@ class RepairPlanner:
                 ) from check_failure
             if checked_shard.problem:
                 log.warning("%s/%s", self.folder.url, checked_shard.problem)
-            self._checked_shards[checked_shard.commit.number] = checked_shard
-        checked_shards = [self._checked_shards[commit.number] for commit in run_log.in_order]
+            self._checked_shard_by_number[checked_shard.commit.number] = checked_shard
+        checked_shards = [
+            self._checked_shard_by_number[commit.number] for commit in run_log.in_order
+        ]
         return self._without_duplicates(
             [checked_shard for checked_shard in checked_shards if not checked_shard.problem]
         )
 
     def _has_checked(self, commit: Commit) -> bool:
-        checked_shard = self._checked_shards.get(commit.number)
+        checked_shard = self._checked_shard_by_number.get(commit.number)
         return checked_shard is not None and checked_shard.commit == commit
 
     def _without_duplicates(self, shards: list[CheckedShard]) -> list[CheckedShard]:

@@ -221,11 +221,12 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         identity_difference = first_identity.compare(folder_identity, shared_only=True)
         host_count = host_count_by_machine.get(folder_worker.machine, folder_worker.hosts)
         if identity_difference is not None:
-            field_name, value_in_folder, value_in_first = identity_difference
+            field_name, value_in_folder, value_in_first_folder = identity_difference
             yield (
                 f"{folder_in_words}: belongs to another run: its {field_name} is "
-                f"{shown(value_in_folder, value_in_first)}, but "
-                f"{shown(value_in_first, value_in_folder)} in {shown_name(first_folder_name)}"
+                f"{shown(value_in_folder, value_in_first_folder)}, but "
+                f"{shown(value_in_first_folder, value_in_folder)} in "
+                f"{shown_name(first_folder_name)}"
             )
             continue
         host_count_by_machine[folder_worker.machine] = host_count
@@ -292,7 +293,7 @@ class RunFolders:
     worker: Worker
     local_output: Path
     bucket_url: str | None
-    upload_timeout: int
+    upload_timeout: int  # seconds
 
     @property
     def folder(self) -> Path:

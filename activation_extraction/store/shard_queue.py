@@ -173,14 +173,14 @@ class ShardQueue(Generic[T]):
             (in `take`) while the oldest shard was in this phase.
         """
         phases_of_shards = [queued_shard.phase for queued_shard in list(self._shards)]
-        gauges: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}
+        value_by_gauge: dict[str, Any] = {"bytes_waiting": self.bytes_waiting}
         for phase in PHASES:
-            gauges[f"shards_{phase}"] = phases_of_shards.count(phase)
+            value_by_gauge[f"shards_{phase}"] = phases_of_shards.count(phase)
         for phase in PHASES:
-            gauges[f"waited_{phase}_seconds_since_start"] = round(
+            value_by_gauge[f"waited_{phase}_seconds_since_start"] = round(
                 self.waited_seconds_by_phase[phase], 3
             )
-        return gauges
+        return value_by_gauge
 
     def close(self, patient: bool) -> None:
         """Ends the threads that store and commit shards.

@@ -469,10 +469,10 @@ PARSING = threading.Lock()
 
 
 def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
-    """Returns the content of the file of sums of a shard.
+    """Returns the content of a shard's .npz file, which contains the sums over the shard's tokens.
 
     Args:
-        sums: Sums by the full names of the hooks.
+        sums: Full name of a hook -> the sums for every dimension of the hook.
         writer: Id of the process that writes the file; "" to leave it out.
     """
     array_by_name: dict[str, Any] = {}
@@ -487,11 +487,14 @@ def pack_sums(sums: Mapping[str, Sums], writer: str = "") -> bytes:
 
 
 def unpack_sums(npz_bytes: bytes, hooks: Iterable[str]) -> dict[str, Sums]:
-    """Reads the sums over the tokens of a shard at some hooks, by the full names of the hooks.
+    """Reads the sums over a shard's tokens from the shard's .npz file, which `pack_sums` has made.
 
     Args:
-        npz_bytes: Content of the shard's file of statistics.
+        npz_bytes: Content of the .npz file.
         hooks: Full names of the hooks whose sums are read.
+
+    Returns:
+        A dict: full name of a hook -> the sums for every dimension of the hook.
     """
     sums_by_hook = {}
     with PARSING, np.load(io.BytesIO(npz_bytes)) as stored_arrays:

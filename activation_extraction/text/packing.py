@@ -19,8 +19,8 @@ from activation_extraction.text.mark import Mark
 from activation_extraction.text.sample_facts import SampleFacts
 from activation_extraction.text.samples import ChangedDataError
 
-# A group has at most GROUP_TOKENS tokens. In units of rows, this limit is raised to MIN_GROUP_ROWS
-# rows if rows are long, and lowered to MAX_GROUP_ROWS rows if rows are short.
+# The tokens of a group fill at most GROUP_TOKENS / T rows of T tokens. This limit is replaced by
+# MIN_GROUP_ROWS if it is smaller, and by MAX_GROUP_ROWS if it is larger.
 MAX_GROUP_ROWS = 256
 MIN_GROUP_ROWS = 16
 GROUP_TOKENS = 2**20

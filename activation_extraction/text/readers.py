@@ -34,7 +34,7 @@ class TextColumn:
         column_name: Name of the column.
     """
 
-    activity: ClassVar = "reading"
+    activity: ClassVar = "reading"  # words before the position of a row in the log
     column_name: str
 
     @property
@@ -83,7 +83,7 @@ class IdsColumn:
         vocabulary_size: Number of token ids that the model has.
     """
 
-    activity: ClassVar = "reading"
+    activity: ClassVar = "reading"  # words before the position of a row in the log
     column_name: str
     mask_column: str
     vocabulary_size: int
@@ -191,7 +191,7 @@ class ArcTask:
             the prompt without a template.
     """
 
-    activity: ClassVar = "reading"
+    activity: ClassVar = "reading"  # words before the position of a row in the log
     template: ChatTemplate | None = None
 
     @property

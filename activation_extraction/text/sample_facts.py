@@ -58,4 +58,4 @@ class StoredSample:
     """
 
     facts: SampleFacts
-    tokens: int
+    tokens: int  # number of stored tokens of the sample
