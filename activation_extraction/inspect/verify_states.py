@@ -181,15 +181,15 @@ def verify_hidden_states(folder: StatesFolder, load_model: LoadStates | None, co
                 row_check, wrong_layers, expected_hooks, states_model, token_ids_by_row
             )
     notes_for_user = [*folder.notes, *_notes_on_hooks(folder, states_model, expected_hooks)]
-    any_row_failed = bool(wrong_row_numbers or order_problem_message)
+    has_any_problem = bool(wrong_row_numbers or order_problem_message)
     say(
         *report_lines,
         *(f"note: {note_for_user}" for note_for_user in notes_for_user),
-        f"{'FAILED' if any_row_failed else 'in order'}: hidden states of {folder.program_name}, "
+        f"{'FAILED' if has_any_problem else 'in order'}: hidden states of {folder.program_name}, "
         f"{counted(len(folder.path_by_row_number), 'row')}; "
         f"{counted(len(chosen_row_numbers), 'row')} compared, {len(wrong_row_numbers)} wrong",
     )
-    return 1 if any_row_failed else 0
+    return 1 if has_any_problem else 0
 
 
 def _read_rows(

@@ -46,7 +46,7 @@ class ShardSample:
     facts: SampleFacts
     token_ids: np.ndarray | None  # of the stored tokens
     positions: np.ndarray  # index in the sample of each stored token
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label per token
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Sample:
     facts: SampleFacts
     token_ids: np.ndarray  # (tokens,)
     mark: Mark
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label per token
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
     kept_positions_or_none: np.ndarray | None = None  # None if all tokens are kept
 
     @property

@@ -58,7 +58,7 @@ class Tokens:
     ids: np.ndarray  # token ids
     num_document_tokens: int
     start_offsets: np.ndarray | None = None  # where each token begins in the text, in characters
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label per token
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
 
 
 @dataclass(frozen=True)
