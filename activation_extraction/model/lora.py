@@ -441,9 +441,8 @@ class LoraAdapter:
             )
         else:
             return []
-        rank_sum = self._shape_by_key[a_key][
-            0
-        ]  # the rank of one expert times the number of experts
+        # The rank of one expert times the number of experts.
+        rank_sum = self._shape_by_key[a_key][0]
         input_size = self._shape_by_key[a_key][-1]
         output_size = self._shape_by_key[b_key][0]
         matrix_name = "gate_up"

@@ -117,7 +117,7 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
     """
     for file_name, recorded_facts in commit.files.items():
         actual_bytes = run_log.file_sizes.get(file_name)
-        # The listing may be outdated, so the folder is asked again.
+        # The folder was listed earlier, so a size that differs may be outdated and is read again.
         if actual_bytes != recorded_facts.bytes:
             current_entry = store.head(file_name)
             actual_bytes = None if current_entry is None else current_entry.byte_count
