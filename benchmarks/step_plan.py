@@ -113,7 +113,7 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         chip: The peak rates of a chip.
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
-    hidden_seconds = exposed_seconds = 0.0
+    hidden_sending_seconds = exposed_sending_seconds = 0.0
     for sent_along_axes in step.sent_by_axes:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
         # the model axis.
@@ -122,16 +122,16 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
             (link_speed(layout, axis, chip, linked) for axis in user_axes),
             default=chip.link_bytes_per_second,
         )
-        hidden_seconds += sent_along_axes.overlapped_bytes / sending_speed
-        exposed_seconds += (
+        hidden_sending_seconds += sent_along_axes.overlapped_bytes / sending_speed
+        exposed_sending_seconds += (
             sent_along_axes.num_bytes - sent_along_axes.overlapped_bytes
         ) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
         kernel=step.kernel_flops / chip.flops_per_second,
         hbm=step.hbm_bytes / chip.memory_bytes_per_second,
-        hidden=hidden_seconds,
-        exposed=exposed_seconds,
+        hidden=hidden_sending_seconds,
+        exposed=exposed_sending_seconds,
     )
 
 

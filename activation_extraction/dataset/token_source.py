@@ -168,7 +168,7 @@ class ShardTokens(NamedTuple):
     token_indices: np.ndarray
     tokens: TokenBatch
     sample_indices: np.ndarray
-    is_wanted: np.ndarray  # for each token
+    is_wanted: np.ndarray  # whether each token passes the filters except `max_norm`
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,9 @@ class Capture:
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    hooks: tuple[Hook, ...]
+    hooks: tuple[Hook, ...]  # the hooks whose values are captured
     size_of_axis_letter: Mapping[str, int]
-    dtype: Any
+    dtype: Any  # the dtype of activations
     layout: Layout
 
     def vector_type(self, kind: HookKind) -> VectorType:

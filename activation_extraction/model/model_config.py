@@ -154,7 +154,7 @@ class ModelConfig:
     o_bias: bool  # whether o_proj has a bias
     qk_norm: bool  # whether queries and keys are normalised
     q_gate: bool = False  # whether q_proj also computes a gate
-    norm_offset: float = 0.0  # is added to the weights of norms
+    norm_offset: float = 0.0  # number that is added to the weights of norms
     experts: ExpertsConfig | None = None
     sparse_layers: tuple[int, ...] = ()
     delta: DeltaNet | None = None

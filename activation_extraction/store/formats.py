@@ -80,7 +80,7 @@ class FileFacts:
             of this program have stored.
     """
 
-    bytes: int  # size of the file
+    bytes: int  # size of the file in bytes
     sha256: str
     version: str | None = None  # None if the store has no versions
     crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits

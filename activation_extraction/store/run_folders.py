@@ -293,7 +293,7 @@ class RunFolders:
     worker: Worker
     local_output: Path
     bucket_url: str | None
-    upload_timeout: int  # seconds
+    upload_timeout: int  # seconds for which a failing request is repeated
 
     @property
     def folder(self) -> Path:

@@ -473,8 +473,10 @@ class RunLog:
         None if the shards are in the folder of this log.
         """
         remote_url = (self.metadata or {}).get("remote")
-        has_own_shards = not self.is_local or local_path(remote_url or "") == local_path(self.url)
-        return None if has_own_shards else remote_url
+        are_shards_in_this_folder = not self.is_local or local_path(remote_url or "") == local_path(
+            self.url
+        )
+        return None if are_shards_in_this_folder else remote_url
 
     @property
     def missing_files(self) -> list[str]:

@@ -27,7 +27,7 @@ class SourceCheck:
         self._sources = sources
         self._commits = commits
         # Number of commits at the time of the last check that found no change.
-        self._checked_commit_count = 0
+        self._num_checked_commits = 0
 
     def check(self, samples: Sequence[ShardSample]) -> None:
         """Checks that the files of a shard's samples have not changed since the run began.
@@ -47,7 +47,7 @@ class SourceCheck:
                 )
             except RunError as error:
                 shard_numbers = [
-                    commit.number for commit in self._commits[self._checked_commit_count :]
+                    commit.number for commit in self._commits[self._num_checked_commits :]
                 ]
                 shard_numbers_in_words = ", ".join(map(str, shard_numbers)) or "none"
                 problem_message = (
@@ -55,4 +55,4 @@ class SourceCheck:
                     f"{shard_numbers_in_words}"
                 )
                 raise reworded(error, problem_message, StorageError) from error
-        self._checked_commit_count = len(self._commits)
+        self._num_checked_commits = len(self._commits)
