@@ -235,19 +235,19 @@ class ProgramText:
         They are the instructions of the loop's body, and of all computations that the body calls
         directly or indirectly. Each computation is included once.
         """
-        pending_names = [self.body]
+        pending_computation_names = [self.body]
         visited_names: set[str] = set()
         loop_instructions: list[Instruction] = []
-        while pending_names:
-            computation_name = pending_names.pop()
+        while pending_computation_names:
+            computation_name = pending_computation_names.pop()
             if computation_name in visited_names:
                 continue
             visited_names.add(computation_name)
             instructions = self.computations.get(computation_name, [])
             loop_instructions += instructions
             for instruction in instructions:
-                pending_names += [*instruction.branches, instruction.named("body")]
-                pending_names += [instruction.calls, instruction.named("to_apply")]
+                pending_computation_names += [*instruction.branches, instruction.named("body")]
+                pending_computation_names += [instruction.calls, instruction.named("to_apply")]
         return loop_instructions
 
     def moves(self, computation: str, channels_in_flight: Collection[str] = ()) -> list[Move]:
@@ -457,13 +457,16 @@ class ProgramText:
             array_match for array_match in matches_or_none if array_match is not None
         ]
         kernel_name = kernel.name.strip("%").partition(".")[0]
-        pass_count_of_arrays = self._count_kernel_passes(
+        # For each array, how often the kernel reads or writes it.
+        pass_counts_of_arrays = self._count_kernel_passes(
             kernel_name, [_shape(array_match) for array_match in kernel_array_matches]
         )
-        if pass_count_of_arrays is None:
+        if pass_counts_of_arrays is None:
             return None
         kernel_bytes = 0.0
-        for array_match, pass_count in zip(kernel_array_matches, pass_count_of_arrays, strict=True):
+        for array_match, pass_count in zip(
+            kernel_array_matches, pass_counts_of_arrays, strict=True
+        ):
             kernel_bytes += _padded_hbm_bytes(array_match) * pass_count
         return round(kernel_bytes)
 

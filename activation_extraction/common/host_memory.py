@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 MEMORY_INFO = Path("/proc/meminfo")
-# The kernel's file with the path of this process's control group in each tree of control groups.
+# The kernel's file with the path of this process's control group (cgroup) in each cgroup hierarchy.
 GROUPS = Path("/proc/self/cgroup")
-# The kernel's file with the folders in which file systems are mounted. Trees of control groups are
-# mounted as file systems, too.
+# The kernel's file with the folders in which file systems are mounted. Hierarchies of control
+# groups (cgroups) are mounted as file systems, too.
 MOUNTS = Path("/proc/self/mountinfo")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -38,8 +38,8 @@ class _FileNames(NamedTuple):
     reclaimable_field: str
 
 
-# Type of the file system as which a tree of control groups is mounted -> names of the files in the
-# folder of each group.
+# Type of the file system as which a hierarchy of control groups (cgroups) is mounted -> names of
+# the files in the folder of each control group.
 FILE_NAMES = {
     "cgroup2": _FileNames("memory.max", "memory.current", "inactive_file"),
     "cgroup": _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -59,17 +59,17 @@ class _LimitedGroup(NamedTuple):
 
 
 class _MountedGroup(NamedTuple):
-    """The control group of this process in one of the mounted trees of control groups.
+    """The control group of this process in one of the mounted cgroup hierarchies.
 
     Attributes:
-        group_folder: Folder of the group.
-        tree_folder: Folder where the tree is mounted. It is the folder of the group or one of its
-            ancestors.
+        cgroup_folder: Folder of the control group.
+        mount_folder: Folder where the hierarchy is mounted. It is the folder of the control group
+            or one of its ancestors.
         file_names: Names of the files in these folders.
     """
 
-    group_folder: Path
-    tree_folder: Path
+    cgroup_folder: Path
+    mount_folder: Path
     file_names: _FileNames
 
 
@@ -111,8 +111,8 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
     Linux may have several trees of control groups. The process belongs to one group in each tree,
     and to all ancestors of this group.
     """
-    for group_folder, tree_folder, memory_file_names in _mounted_groups():
-        searched_folder = group_folder
+    for cgroup_folder, mount_folder, memory_file_names in _mounted_groups():
+        searched_folder = cgroup_folder
         while True:
             limit_text = _kernel_file(searched_folder / memory_file_names.limit_file).strip()
             if limit_text.isdecimal():
@@ -124,7 +124,7 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
                 )
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)
-            if searched_folder == tree_folder:
+            if searched_folder == mount_folder:
                 break
             searched_folder = searched_folder.parent
 
@@ -136,32 +136,34 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
     """
     # Type of the file system of a tree ("cgroup2" or "cgroup") -> path of this process's group from
     # the root of the tree.
-    group_path_by_tree_type = {}
+    cgroup_path_by_file_system_type = {}
     for control_group_line in _kernel_file(GROUPS).splitlines():
-        tree_number, controllers, group_path = control_group_line.split(":", 2)
-        if tree_number == "0" and not controllers:
-            group_path_by_tree_type["cgroup2"] = group_path
+        hierarchy_id, controllers, cgroup_path = control_group_line.split(":", 2)
+        if hierarchy_id == "0" and not controllers:
+            cgroup_path_by_file_system_type["cgroup2"] = cgroup_path
         elif "memory" in controllers.split(","):
-            group_path_by_tree_type["cgroup"] = group_path
+            cgroup_path_by_file_system_type["cgroup"] = cgroup_path
     for mount_line in _kernel_file(MOUNTS).splitlines():
         mount_fields, _, file_system_fields = mount_line.partition(" - ")
         root_of_mount, mount_point = (
             _unescaped(mount_field) for mount_field in mount_fields.split()[3:5]
         )
         file_system_type, _, mount_options = file_system_fields.split(maxsplit=2)
-        if file_system_type not in group_path_by_tree_type:
+        if file_system_type not in cgroup_path_by_file_system_type:
             continue
         if file_system_type == "cgroup" and "memory" not in mount_options.split(","):
             continue
-        tree_folder = Path(mount_point)
-        relative_path = os.path.relpath(group_path_by_tree_type[file_system_type], root_of_mount)
-        group_folder = tree_folder / relative_path
+        mount_folder = Path(mount_point)
+        relative_path = os.path.relpath(
+            cgroup_path_by_file_system_type[file_system_type], root_of_mount
+        )
+        cgroup_folder = mount_folder / relative_path
         # In a container, often only a part of the tree is mounted, which begins at the container's
         # group. If the path of this process's group does not lead to a folder in this part, the
         # folder where the part begins is used instead.
-        if relative_path.startswith("..") or not group_folder.is_dir():
-            group_folder = tree_folder
-        yield _MountedGroup(group_folder, tree_folder, FILE_NAMES[file_system_type])
+        if relative_path.startswith("..") or not cgroup_folder.is_dir():
+            cgroup_folder = mount_folder
+        yield _MountedGroup(cgroup_folder, mount_folder, FILE_NAMES[file_system_type])
 
 
 def _kernel_file(path: Path) -> str:

@@ -125,27 +125,31 @@ class ActivationDataset(Samples):
         )
         hook_descriptions = self.metadata.get("hooks", ())
         canonical_name_by_alias = recorded_aliases(hook_descriptions)
-        descriptions_by_hook = ByHook(
-            {hook["name"]: hook for hook in hook_descriptions}, canonical_name_by_alias
+        description_by_hook_name = ByHook(
+            {hook_description["name"]: hook_description for hook_description in hook_descriptions},
+            canonical_name_by_alias,
         )
-        chosen_hooks = descriptions_by_hook.chosen(self.url, hooks)
-        if not chosen_hooks:
+        chosen_hook_names = description_by_hook_name.chosen(self.url, hooks)
+        if not chosen_hook_names:
             raise ValueError(
-                f"{self.url}: no hook is asked for; it has {', '.join(descriptions_by_hook)}"
+                f"{self.url}: no hook is asked for; it has {', '.join(description_by_hook_name)}"
             )
         folders_and_commits = [
             (folder_name, commit)
             for folder_name in log_by_folder
             for commit in log_by_folder[folder_name].in_order
         ]
-        shard_hook_descriptions = {
-            hook["name"]: hook for _, commit in folders_and_commits for hook in commit.hooks
+        shard_description_by_hook_name = {
+            hook_description["name"]: hook_description
+            for _, commit in folders_and_commits
+            for hook_description in commit.hooks
         }
         hook_values_by_name = {
-            hook: self.identity.recorded_hook(
-                shard_hook_descriptions.get(hook, {}) | descriptions_by_hook[hook]
+            hook_name: self.identity.recorded_hook(
+                shard_description_by_hook_name.get(hook_name, {})
+                | description_by_hook_name[hook_name]
             )
-            for hook in chosen_hooks
+            for hook_name in chosen_hook_names
         }
         # Shards without samples, which --repair may leave in a run, cannot be read.
         shards_with_samples = [
@@ -181,7 +185,7 @@ class ActivationDataset(Samples):
         The width is the number of values of a token. For a hook with codes, it is the number of
         features of the autoencoder.
         """
-        return self.shards.hooks.map(lambda hook: hook.width)
+        return self.shards.hooks.map(lambda hook_values: hook_values.width)
 
     @property
     def dtype(self) -> np.dtype:
@@ -194,9 +198,11 @@ class ActivationDataset(Samples):
         Hooks may also hold losses, entropies, log-probabilities, codes, token ids or numbers of
         experts. If all hooks that are read hold such values, this is the dtype of the first hook.
         """
-        hooks = list(self.shards.hooks.values())
-        activation_hooks = [hook for hook in hooks if hook.are_activations]
-        return (activation_hooks or hooks)[0].dtype
+        all_hook_values = list(self.shards.hooks.values())
+        activation_hook_values = [
+            hook_values for hook_values in all_hook_values if hook_values.are_activations
+        ]
+        return (activation_hook_values or all_hook_values)[0].dtype
 
     @property
     def dtypes(self) -> ByHook[np.dtype]:
@@ -206,7 +212,7 @@ class ActivationDataset(Samples):
         log-probabilities and codes have the dtype float32. Some hooks store numbers that identify
         experts, or token ids, instead of activations; these have the dtype int32.
         """
-        return self.shards.hooks.map(lambda hook: hook.dtype)
+        return self.shards.hooks.map(lambda hook_values: hook_values.dtype)
 
     @property
     def statistics(self) -> ByHook[HookStatistics]:
@@ -388,7 +394,7 @@ class ActivationDataset(Samples):
         Raises:
             ValueError: If an option is invalid for this run.
         """
-        chosen_hooks = self.hooks.chosen(self.url, options.hooks)
+        chosen_hook_names = self.hooks.chosen(self.url, options.hooks)
         sample_mask = None
         sample_filter = options.where
         if sample_filter is not None:
@@ -399,13 +405,13 @@ class ActivationDataset(Samples):
                 raise ValueError(f"where: chooses none of {counted(len(sample_mask), 'sample')}")
         complete_options = replace(
             options,
-            hooks=tuple(chosen_hooks),
-            max_norm=self._limits(chosen_hooks, options.max_norm),
+            hooks=tuple(chosen_hook_names),
+            max_norm=self._limits(chosen_hook_names, options.max_norm),
             buffer=options.buffer
             or default_buffer(
                 options,
-                len(chosen_hooks),
-                self.shards.row_bytes(chosen_hooks),
+                len(chosen_hook_names),
+                self.shards.row_bytes(chosen_hook_names),
                 self.shards.is_local,
             ),
             dtype=floating_name(options.dtype),
@@ -428,25 +434,27 @@ class ActivationDataset(Samples):
         Raises:
             ValueError: If a hook with a limit is not read, or has no activations.
         """
-        activation_hooks = [
+        names_of_activation_hooks = [
             hook_name for hook_name in hook_names if self.shards.hooks[hook_name].are_activations
         ]
-        max_norm_by_hook = (
-            max_norm if isinstance(max_norm, Mapping) else dict.fromkeys(activation_hooks, max_norm)
+        max_norm_by_hook_name = (
+            max_norm
+            if isinstance(max_norm, Mapping)
+            else dict.fromkeys(names_of_activation_hooks, max_norm)
         )
-        max_norm_by_hook = {
+        max_norm_by_hook_name = {
             self.hooks.aliases.get(hook_name, hook_name): norm_limit
-            for hook_name, norm_limit in max_norm_by_hook.items()
+            for hook_name, norm_limit in max_norm_by_hook_name.items()
         }
-        for hook_name in max_norm_by_hook:
-            if hook_name not in activation_hooks:
+        for hook_name in max_norm_by_hook_name:
+            if hook_name not in names_of_activation_hooks:
                 raise ValueError(
                     f"max_norm: hook {hook_name!r} is not read or has no activations, and no "
-                    f"norm; {', '.join(activation_hooks) or 'none'} can have a limit"
+                    f"norm; {', '.join(names_of_activation_hooks) or 'none'} can have a limit"
                 )
         return {
             hook_name: float(norm_limit)
-            for hook_name, norm_limit in max_norm_by_hook.items()
+            for hook_name, norm_limit in max_norm_by_hook_name.items()
             if norm_limit is not None
         }
 

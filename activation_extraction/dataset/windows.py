@@ -149,7 +149,7 @@ class Windows:
         window_batches = self._window_batches_by_parity[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
-        blocks_of_parts = list[list[Block]]()
+        blocks_of_chunk_parts = list[list[Block]]()
         # Rows of the window's memory, in the order in which tokens are copied to them.
         memory_row_indices = np.arange(self.max_window_tokens)
         if self.seed is not None:
@@ -159,48 +159,49 @@ class Windows:
             and chunk_index < len(self.chunks)
             and not self._is_stopped
         ):
-            blocks = self._blocks(chunk_index, thread_pool)
+            # A block of this chunk for each run.
+            chunk_blocks = self._blocks(chunk_index, thread_pool)
             stop_wanted_index = min(
                 first_wanted_index + self.max_window_tokens - num_filled_tokens,
-                len(blocks[0].wanted_rows),
+                len(chunk_blocks[0].wanted_rows),
             )
             num_part_tokens = stop_wanted_index - first_wanted_index
             if num_part_tokens > 0:
                 part_blocks = [
-                    block._replace(
-                        wanted_rows=block.wanted_rows[first_wanted_index:stop_wanted_index]
+                    run_block._replace(
+                        wanted_rows=run_block.wanted_rows[first_wanted_index:stop_wanted_index]
                     )
-                    for block in blocks
+                    for run_block in chunk_blocks
                 ]
-                if self.seed is not None or not all(map(_may_stay_in_memory, blocks)):
+                if self.seed is not None or not all(map(_may_stay_in_memory, chunk_blocks)):
                     if not window_batches:
                         window_batches += [
-                            empty_batch(block.tokens, self.max_window_tokens)
-                            for block in part_blocks
+                            empty_batch(run_block.tokens, self.max_window_tokens)
+                            for run_block in part_blocks
                         ]
                     target_row_indices = memory_row_indices[num_filled_tokens:][:num_part_tokens]
-                    for block, window_batch in zip(part_blocks, window_batches, strict=True):
-                        copy_rows(block, target_row_indices, window_batch)
+                    for run_block, window_batch in zip(part_blocks, window_batches, strict=True):
+                        copy_rows(run_block, target_row_indices, window_batch)
                     part_blocks = [
                         Block(window_batch, target_row_indices) for window_batch in window_batches
                     ]
-                blocks_of_parts.append(part_blocks)
+                blocks_of_chunk_parts.append(part_blocks)
                 num_filled_tokens += num_part_tokens
                 first_wanted_index = stop_wanted_index
-            if first_wanted_index >= len(blocks[0].wanted_rows):
+            if first_wanted_index >= len(chunk_blocks[0].wanted_rows):
                 chunk_index += 1
                 first_wanted_index = 0
         if not num_filled_tokens:
             return None
         if self.seed is not None:
-            blocks_of_parts = [
+            blocks_of_chunk_parts = [
                 [
                     Block(window_batch, np.sort(memory_row_indices[:num_filled_tokens]))
                     for window_batch in window_batches
                 ]
             ]
         return Window(
-            [*zip(*blocks_of_parts, strict=True)],
+            [*zip(*blocks_of_chunk_parts, strict=True)],
             num_filled_tokens,
             Position(begin_position.window + 1, chunk_index, first_wanted_index),
         )

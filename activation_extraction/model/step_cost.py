@@ -239,14 +239,15 @@ class CostModel:
             if experts_config is not None and "experts" in path:
                 num_token_products *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
-            # For each token, a product with a weight matrix moves its input and its output. One of
-            # them has the hidden size, and the length of the other one is computed here. The hidden
-            # size is added below, except for up_proj, whose input counts for gate_proj.
-            moved_values_per_product = math.prod(weight_axis_sizes) / hidden_size
+            # For each token, a product with a weight matrix reads its input from memory and writes
+            # its output to memory. One of the two has the hidden size, and the length of the other
+            # one is computed here. The hidden size is added below, except for up_proj, because its
+            # input is the input of gate_proj, for which it is already counted.
+            input_and_output_values_per_token = math.prod(weight_axis_sizes) / hidden_size
             if "up_proj" not in path:
-                moved_values_per_product += hidden_size
+                input_and_output_values_per_token += hidden_size
             num_moved_values += (
-                num_token_products * moved_values_per_product / layout.size(*MODEL_AXES)
+                num_token_products * input_and_output_values_per_token / layout.size(*MODEL_AXES)
             )
         return self.model.dtype.itemsize * num_moved_values
 

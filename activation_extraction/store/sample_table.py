@@ -135,8 +135,8 @@ def samples_to_continue(table: pyarrow.Table) -> dict[int, StoredSample]:
     Args:
         table: Table of samples.
     """
-    samples_without_columns = stored_samples(table.select(TO_CONTINUE))
-    return {sample.facts.sample_idx: sample for sample in samples_without_columns}
+    samples_without_kept_columns = stored_samples(table.select(TO_CONTINUE))
+    return {sample.facts.sample_idx: sample for sample in samples_without_kept_columns}
 
 
 def values_of(table: pyarrow.Table, name: str) -> list[Any]:
