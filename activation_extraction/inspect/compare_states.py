@@ -34,7 +34,8 @@ MAX_OTHER_EXPERTS_ERROR = 0.9
 # multiple of `Limits.row_error`. The factor is below TOKEN_FACTOR, because states of different
 # tokens may be similar.
 ALIGNMENT_FACTOR = 2
-# Largest number of parts of a wrong layer that a message describes, which keeps the message short.
+# Largest number of parts of a layer with wrong states that a message describes, which keeps the
+# message short.
 # The stored states of a part match the computed states of one sample at one hook and one offset
 # (`Alignment`). Two parts of a layer differ in the sample, the hook or the offset.
 MAX_PARTS = 3
@@ -218,13 +219,14 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
 
 
 class Alignment(NamedTuple):
-    """Stored states of a layer that match computed states of one sample at one offset.
+    """The stored states of a layer that match the computed states of one sample at one offset.
 
-    The alignments of a wrong layer show from which samples and tokens its states come.
+    A layer may contain other states than the states of its row's sample at the expected hook. Its
+    alignments show to which samples, hooks and tokens these states belong.
 
     Attributes:
-        row_number: Number of the row to which the sample belongs. The layer may be in the file of
-            another row.
+        row_number: Number of the row whose sample was computed. It may be another row than the row
+            whose file contains the layer.
         hook_name: Name of the hook at which the states were computed.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token in the sample.
@@ -254,7 +256,8 @@ def align(
     Args:
         row: Content of the file with the stored states.
         layer: Index of the layer in the file.
-        row_number: Number of the row whose sample was computed. It may be another row than `row`.
+        row_number: Number of the row whose sample was computed. `row` may be the content of
+            another row's file.
         hook: Name of the hook at which the states were computed.
         computed: Computed states of the sample, float32 (tokens, width).
         limits: Largest differences that rounding explains. A stored state matches if its error is
@@ -292,7 +295,7 @@ def align(
 
 
 def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
-    """Yields the alignments that best explain which states a wrong layer contains.
+    """Yields the alignments that best explain which states a layer contains.
 
     At most MAX_PARTS alignments are yielded. An alignment pairs the stored states of the layer with
     the computed states of one sample, and explains the stored states that match. The alignment that

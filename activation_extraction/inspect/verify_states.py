@@ -1,7 +1,9 @@
 """Compares the hidden states of another program with the states of the model, for --verify.
 
 hidden_states.py reads the files and compare_states.py compares arrays. This module chooses random
-rows, determines which hook each layer of the files should contain, and describes wrong layers.
+rows, determines which hook each layer of the files should contain, and describes wrong layers. A
+layer of a row is wrong if it does not contain the state of each token of the row's sample at this
+hook (`RowCheck.is_right`).
 
 The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
 the hooks, each layer must contain the hook that the flags name. Otherwise each layer is assumed to
@@ -81,7 +83,7 @@ class RowCheck:
         """Returns a layer's match with the smallest error among all hooks and token offsets.
 
         Args:
-            layer: Index of the layer.
+            layer: Index of the layer in the row's file.
         """
         return min(self.matches_of_layers[layer].values())
 
@@ -89,7 +91,7 @@ class RowCheck:
         """Returns whether a layer contains the states of the row's sample at a hook.
 
         Args:
-            layer: Index of the layer.
+            layer: Index of the layer in the row's file.
             hook: Name of the hook.
         """
         if len(self.row.states_by_layer[layer]) != len(self.row.token_ids):
@@ -390,24 +392,26 @@ def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -
     of these rows. If `hook.is_certain` is False, the line says that no row matches a hook.
 
     Args:
-        layer: Index of the layer.
+        layer: Index of the layer in the row's file.
         hook: Hook that the layer should contain.
         checks: Checks of all compared rows.
     """
     layer_in_words = f"layer {layer + 1} of {len(checks[0].row.states_by_layer)}"
     if not hook.is_certain:
         return f"{layer_in_words}: no row matches a hook"
-    right_matches = []
+    matches_of_right_rows = []
     for row_check in checks:
         if row_check.is_right(layer, hook.name):
-            right_matches.append(row_check.matches_of_layers[layer][hook.name, 0])
-    right_rows_in_words = f"right in {len(right_matches)} of {counted(len(checks), 'row')}"
-    if not right_matches:
+            matches_of_right_rows.append(row_check.matches_of_layers[layer][hook.name, 0])
+    right_rows_in_words = f"right in {len(matches_of_right_rows)} of {counted(len(checks), 'row')}"
+    if not matches_of_right_rows:
         return f"{layer_in_words}: {hook.name}, {right_rows_in_words}"
-    largest_error_in_words = _percent(max(right_match.row_error for right_match in right_matches))
+    largest_error_in_words = _percent(
+        max(hook_match.row_error for hook_match in matches_of_right_rows)
+    )
     at_most_words = "" if largest_error_in_words.startswith("below") else "at most "
     num_other_expert_tokens = sum(
-        right_match.num_other_expert_tokens for right_match in right_matches
+        hook_match.num_other_expert_tokens for hook_match in matches_of_right_rows
     )
     omission_in_words = ""
     if num_other_expert_tokens:
@@ -526,7 +530,8 @@ def _describe(
 
     Args:
         check: Comparison of the row with the states of its sample.
-        wrong_layers: Indices of the layers that do not contain the right states.
+        wrong_layers: Indices, in the row's file, of the layers that do not contain the states of
+            the row's sample at the hooks in `hooks`.
         hooks: Hook that each layer should contain.
         model: Model that computes the states of other samples.
         samples: Token ids of the samples to which wrong states may belong, int64 (tokens,) each, by
@@ -573,7 +578,9 @@ def _describe(
 
 
 def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
-    """Returns the hooks at which a wrong layer is compared with the states of several samples.
+    """Returns the names of the hooks at which a layer with wrong states is compared with samples.
+
+    The comparison shows to which sample, hook and tokens the wrong states belong.
 
     Args:
         expected: Hook that the layer should contain.
@@ -593,13 +600,14 @@ def _hooks_to_align(expected: ExpectedHook, hooks: Iterable[str]) -> list[str]:
 def _describe_by_same_sample(
     check: RowCheck, layer: int, hook: ExpectedHook, model: RecomputeStates
 ) -> str | None:
-    """Describes the states in a wrong layer, if they are explained by the row's own sample.
+    """Describes a layer with wrong states, if the row's own sample explains these states.
 
-    The layer is only compared with the states of this sample, not with other samples.
+    For example, they may be the states of another hook, or of the next tokens. The layer is only
+    compared with the states of this sample, not with the states of other samples.
 
     Args:
         check: Comparison of the row with the states of its sample.
-        layer: Index of the layer.
+        layer: Index of the layer in the row's file.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
 
@@ -645,55 +653,55 @@ def _describe_by_same_sample(
     )
 
 
-def _other_hook(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _other_hook(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates) -> str:
     """Returns a phrase about the hook to which the states of a layer belong.
 
     The phrase is, for example, ", of HOOK, one layer too late". It is "" if the states belong to
     the expected hook.
 
     Args:
-        actual_hook: Name of the hook to which the states belong.
+        actual_hook_name: Name of the hook to which the states belong.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
-    if hook.is_certain and actual_hook == hook.name:
+    if hook.is_certain and actual_hook_name == hook.name:
         return ""
-    return f", of {actual_hook}{_relation(actual_hook, hook, model)}"
+    return f", of {actual_hook_name}{_relation(actual_hook_name, hook, model)}"
 
 
-def _relation(actual_hook: str, hook: ExpectedHook, model: RecomputeStates) -> str:
+def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates) -> str:
     """Returns how far a hook is from the expected hook, such as ", one layer too late".
 
     The phrase is "" if the two hooks are the same, or if the expected hook is not certain.
 
     Args:
-        actual_hook: Name of the hook to which the states belong.
+        actual_hook_name: Name of the hook to which the states belong.
         hook: Hook that the layer should contain.
         model: Model that recomputes the states. Its depth determines the names of its hooks.
     """
-    expected_hook = hook.name
-    if not hook.is_certain or actual_hook == expected_hook:
+    expected_hook_name = hook.name
+    if not hook.is_certain or actual_hook_name == expected_hook_name:
         return ""
     last_stream = f"blocks.{model.num_layers - 1}.hook_resid_post"
-    if (actual_hook, expected_hook) == (FINAL_NORM_HOOK, last_stream):
+    if (actual_hook_name, expected_hook_name) == (FINAL_NORM_HOOK, last_stream):
         return ", after the final norm instead of before it"
-    if (actual_hook, expected_hook) == (last_stream, FINAL_NORM_HOOK):
+    if (actual_hook_name, expected_hook_name) == (last_stream, FINAL_NORM_HOOK):
         return ", before the final norm instead of after it"
     stream_names = streams_by_number([*_stream_names(model.num_layers)]).values()
     ordered_hook_names = [*stream_names, FINAL_NORM_HOOK]
-    actual_index = ordered_hook_names.index(actual_hook)
-    layer_distance = actual_index - ordered_hook_names.index(expected_hook)
-    if expected_hook == FINAL_NORM_HOOK:
+    actual_index = ordered_hook_names.index(actual_hook_name)
+    layer_distance = actual_index - ordered_hook_names.index(expected_hook_name)
+    if expected_hook_name == FINAL_NORM_HOOK:
         # The list counts the final norm as one more stream. But it is no layer, because it only
         # normalises the output of the last block.
         layer_distance += 1
-    elif actual_hook == FINAL_NORM_HOOK:
+    elif actual_hook_name == FINAL_NORM_HOOK:
         layer_distance -= 1
     late_or_early = "late" if layer_distance > 0 else "early"
     layers_in_words = "one layer" if abs(layer_distance) == 1 else f"{abs(layer_distance)} layers"
-    norm_in_words = ", and without the final norm" if expected_hook == FINAL_NORM_HOOK else ""
+    norm_in_words = ", and without the final norm" if expected_hook_name == FINAL_NORM_HOOK else ""
     norm_in_words = (
-        ", and after the final norm" if actual_hook == FINAL_NORM_HOOK else norm_in_words
+        ", and after the final norm" if actual_hook_name == FINAL_NORM_HOOK else norm_in_words
     )
     return f", {layers_in_words} too {late_or_early}{norm_in_words}"
 
@@ -712,14 +720,14 @@ def _describe_parts(
     alignments: Sequence[Alignment],
     model: RecomputeStates,
 ) -> str:
-    """Returns a description of a wrong layer that the row's own sample does not explain.
+    """Describes a layer with wrong states that the row's own sample does not explain.
 
     The description names the samples, tokens and hooks to which parts of the layer belong. If there
     is no such part, it names the hook of the row's own sample with the nearest states.
 
     Args:
         check: Comparison of the row with the states of its sample.
-        layer: Index of the layer.
+        layer: Index of the layer in the row's file.
         hook: Hook that the layer should contain.
         alignments: Alignments of the layer with the samples of this row, of its neighbours and of
             other rows.
