@@ -151,17 +151,19 @@ def measure(
         requests, mb: The number of requests, and the MB of their answers.
     """
     with bucket_server(root, latency, RATE) as server_address:
-        counts_before = counts(server_address)
+        server_totals_before_opening = counts(server_address)
         start_time, cpu_start_time = time.perf_counter(), time.process_time()
         action(f"gs://{BUCKET}/{RUN}", hosts)
         seconds = time.perf_counter() - start_time
         core_seconds = time.process_time() - cpu_start_time
-        counts_after = counts(server_address)
+        server_totals_after_opening = counts(server_address)
     return {
         "seconds": round(seconds, 2),
         "core_seconds": round(core_seconds, 2),
-        "requests": counts_after.requests - counts_before.requests,
-        "mb": round((counts_after.bytes - counts_before.bytes) / 1e6, 1),
+        "requests": server_totals_after_opening.requests - server_totals_before_opening.requests,
+        "mb": round(
+            (server_totals_after_opening.bytes - server_totals_before_opening.bytes) / 1e6, 1
+        ),
     }
 
 

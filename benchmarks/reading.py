@@ -62,8 +62,8 @@ from benchmarks.processes import print_result
 # The number of tokens of a batch.
 BATCH = 1024
 MIB = 2**20
-# Tuples (number of ranges that are read at a time, largest number of bytes of a range), for the
-# simple readers `bare` and `of 16`.
+# Two ways in which a simple reader requests ranges of files: a tuple of the number of ranges that
+# it requests at the same time, and the largest number of bytes of a range.
 BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)
 # The number of tokens of a sample.
 LENGTH = 2048
@@ -508,11 +508,15 @@ def measure(
     read_first_pass = scenario.prepare()
     read_first_pass()
     read_second_pass = scenario.prepare()
-    server_counts_before = counts(address)
+    server_totals_before_second_pass = counts(address)
     scenario_rate = rate_of(read_second_pass)
-    server_counts_after = counts(address)
-    num_requests = server_counts_after.requests - server_counts_before.requests
-    downloaded_bytes = server_counts_after.bytes - server_counts_before.bytes
+    server_totals_after_second_pass = counts(address)
+    num_requests = (
+        server_totals_after_second_pass.requests - server_totals_before_second_pass.requests
+    )
+    downloaded_bytes = (
+        server_totals_after_second_pass.bytes - server_totals_before_second_pass.bytes
+    )
     return {
         "bare": rate_of_bare_reader.mb_per_second,
         "of_16": rate_of_16_readers.mb_per_second,

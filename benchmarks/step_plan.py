@@ -61,8 +61,9 @@ class StepPlan:
             bubble of a pipeline are not included. The operations of float32 autoencoders in a
             bfloat16 model are multiplied by the number of passes that a float32 product takes in a
             matrix unit.
-        kernel_flops: Operations that the kernel of gated delta nets performs in addition. They
-            include the padding of its tiles, and all passes of its float32 products.
+        kernel_flops: All operations of the kernel of gated delta nets. They include the padding of
+            its tiles, and all passes of its float32 products. `flops` counts the gated delta rule,
+            too, but only the products in its definition.
         hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
             each operand and writing its result once, except the kernels of experts (see
             `passes_of_expert_kernel`).
@@ -88,7 +89,7 @@ class StepTimes(NamedTuple):
     """
 
     products: float  # seconds for the operations of the model and the autoencoders
-    kernel: float  # seconds for the additional operations of kernels
+    kernel: float  # seconds for all operations of the kernel of gated delta nets
     hbm: float  # seconds for reading and writing HBM
     hidden: float  # seconds for sending while the device computes
     exposed: float  # seconds for sending while nothing else runs

@@ -147,16 +147,17 @@ class Batches(Iterator[T]):
         Raises:
             ValueError: If the state comes from other data, or from batches with other arguments.
         """
-        # The loop removes the settings, so that only the fields of the position remain.
-        fields_of_position = dict(state)
+        # Fields of the state by name. The loop removes the settings, so that only the fields of
+        # `Position` remain.
+        state_fields = dict(state)
         for setting_name, expected_value in self._settings().items():
-            stored_value = fields_of_position.pop(setting_name, None)
+            stored_value = state_fields.pop(setting_name, None)
             if stored_value != expected_value:
                 raise ValueError(
                     f"the state is of other batches: its {setting_name} is {stored_value!r}, not "
                     f"{expected_value!r}"
                 )
-        self._begin(Position(**fields_of_position))
+        self._begin(Position(**state_fields))
 
     def _begin(self, position: Position) -> None:
         """Moves the iteration to a position, as if nothing had been read before.

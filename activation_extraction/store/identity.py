@@ -126,7 +126,9 @@ class Identity:
     # For each of `code_hooks`, the largest number of features that are stored for a token. The
     # field has the name of the flag --encode_most, because it is stored under this name.
     encode_most: tuple[int, ...] = ()
-    keyed_by: str | list[str] = "layer"  # kind of the hooks' keys in shards, or the keys themselves
+    # Keys of the hooks in shards: "layer" for layer numbers, "hook name" for full names, otherwise
+    # the list of the keys.
+    keyed_by: str | list[str] = "layer"
     dtype: str = ""  # dtype of the computation
     activation_dtype: str = ""
     top_logits: int = 0  # number of largest logits that are stored for each token

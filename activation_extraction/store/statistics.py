@@ -47,7 +47,8 @@ class Sums:
     norms: np.ndarray  # sum of the norms by kind of token, (2,)
     sums: np.ndarray  # sum of the values by kind of token, (2, width)
     squares: np.ndarray  # sum of the squared values by kind of token, (2, width)
-    largest: np.ndarray  # largest norm of a token, ()
+    # Largest Euclidean norm of a token, (). Files store it under the name of this field.
+    largest: np.ndarray
 
     @classmethod
     def zeros(cls, width: int) -> "Sums":
@@ -126,7 +127,8 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
     kind_of_token = np.where(positions == 0, SINK, OTHER)
     sums_of_tokens.counts += np.bincount(kind_of_token, minlength=2)
     sums_of_tokens.norms += np.bincount(kind_of_token, token_norms, minlength=2)
-    sums_of_tokens.largest = np.maximum(sums_of_tokens.largest, token_norms.max(initial=0.0))
+    largest_norm = token_norms.max(initial=0.0)
+    sums_of_tokens.largest = np.maximum(sums_of_tokens.largest, largest_norm)
     return sums_of_tokens
 
 
@@ -253,8 +255,8 @@ class SumsOfCodes:
         others: Sums over all other tokens.
     """
 
-    sinks: CodeSums  # over the first tokens of samples
-    others: CodeSums  # over all other tokens
+    sinks: CodeSums  # sums over the first tokens of samples
+    others: CodeSums  # sums over all tokens that are not the first of a sample
 
     def merge(self, other: "SumsOfCodes") -> "SumsOfCodes":
         """Returns the sums over the tokens of `self` and of `other` together."""
@@ -400,8 +402,8 @@ class DimensionStatistics:
     """
 
     tokens: int  # number of tokens
-    mean: np.ndarray  # of every dimension
-    variance: np.ndarray  # of every dimension
+    mean: np.ndarray  # mean of the values in each dimension, (width,)
+    variance: np.ndarray  # population variance of the values in each dimension, (width,)
     mean_norm: float
 
     @classmethod
