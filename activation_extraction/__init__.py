@@ -29,8 +29,8 @@ A run and its processes:
     machine      A part of a run that works alone on its own part of the data. It is one host, or
                  several hosts that compute one model together (a pod).
     host         A process of a machine. It reads its own rows and stores their activations.
-    worker       A host as the reader of one share of the data (`text.batch.Worker`).
-    share        The part of the data that one worker reads.
+    worker       A host as the reader of its share: the part of the data that only this host reads
+                 (`text.batch.Worker`).
     folder       A place for files, on a disk or in a bucket (`store.folder.Folder`). Each worker
                  stores its files in a folder of its own.
     identity     All settings and inputs that decide the content of a run's shards. A run can only
@@ -46,7 +46,6 @@ From a data set to the model:
 
     row          An entry of a data set or of a table of samples. A row of a batch contains the
                  tokens of one or more samples.
-    column       A field of the rows of a data set or of a table of samples.
     partition    A part of a data set that can be read by itself: a row group of a Parquet file, or
                  any other file (`text.sources`).
     document     The content of one row of the data set: a text, a conversation, or token ids.
@@ -58,22 +57,22 @@ From a data set to the model:
     kept token   A token whose activations are stored. All tokens of a sample are kept, unless flags
                  such as --positions, --roles or --drop_token_ids select some of them.
     group        Consecutive samples of a worker that are packed together into rows of batches.
-    batch        The rows that a host feeds to the model in one step. When activations are read, a
-                 batch is some tokens with their activations (`dataset.token_batch.TokenBatch`).
-    step         One computation of the model, on one batch of each host of a machine.
+    batch        The rows that a host feeds to the model in one step, which computes the model on one
+                 batch of each host of a machine. When activations are read, a batch is some tokens
+                 with their activations (`dataset.token_batch.TokenBatch`).
     mark         A point in a worker's stream of samples, from which the stream can continue
                  (`text.mark.Mark`).
 
 From the model to the files:
 
-    hook         A point in the model whose values can be stored. It has TransformerLens's name.
+    hook         A point in the model whose values can be stored. It has TransformerLens's name. Its
+                 key is the number of its layer, or its name if --hook_names or --encode selects it.
+                 A pickle contains the values at a hook under its key.
     kind         A kind of hook is the same point in all layers that have it, or a point outside of
                  the layers (`model.hooks.HookKind`). The values at a hook are of one of three
                  kinds: dense, float8 or codes (`store.hook_values.HookValues`).
     codes        The active features of an autoencoder for each token, with their values
                  (`common.codes.Codes`).
-    key          The number of a hook's layer, or the name of the hook if --hook_names or --encode
-                 selects it. A pickle contains the values at a hook under its key.
     shard        A numbered set of files with the activations of some samples.
     run log      metadata.json and the JSON files of all shards in a folder, which record the stored
                  shards (`store.run_log`).

@@ -124,9 +124,10 @@ class Weight(nn.Module):
 class StackedWeight(nn.Module):
     """A weight that can be read from a stack of the weights of all layers, without a copy.
 
-    The caller may pass the stack as a variable of the Flax collection STACKS. The variable is a
-    tuple: the weights of all layers in one array, which may be viewed as uint16 (see `from_bits`),
-    and the number of this layer. Without such a variable, the weight is a parameter like any other.
+    The program that applies the module may pass the stack as a variable of the Flax collection
+    STACKS. The variable is a tuple: the weights of all layers in one array, which may be viewed as
+    uint16 (see `from_bits`), and the index of this layer on the first axis of the array. Without
+    such a variable, the weight is a parameter like any other.
 
     Attributes:
         config: The configuration of the model, which gives the size of each letter's axis.
@@ -140,12 +141,14 @@ class StackedWeight(nn.Module):
 
     @nn.compact
     def __call__(self) -> tuple[Array, Array]:
-        """Returns a stack of weights, and the number of this module's layer in it.
+        """Returns an array with this layer's weight, and the index of the layer in the array.
 
         Returns:
-            The weights, with the axis of layers first. They are the weights of all layers if the
-            caller passed a stack, otherwise of this layer alone.
-            The index of this module's layer in this array, () int32.
+            The array, (layers, *axes of one layer's weight). It contains the weights of all layers
+            if the collection STACKS has a variable for this weight, otherwise the weight of this
+            layer alone.
+            The index of this layer on the first axis of the array, () int32. It is 0 if the array
+            contains this layer alone.
         """
         if self.has_variable(STACKS, "weight"):
             stack_variable: Any = self.get_variable(STACKS, "weight")

@@ -53,9 +53,12 @@ PROTOCOL_BYTES = 2  # number of bytes at the beginning of a pickle, which name i
 class _Pickler(pickle.Pickler):
     """A pickler that writes arrays without copying them.
 
-    `pickle.dump` would keep a copy of every array until it ends. Writing buffers straight from
-    memory needs protocol 5. With this protocol, however, NumPy would pickle arrays by a function
-    that NumPy 1.26 lacks, so arrays are written as NumPy writes them in protocol 4.
+    The pickle has protocol 5, because only this protocol writes buffers straight from memory.
+    `pickle.dump` would keep a copy of every array until it ends.
+
+    In a pickle, an array consists of a function that rebuilds it and of the function's arguments.
+    With protocol 5, NumPy 2 would choose a function that NumPy 1.26 lacks. So `reducer_override`
+    chooses the function that NumPy uses with protocols up to 4, which every version of NumPy has.
     """
 
     def reducer_override(self, value: Any) -> Any:

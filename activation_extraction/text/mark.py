@@ -32,10 +32,11 @@ class Mark:
     """
 
     samples: int  # the number of samples before the mark
-    skip: int = 0  # the number of samples before the mark that come from the current chunk
+    skip: int = 0  # the number of samples before the mark that come from the chunk at `stream`
     skipped_rows: int = 0  # the number of unusable rows before the mark
     empty_rows: int = 0  # the number of rows without tokens before the mark
-    # The place in the data where the current chunk starts, as a JSON object.
+    # The place in the data where the chunk of rows starts that contains the row of the next sample,
+    # as a JSON object.
     stream: Mapping[str, Any] = field(default_factory=dict)
     tokens: int = 0  # the number of stored tokens before the mark
 
