@@ -57,9 +57,9 @@ From a data set to the model:
     kept token   A token whose activations are stored. All tokens of a sample are kept, unless flags
                  such as --positions, --roles or --drop_token_ids select some of them.
     group        Consecutive samples of a worker that are packed together into rows of batches.
-    batch        The rows that a host feeds to the model in one step, which computes the model on one
-                 batch of each host of a machine. When activations are read, a batch is some tokens
-                 with their activations (`dataset.token_batch.TokenBatch`).
+    batch        The rows that a host feeds to the model in one step. A step computes the model on
+                 one batch of each host of a machine. When activations are read, a batch is some
+                 tokens with their activations (`dataset.token_batch.TokenBatch`).
     mark         A point in a worker's stream of samples, from which the stream can continue
                  (`text.mark.Mark`).
 

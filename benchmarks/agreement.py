@@ -64,18 +64,20 @@ class Comparison:
         num_compared_tokens: Number of tokens in all documents that were compared.
         num_rerouted_tokens: Number of these tokens that the contender and the reference route to
             different experts.
-        num_changed_tokens: Number of these tokens for which the contender's experts differ from the
-            reference's experts in float32. None if there is no float32 run to compare with.
-        num_changed_reference_tokens: Number of these tokens for which the reference's experts in
-            this dtype differ from the reference's experts in float32. 0 without a float32 run.
+        num_tokens_with_changed_experts: Number of these tokens for which the contender's experts
+            differ from the reference's experts in float32. None if there is no float32 run to
+            compare with.
+        num_reference_tokens_with_changed_experts: Number of these tokens for which the reference's
+            experts in this dtype differ from the reference's experts in float32. 0 without a
+            float32 run.
     """
 
     # One number for each compared document and each hook with activations.
     deviations: list[float] = field(default_factory=list)
     num_compared_tokens: int = 0
     num_rerouted_tokens: int = 0
-    num_changed_tokens: int | None = 0
-    num_changed_reference_tokens: int = 0
+    num_tokens_with_changed_experts: int | None = 0
+    num_reference_tokens_with_changed_experts: int = 0
 
     def add(
         self, values: ValuesByHook, reference: ValuesByHook, exact_values: ValuesByHook | None
@@ -92,10 +94,12 @@ class Comparison:
         self.num_compared_tokens += len(has_same_experts)
         self.num_rerouted_tokens += int((~has_same_experts).sum())
         if exact_values is None:
-            self.num_changed_tokens = None
-        elif self.num_changed_tokens is not None:
-            self.num_changed_tokens += int((~same_experts(values, exact_values)).sum())
-            self.num_changed_reference_tokens += int((~same_experts(reference, exact_values)).sum())
+            self.num_tokens_with_changed_experts = None
+        elif self.num_tokens_with_changed_experts is not None:
+            self.num_tokens_with_changed_experts += int((~same_experts(values, exact_values)).sum())
+            self.num_reference_tokens_with_changed_experts += int(
+                (~same_experts(reference, exact_values)).sum()
+            )
         if values is not reference and has_same_experts.any():
             self.deviations += [
                 deviation(hook_values[has_same_experts], reference[hook_name][has_same_experts])
@@ -125,17 +129,21 @@ class Comparison:
                 f"{name}: deviates by {largest_deviation:.3g} times the RMS; at most "
                 f"{TOLERANCE[dtype]} is allowed"
             )
-        num_changed_tokens = self.num_changed_tokens or 0
+        num_tokens_with_changed_experts = self.num_tokens_with_changed_experts or 0
         # Small numbers vary by chance, so 10 more tokens are allowed.
-        max_num_changed_tokens = MAX_CHANGED_RATIO * self.num_changed_reference_tokens + 10
+        max_num_tokens_with_changed_experts = (
+            MAX_CHANGED_RATIO * self.num_reference_tokens_with_changed_experts + 10
+        )
         if (
-            not few_more(self.num_changed_reference_tokens, num_changed_tokens)
-            or num_changed_tokens > max_num_changed_tokens
+            not few_more(
+                self.num_reference_tokens_with_changed_experts, num_tokens_with_changed_experts
+            )
+            or num_tokens_with_changed_experts > max_num_tokens_with_changed_experts
         ):
             raise Disagreement(
-                f"{name}: {num_changed_tokens} of {self.num_compared_tokens} tokens have other "
-                "experts than in float32; for the first contender, "
-                f"{self.num_changed_reference_tokens} do"
+                f"{name}: {num_tokens_with_changed_experts} of {self.num_compared_tokens} tokens "
+                "have other experts than in float32; for the first contender, "
+                f"{self.num_reference_tokens_with_changed_experts} do"
             )
 
 

@@ -409,8 +409,14 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
             first contender in float32. None in a model without experts or without a float32 run.
     """
     changed_token_fraction = None
-    if has_experts and comparison.num_changed_tokens is not None and comparison.num_compared_tokens:
-        changed_token_fraction = comparison.num_changed_tokens / comparison.num_compared_tokens
+    if (
+        has_experts
+        and comparison.num_tokens_with_changed_experts is not None
+        and comparison.num_compared_tokens
+    ):
+        changed_token_fraction = (
+            comparison.num_tokens_with_changed_experts / comparison.num_compared_tokens
+        )
     return {
         "deviation": comparison.largest_deviation,
         "compared_tokens": comparison.num_compared_tokens,

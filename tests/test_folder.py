@@ -29,7 +29,7 @@ from activation_extraction.common.errors import InputError
 from activation_extraction.store import bucket as bucket_module
 from activation_extraction.store import folder as folder_module
 from activation_extraction.store import sending
-from activation_extraction.store.answers import Meaning, failure_of_obstore
+from activation_extraction.store.answers import FailureKind, failure_of_obstore
 from activation_extraction.store.bucket import Bucket
 from activation_extraction.store.bucket_kinds import AZURE as AZURE_KIND
 from activation_extraction.store.folder import (
@@ -506,22 +506,22 @@ UNKNOWN, LATER = "Name or service not known", "Temporary failure in name resolut
 ISSUER = "Custom {\n    error: InvalidCertificate(\n        UnknownIssuer,\n    ),\n},"
 INVALID_GRANT = r"{\"error\":\"invalid_grant\",\"error_description\":\"Token\\nhas expired\"}"
 PRINTED = [
-    (REQUEST % ("", CONNECT % DNS % UNKNOWN), Meaning.UNREACHABLE, LOOKUP + UNKNOWN),
-    (REQUEST % ("", CONNECT % DNS % LATER), Meaning.MAY_PASS, LOOKUP + LATER),
+    (REQUEST % ("", CONNECT % DNS % UNKNOWN), FailureKind.UNREACHABLE, LOOKUP + UNKNOWN),
+    (REQUEST % ("", CONNECT % DNS % LATER), FailureKind.MAY_PASS, LOOKUP + LATER),
     (
         REQUEST % ("", CONNECT % ISSUER),
-        Meaning.UNREACHABLE,
+        FailureKind.UNREACHABLE,
         "the certificate of the server is not valid (UnknownIssuer)",
     ),
     (
         REQUEST % ("TokenRequest {", STATUS % INVALID_GRANT),
-        Meaning.NO_CREDENTIALS,
+        FailureKind.NO_CREDENTIALS,
         "invalid_grant: Token",
     ),
-    (DELETED % (2 * ("AccessDenied",)), Meaning.FORBIDDEN, 'AccessDenied: not "here"'),
-    (DELETED % (2 * ("InternalError",)), Meaning.MAY_PASS, 'InternalError: not "here"'),
-    (DELETED % ("503", "503"), Meaning.MAY_PASS, '503: not "here"'),
-    ("Generic S3 error: Cannot parse:\n  key", Meaning.UNUSABLE, "Cannot parse: key"),
+    (DELETED % (2 * ("AccessDenied",)), FailureKind.FORBIDDEN, 'AccessDenied: not "here"'),
+    (DELETED % (2 * ("InternalError",)), FailureKind.MAY_PASS, 'InternalError: not "here"'),
+    (DELETED % ("503", "503"), FailureKind.MAY_PASS, '503: not "here"'),
+    ("Generic S3 error: Cannot parse:\n  key", FailureKind.UNUSABLE, "Cannot parse: key"),
 ]
 
 

@@ -83,8 +83,8 @@ class Autoencoder:
             ORG/REPO/FOLDER on the hub.
         hook: The hook that is read, by a name of TransformerLens or Hugging Face.
         target_hook: The hook that is reconstructed. It equals `hook` for all but transcoders.
-        hook_in_files: The name of the hook that is read, according to the files; None or "" if the
-            files do not name it.
+        hook_name_in_files: The name of the hook that is read, according to the files; None or ""
+            if the files do not name it.
         W_enc: Encoder weights, (F, D).
         b_enc: Encoder bias, (F,).
         W_dec: Decoder weights, (F, O).
@@ -109,7 +109,7 @@ class Autoencoder:
     name: str  # the autoencoder as the user gave it to --encode
     hook: str  # the hook that is read
     target_hook: str  # name of the hook that is reconstructed
-    hook_in_files: str | None  # the hook that is read, according to the files
+    hook_name_in_files: str | None  # the hook that is read, according to the files
     W_enc: np.ndarray  # (F, D)
     b_enc: np.ndarray  # (F,)
     W_dec: np.ndarray  # (F, O)
@@ -264,19 +264,19 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
     except (LookupError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
         error_text = f"{type(error).__name__}: {one_line(error):.200}"
         raise autoencoder_files.error(f"cannot be read: {error_text}") from error
-    hook_in_files = field_values["hook"]
-    if not hook and not hook_in_files:
+    hook_name_in_files = field_values["hook"]
+    if not hook and not hook_name_in_files:
         raise autoencoder_files.error(f"does not name its hook; give --encode HOOK={name}")
     if hook:
         field_values["hook"] = hook
-        if field_values["target_hook"] == hook_in_files:
+        if field_values["target_hook"] == hook_name_in_files:
             field_values["target_hook"] = hook
     is_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith("bfloat16")
     field_values["dtype"] = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
     return Autoencoder(
         **field_values,
         name=name,
-        hook_in_files=hook_in_files,
+        hook_name_in_files=hook_name_in_files,
         files=tuple(autoencoder_files.paths_read),
         repository=autoencoder_files.repository,
     )

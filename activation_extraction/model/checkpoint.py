@@ -35,10 +35,10 @@ class Adapter(Protocol):
     `LoraAdapter` implements this protocol.
 
     Attributes:
-        files: The repository of the adapter, which may contain a tokenizer.
+        repository: The repository of the adapter, which may contain a tokenizer.
     """
 
-    files: Repository
+    repository: Repository
 
     def merge(
         self, tensor: str, index: Index, read_base: Callable[[Index], np.ndarray]

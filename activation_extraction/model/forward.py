@@ -182,7 +182,7 @@ class Forward(Program):
     def adapter_files(self) -> Repository | None:
         """The repository of the LoRA adapter; None if the run has no adapter."""
         adapter = self.checkpoint.adapter
-        return None if adapter is None else adapter.files
+        return None if adapter is None else adapter.repository
 
     @property
     def keyed_by(self) -> str | list[str]:

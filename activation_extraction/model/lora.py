@@ -95,7 +95,7 @@ class LoraAdapter:
     """A LoRA adapter, which changes tensors of its base model while they are read.
 
     Attributes:
-        files: The repository of the adapter.
+        repository: The repository of the adapter.
     """
 
     def __init__(self, folder: str, base: Checkpoint, tied: bool) -> None:
@@ -110,10 +110,10 @@ class LoraAdapter:
         Raises:
             InputError: If the adapter cannot be merged into this base model.
         """
-        self.files = Repository(folder, kind=ADAPTER)
+        self.repository = Repository(folder, kind=ADAPTER)
         self._base_checkpoint = base
-        self._settings = read_json(self.files.file(ADAPTER.config_file))
-        config_label = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
+        self._settings = read_json(self.repository.file(ADAPTER.config_file))
+        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file}"
         for setting_name, supported_values in SUPPORTED_SETTINGS.items():
             setting_value = self._settings.get(setting_name)
             if setting_value not in supported_values:
@@ -127,7 +127,7 @@ class LoraAdapter:
                 raise InputError(
                     f"{config_label}: {setting_name} is {setting_value!r}, expected true or false"
                 )
-        self._weights_file = self.files.open_weights(ADAPTER.weights_file)
+        self._weights_file = self.repository.open_weights(ADAPTER.weights_file)
         self._shape_by_key = {
             tensor_key: header_entry.shape
             for tensor_key, header_entry in self._weights_file.tensors.items()
@@ -186,7 +186,7 @@ class LoraAdapter:
         }
         log.info(
             "%s: merged in float32 into %d tensors (modules beside the language model: %d)",
-            self.files.flag_and_path,
+            self.repository.flag_and_path,
             len(changed_tensors),
             len(keys_by_suffix_by_module) - len(keys_by_language_module),
         )
@@ -214,8 +214,8 @@ class LoraAdapter:
                 f" (and {len(unread_tensors) - 1} more)" if len(unread_tensors) > 1 else ""
             )
             raise InputError(
-                f"{self.files.flag_and_path}: changes {unread_tensors[0]}, which is in the base "
-                f"but is not read{more_tensors_note}"
+                f"{self.repository.flag_and_path}: changes {unread_tensors[0]}, which is in the "
+                f"base but is not read{more_tensors_note}"
             )
 
     def merge(
@@ -527,7 +527,7 @@ class LoraAdapter:
         Raises:
             InputError: If the number or a pattern is unusable.
         """
-        config_label = f"{self.files.flag_and_path}: {ADAPTER.config_file}"
+        config_label = f"{self.repository.flag_and_path}: {ADAPTER.config_file}"
         setting_value: Any = self._settings.get(name)
         try:
             for path_pattern, setting_for_pattern in (

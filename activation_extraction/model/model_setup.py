@@ -433,15 +433,15 @@ def log_hooks(options: HookOptions, forward: Forward) -> None:
     token_bytes_of_hook = forward.token_bytes
     for encoder in forward.encoders:
         autoencoder_name = plain_url(encoder.autoencoder.name)
-        hook_in_files = encoder.autoencoder.hook_in_files or ""
+        hook_name_in_files = encoder.autoencoder.hook_name_in_files or ""
         codes_in_words = encoder.in_words(forward.model.activation_dtype)
         log.info("codes of %s: %s", autoencoder_name, codes_in_words)
         token_bytes_of_hook.pop(encoder.hook.name)
-        if layer_in_name(hook_in_files) not in ("", str(encoder.source_hook.layer)):
+        if layer_in_name(hook_name_in_files) not in ("", str(encoder.source_hook.layer)):
             log.warning(
                 "--encode %s: its files name %s, and it is used at %s",
                 autoencoder_name,
-                hook_in_files,
+                hook_name_in_files,
                 encoder.source_hook.name,
             )
     if not token_bytes_of_hook:

@@ -40,7 +40,7 @@ These modules access a folder, which is local, in a bucket, or at another URL:
     hub_folder.py           reads a folder in a repository of the Hugging Face hub
     bucket_kinds.py         declares the kinds of buckets, with the settings to connect to each
     sending.py              waits for writes to a bucket
-    answers.py              determines the meaning of a failed request
+    answers.py              determines why a request failed
 
 The format (5) of the stored files is the same in a local folder and in a bucket:
 

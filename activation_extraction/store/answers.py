@@ -1,9 +1,9 @@
-"""Determines the meaning of a failed request to a store: Google Cloud Storage, S3 or Azure.
+"""Determines the kind of a failed request to a store: Google Cloud Storage, S3 or Azure.
 
 A store gives the reason for a refusal as an HTTP status and as a code in the body of its answer.
 The code is used if it is known, because stores use one status for different failures. Of an error
 message of obstore, only the answer itself is parsed. The rest contains the URL, in which a user may
-have chosen names that look like a part of an answer. bucket.py turns the meanings into exceptions.
+have chosen names that look like a part of an answer. bucket.py turns the kinds into exceptions.
 """
 
 import http
@@ -27,7 +27,7 @@ CREDENTIAL_ADDRESSES = ("AWS_METADATA_ENDPOINT", "AWS_CONTAINER_CREDENTIALS_FULL
 DETAILS = "\n\nDebug source:\n"
 
 
-class Meaning(Enum):
+class FailureKind(Enum):
     """The kinds of reasons for which a request to a store fails.
 
     NO_CREDENTIALS, UNREACHABLE and UNUSABLE may be temporary if an earlier request to the same
@@ -61,32 +61,33 @@ class Meaning(Enum):
     MAY_PASS = auto()
 
 
-# Meanings by the code in the answer, for the codes of Google Cloud Storage, S3 and Azure that are
-# more precise than the HTTP status.
-CODES: Mapping[str, Meaning] = {
-    code: meaning
-    for meaning, space_separated_codes in {
-        Meaning.CHANGED: "PreconditionFailed ConditionNotMet BlobAlreadyExists",
-        Meaning.NO_BUCKET: "NoSuchBucket ContainerNotFound",
-        Meaning.CREDENTIALS: (
+# Kinds of failures by the code in the answer, for the codes of Google Cloud Storage, S3 and Azure
+# that are more precise than the HTTP status.
+CODES: Mapping[str, FailureKind] = {
+    code: failure_kind
+    for failure_kind, space_separated_codes in {
+        FailureKind.CHANGED: "PreconditionFailed ConditionNotMet BlobAlreadyExists",
+        FailureKind.NO_BUCKET: "NoSuchBucket ContainerNotFound",
+        FailureKind.CREDENTIALS: (
             "ExpiredToken InvalidToken TokenRefreshRequired InvalidAccessKeyId "
             "SignatureDoesNotMatch AuthenticationFailed InvalidAuthenticationInfo"
         ),
-        Meaning.FORBIDDEN: "AccessDenied AllAccessDisabled PublicAccessNotPermitted",
-        Meaning.ELSEWHERE: "PermanentRedirect AuthorizationHeaderMalformed",
-        Meaning.REFUSED: "BlobArchived BlobImmutableDueToPolicy SnapshotsPresent",
+        FailureKind.FORBIDDEN: "AccessDenied AllAccessDisabled PublicAccessNotPermitted",
+        FailureKind.ELSEWHERE: "PermanentRedirect AuthorizationHeaderMalformed",
+        FailureKind.REFUSED: "BlobArchived BlobImmutableDueToPolicy SnapshotsPresent",
         # These codes are returned if the body of an upload arrives late or incomplete.
-        Meaning.MAY_PASS: "RequestTimeout IncompleteBody BadDigest XAmzContentSHA256Mismatch",
+        FailureKind.MAY_PASS: "RequestTimeout IncompleteBody BadDigest XAmzContentSHA256Mismatch",
     }.items()
     for code in space_separated_codes.split()
 }
-# Meanings by the HTTP status. `meaning_of` determines the meanings of all other statuses.
-STATUSES: Mapping[int, Meaning] = {
-    401: Meaning.CREDENTIALS,
-    403: Meaning.FORBIDDEN,
-    404: Meaning.MISSING,
-    412: Meaning.CHANGED,
-    501: Meaning.REFUSED,
+# Kinds of failures by the HTTP status. `failure_kind_of` determines the kinds for all other
+# statuses.
+STATUSES: Mapping[int, FailureKind] = {
+    401: FailureKind.CREDENTIALS,
+    403: FailureKind.FORBIDDEN,
+    404: FailureKind.MISSING,
+    412: FailureKind.CHANGED,
+    501: FailureKind.REFUSED,
 }
 
 
@@ -94,7 +95,7 @@ class Failure(NamedTuple):
     """The reason why a request to a store failed, once as a kind and once in words.
 
     Attributes:
-        meaning: Kind of the reason, such as `Meaning.MISSING`. It decides the exception to raise.
+        kind: Kind of the reason, such as `FailureKind.MISSING`. It decides the exception to raise.
         reason: Reason for the user, as one line: the code and message of the store's answer or, if
             the store did not answer, the reason why it did not. It contains no URL and nothing else
             that may contain secrets.
@@ -102,12 +103,12 @@ class Failure(NamedTuple):
             is unknown.
     """
 
-    meaning: Meaning  # kind of the reason
+    kind: FailureKind  # kind of the reason
     reason: str  # reason in words, for the user
     http_status: int = 0  # 0 if it is unknown
 
 
-def meaning_of(status: int, code: str = "") -> Meaning:
+def failure_kind_of(status: int, code: str = "") -> FailureKind:
     """Returns why a request failed, from the code or else the HTTP status of the store's answer.
 
     Args:
@@ -121,10 +122,10 @@ def meaning_of(status: int, code: str = "") -> Meaning:
     if status in STATUSES:
         return STATUSES[status]
     if 300 <= status < 400:
-        return Meaning.ELSEWHERE
+        return FailureKind.ELSEWHERE
     if 400 <= status < 500 and status not in (408, 409, 425, 429):
-        return Meaning.REFUSED
-    return Meaning.MAY_PASS
+        return FailureKind.REFUSED
+    return FailureKind.MAY_PASS
 
 
 def failure_of_obstore(error: Exception) -> Failure:
@@ -159,22 +160,24 @@ def failure_of_obstore(error: Exception) -> Failure:
         error_text = _unescaped(deletion_match[2])
         http_status = int(error_code) if error_code.isdigit() else 0
         failure = Failure(
-            meaning_of(http_status, error_code), _as_one_line(error_code, error_text), http_status
+            failure_kind_of(http_status, error_code),
+            _as_one_line(error_code, error_text),
+            http_status,
         )
     elif _has(error_details, "inner: BareRedirect,"):
-        failure = Failure(Meaning.ELSEWHERE, "redirected without an address", 301)
+        failure = Failure(FailureKind.ELSEWHERE, "redirected without an address", 301)
     elif _has(error_details, "(?:source: )?HttpError {"):
         failure = _failure_of_connection(error_details)
     elif isinstance(error, FileNotFoundError):
-        failure = Failure(Meaning.MISSING, "the object does not exist")
+        failure = Failure(FailureKind.MISSING, "the object does not exist")
     elif isinstance(error, GenericError):
         # obstore raises this error if, for example, it cannot use a file with credentials, or
         # cannot parse the answer.
-        failure = Failure(Meaning.UNUSABLE, setting_error(error))
+        failure = Failure(FailureKind.UNUSABLE, setting_error(error))
     else:
-        failure = Failure(Meaning.REFUSED, setting_error(error))
+        failure = Failure(FailureKind.REFUSED, setting_error(error))
     if _asks_for_credentials(error_details):
-        return Failure(Meaning.NO_CREDENTIALS, failure.reason)
+        return Failure(FailureKind.NO_CREDENTIALS, failure.reason)
     return failure
 
 
@@ -204,7 +207,7 @@ def _failure_of_answer(status: int, body: str) -> Failure:
     except ValueError:
         status_phrase = "unknown status"
     failure_reason = _as_one_line(error_code, error_text) or f"{status} {status_phrase}"
-    return Failure(meaning_of(status, error_code), failure_reason, status)
+    return Failure(failure_kind_of(status, error_code), failure_reason, status)
 
 
 def _code_and_message(body: str) -> tuple[str, str]:
@@ -249,20 +252,20 @@ def _failure_of_connection(details: str) -> Failure:
     certificate_match = re.search(r"^ *error: InvalidCertificate\(\n *(\w+)", details, re.MULTILINE)
     if certificate_match:
         failure_reason = f"the certificate of the server is not valid ({certificate_match[1]})"
-        return Failure(Meaning.UNREACHABLE, failure_reason)
+        return Failure(FailureKind.UNREACHABLE, failure_reason)
     if _has(details, r"error: InvalidMessage\("):
         return Failure(
-            Meaning.UNREACHABLE, "the server at this https:// address does not speak TLS"
+            FailureKind.UNREACHABLE, "the server at this https:// address does not speak TLS"
         )
     if _has(details, "kind: Builder,"):
-        return Failure(Meaning.UNREACHABLE, "its address cannot be used")
+        return Failure(FailureKind.UNREACHABLE, "its address cannot be used")
     if _has(details, r"(?:kind|source): (?:Timeout|TimedOut),"):
-        return Failure(Meaning.MAY_PASS, "no answer")
+        return Failure(FailureKind.MAY_PASS, "no answer")
     message_match = re.search(r'^ *(?:message|error): "(.*)",$', details, re.MULTILINE)
     failure_reason = _unescaped(message_match[1]) if message_match else "the connection broke"
     if _has(details, '"dns error",') and "Temporary failure" not in failure_reason:
-        return Failure(Meaning.UNREACHABLE, failure_reason)
-    return Failure(Meaning.MAY_PASS, failure_reason)
+        return Failure(FailureKind.UNREACHABLE, failure_reason)
+    return Failure(FailureKind.MAY_PASS, failure_reason)
 
 
 def _asks_for_credentials(details: str) -> bool:

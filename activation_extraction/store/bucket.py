@@ -24,7 +24,7 @@ from obstore.exceptions import BaseError, GenericError
 
 from activation_extraction.store.answers import (
     Failure,
-    Meaning,
+    FailureKind,
     failure_of_obstore,
     setting_error,
 )
@@ -271,42 +271,42 @@ class Bucket:
         # If a request has succeeded before, the address, the settings and the machine's credentials
         # are valid, so the same request may succeed later.
         is_failure_permanent = not self._any_request_succeeded
-        match failure.meaning:
-            case Meaning.MISSING:
+        match failure.kind:
+            case FailureKind.MISSING:
                 return FileNotFoundError(failure_reason)
-            case Meaning.CHANGED:
+            case FailureKind.CHANGED:
                 return ChangedError()
-            case Meaning.NO_BUCKET:
+            case FailureKind.NO_BUCKET:
                 return FolderError(f"no such bucket: {self._bucket_name}")
-            case Meaning.CREDENTIALS:
+            case FailureKind.CREDENTIALS:
                 problem_message = "the credentials are missing, invalid or have expired"
                 return FolderError(
                     f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}"
                 )
-            case Meaning.NO_CREDENTIALS:
+            case FailureKind.NO_CREDENTIALS:
                 problem_message = "no credentials were found, nor given by the machine"
                 return FolderError(
                     f"{problem_message} ({failure_reason}); {bucket_kind.credential_help}",
                     is_failure_permanent,
                 )
-            case Meaning.FORBIDDEN:
+            case FailureKind.FORBIDDEN:
                 return FolderError(
                     f"permission denied ({failure_reason}); needed: {bucket_kind.permission_help}"
                 )
-            case Meaning.ELSEWHERE:
+            case FailureKind.ELSEWHERE:
                 problem_message = "the bucket is in another region or at another address"
                 return FolderError(
                     f"{problem_message} ({failure_reason}); {bucket_kind.address_help}"
                 )
-            case Meaning.UNREACHABLE:
+            case FailureKind.UNREACHABLE:
                 return FolderError(
                     f"{failure_reason}; {bucket_kind.address_help}", is_failure_permanent
                 )
-            case Meaning.UNUSABLE:
+            case FailureKind.UNUSABLE:
                 return FolderError(failure_reason, is_failure_permanent)
-            case Meaning.REFUSED:
+            case FailureKind.REFUSED:
                 return FolderError(failure_reason)
-            case Meaning.MAY_PASS:
+            case FailureKind.MAY_PASS:
                 return FolderError(failure_reason, is_permanent=False)
 
 

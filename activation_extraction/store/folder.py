@@ -22,7 +22,7 @@ from obstore import Bytes
 from activation_extraction.common.errors import InputError, one_line, reason_of
 from activation_extraction.common.log import log
 from activation_extraction.common.visible import plain_url
-from activation_extraction.store.answers import Meaning, meaning_of
+from activation_extraction.store.answers import FailureKind, failure_kind_of
 from activation_extraction.store.bucket import MIN_BYTES_PER_SECOND, Bucket
 from activation_extraction.store.bucket_kinds import BUCKET_KINDS
 from activation_extraction.store.hub_folder import HubFolder, is_repository
@@ -597,7 +597,7 @@ def failure_of(error: Exception) -> FolderError:
     )
     # For HTTP status 403, gcsfs raises an exception without a code, whose message begins so.
     says_forbidden = failure_reason.startswith("Forbidden")
-    has_final_status = http_status != 0 and meaning_of(http_status) is not Meaning.MAY_PASS
+    has_final_status = http_status != 0 and failure_kind_of(http_status) is not FailureKind.MAY_PASS
     is_failure_final = (
         isinstance(error, types_of_final_errors) or says_forbidden or has_final_status
     )

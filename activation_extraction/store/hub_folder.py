@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from activation_extraction.common.errors import InputError, install, one_line
 from activation_extraction.common.retries import hub_unreachable
-from activation_extraction.store.answers import Meaning, meaning_of
+from activation_extraction.store.answers import FailureKind, failure_kind_of
 from activation_extraction.store.local_files import FileEntry, FolderError, check_size
 
 # URL of a folder in a repository on the hub, such as hf://datasets/ORG/NAME@REVISION/PATH. Models
@@ -253,5 +253,5 @@ class HubFolder:
             failure_reason = f"{one_line(error):.200}"
             if http_status == 401:
                 failure_reason = "the hub does not accept your token (HF_TOKEN)"
-            is_failure_final = meaning_of(http_status) is not Meaning.MAY_PASS
+            is_failure_final = failure_kind_of(http_status) is not FailureKind.MAY_PASS
             raise FolderError(failure_reason, is_permanent=is_failure_final) from error

@@ -169,35 +169,35 @@ class LogWriter:
                 # This process has begun the new run and has not stored a shard yet, so damaged JSON
                 # files are left over from the old run. They are replaced by reservations and hidden
                 # from the planner, which would otherwise refuse to continue.
-                for entry_file_name in run_log.damaged_files:
-                    if entry_file_name != METADATA:
-                        entry_version = run_log.entry_versions[entry_file_name]
-                        versions_to_withdraw[number_of(entry_file_name)] = entry_version
+                for shard_json_name in run_log.damaged_files:
+                    if shard_json_name != METADATA:
+                        json_version = run_log.shard_json_versions[shard_json_name]
+                        versions_to_withdraw[number_of(shard_json_name)] = json_version
                 run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
-                versions_to_withdraw |= self._plan.repair.withdrawn_entry_versions
+                versions_to_withdraw |= self._plan.repair.withdrawn_json_versions
             if not self._withdraw_all(versions_to_withdraw):
                 continue  # a JSON file has changed, so the log is read and checked again
             if self._plan.is_complete or self.reserve(self._plan.next_shard_number):
                 return self._plan
 
-    def _withdraw_all(self, entry_versions: Mapping[int, str | None]) -> bool:
+    def _withdraw_all(self, shard_json_versions: Mapping[int, str | None]) -> bool:
         """Replaces the JSON files of some shards by reservations.
 
         If another process has changed one of the files since this process read it, the function
         stops there.
 
         Args:
-            entry_versions: Shard number -> version of the shard's JSON file as this process has
-                read it. The version is None if there was no file.
+            shard_json_versions: Shard number -> version of the shard's JSON file as this process
+                has read it. The version is None if there was no file.
 
         Returns:
             Whether all files were replaced.
         """
         return all(
-            self.withdraw(shard_number, entry_version)
-            for shard_number, entry_version in entry_versions.items()
+            self.withdraw(shard_number, json_version)
+            for shard_number, json_version in shard_json_versions.items()
         )
 
     def begin(self, run_id: str, version: str | None) -> bool:
@@ -351,19 +351,19 @@ class LogWriter:
             Whether the file was replaced. False if it has another version now, for example because
             a commit has arrived since. The new content must be checked before it may be replaced.
         """
-        entry_file_name = commit_name(number)
+        shard_json_name = commit_name(number)
         reservation_bytes = seal(reservation(self.run_id, self.id))
         write_patience = self.folder.patience_for(reservation_bytes)
-        write_attempts = Attempts(self.folder, f"writing {entry_file_name}", write_patience)
+        write_attempts = Attempts(self.folder, f"writing {shard_json_name}", write_patience)
         while True:
-            current_bytes, current_version = self._read(entry_file_name)
+            current_bytes, current_version = self._read(shard_json_name)
             if current_bytes == reservation_bytes:
                 return True
             self.check()
             if current_version != version:
                 return False
             try:
-                self.folder.write(entry_file_name, reservation_bytes, version, write_patience)
+                self.folder.write(shard_json_name, reservation_bytes, version, write_patience)
                 return True
             except ChangedError as error:  # the write failed, or its answer was lost
                 write_attempts.failed(error)

@@ -93,7 +93,7 @@ class Repair:
     """The part of a plan that only a repair needs.
 
     Attributes:
-        withdrawn_entry_versions: Number of each bad or missing shard -> version of its JSON file,
+        withdrawn_json_versions: Number of each bad or missing shard -> version of its JSON file,
             None if it has no file. Reservations replace the files in the order of this dict.
         gaps: Numbers of the bad and missing shards before a good one, in ascending order. If there
             are no gaps, the repair only replaces the JSON files of bad shards at the end of the log
@@ -106,7 +106,8 @@ class Repair:
             fields. Empty if metadata.json was missing, or if there are no gaps.
     """
 
-    withdrawn_entry_versions: Mapping[int, str | None]  # shard number -> version of its JSON file
+    # Number of a shard -> version of its JSON file, None if it has no JSON file.
+    withdrawn_json_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
     num_samples_to_read: int | None = None
     num_samples_to_add: int = 0
@@ -405,8 +406,8 @@ class RepairPlanner:
             for shard_number in range(1, last_good_shard_number)
             if shard_number not in good_commit_by_number
         )
-        withdrawn_entry_versions = {
-            shard_number: run_log.entry_versions.get(commit_name(shard_number))
+        withdrawn_json_versions = {
+            shard_number: run_log.shard_json_versions.get(commit_name(shard_number))
             for shard_number in (*bad_shard_numbers_at_end, *gap_shard_numbers)
         }
         continuation_mark = furthest_mark(
@@ -423,7 +424,7 @@ class RepairPlanner:
                 plan_without_repair,
                 repair=self._repair_of_gaps(
                     gap_shard_numbers,
-                    withdrawn_entry_versions,
+                    withdrawn_json_versions,
                     plan_without_repair,
                     stored_metadata,
                 ),
@@ -439,9 +440,9 @@ class RepairPlanner:
             run_id=run,
             mark=continuation_mark,
             is_up_to_date=plan_without_repair.is_up_to_date
-            and not (withdrawn_entry_versions or has_wrong_totals),
+            and not (withdrawn_json_versions or has_wrong_totals),
             repair=Repair(
-                withdrawn_entry_versions,
+                withdrawn_json_versions,
                 num_samples_to_add=self._num_samples_to_add(plan_without_repair),
             ),
         )
@@ -449,7 +450,7 @@ class RepairPlanner:
     def _repair_of_gaps(
         self,
         gaps: tuple[int, ...],
-        withdrawn_entry_versions: Mapping[int, str | None],
+        withdrawn_json_versions: Mapping[int, str | None],
         plan: StoragePlan,
         metadata: Mapping[str, Any],
     ) -> Repair:
@@ -458,12 +459,12 @@ class RepairPlanner:
         Args:
             gaps: Numbers of the bad or missing shards after which there is a good shard, in
                 ascending order.
-            withdrawn_entry_versions: Number of each bad or missing shard -> version of its JSON
+            withdrawn_json_versions: Number of each bad or missing shard -> version of its JSON
                 file, None if it has no file.
             plan: Plan of which the repair becomes a part. Its commits are those of the good shards.
             metadata: Content of metadata.json; empty if it is missing.
         """
-        gap_repair = Repair(withdrawn_entry_versions, gaps, previous_metadata=metadata)
+        gap_repair = Repair(withdrawn_json_versions, gaps, previous_metadata=metadata)
         if not self.identity.from_dataset:
             return replace(
                 gap_repair,

@@ -412,8 +412,8 @@ class RunLog:
             versions.
         commits: Commits of the run that metadata.json names, by their numbers. Without metadata,
             the commits of all runs.
-        entry_versions: Version of each entry that was read, by the name of its file; None if the
-            store has no versions. Missing files have no key.
+        shard_json_versions: Version of each shard's JSON file that was read, by its name; None if
+            the store has no versions. Missing files have no key.
         file_sizes: Sizes of all files in the folder in bytes, by name.
         damaged_files: Message on each JSON file that cannot be read, by the name of the file.
         metrics: Numbers in the last line of metrics.jsonl, by name.
@@ -424,8 +424,8 @@ class RunLog:
     metadata: dict[str, Any] | None = None  # content of metadata.json
     metadata_version: str | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
-    # File name of an entry of the log -> version of this file.
-    entry_versions: dict[str, str | None] = field(default_factory=dict)
+    # Name of a shard's JSON file, a commit or a reservation -> version of this file.
+    shard_json_versions: dict[str, str | None] = field(default_factory=dict)
     file_sizes: dict[str, int] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -545,7 +545,8 @@ def _read_once(folder: Folder) -> RunLog:
     bytes_and_version = folder.read_with_version(METADATA, max_bytes=MAX_JSON_BYTES)
     metadata_bytes, metadata_version = bytes_and_version or (None, None)
     damaged_files: dict[str, str] = {}
-    entry_versions: dict[str, str | None] = {}  # file name of an entry -> version of this file
+    # Name of a shard's JSON file, a commit or a reservation -> version of this file.
+    shard_json_versions: dict[str, str | None] = {}
     metadata = None
     if metadata_bytes is not None:
         try:
@@ -553,21 +554,23 @@ def _read_once(folder: Folder) -> RunLog:
         except DamagedError as error:
             damaged_files[METADATA] = str(error)
     file_sizes = folder.files()
-    listed_entry_names = {file_name for file_name in file_sizes if COMMIT.fullmatch(file_name)}
-    commits = _read_commits(folder, listed_entry_names, metadata, entry_versions, damaged_files)
-    # A listing of several pages may lack an entry that was written meanwhile, so entries with the
-    # missing numbers are requested by name.
+    listed_json_names = {file_name for file_name in file_sizes if COMMIT.fullmatch(file_name)}
+    commits = _read_commits(folder, listed_json_names, metadata, shard_json_versions, damaged_files)
+    # A listing of several pages may lack a shard's JSON file that was written meanwhile, so JSON
+    # files with the missing numbers are requested by name.
     missing_numbers = chain.from_iterable(_gaps([0, *sorted(commits)]))
-    missing_entry_names = {
+    missing_json_names = {
         commit_name(shard_number) for shard_number in islice(missing_numbers, MAX_UNLISTED)
     }
-    unlisted_entry_names = missing_entry_names - listed_entry_names
-    commits |= _read_commits(folder, unlisted_entry_names, metadata, entry_versions, damaged_files)
+    unlisted_json_names = missing_json_names - listed_json_names
+    commits |= _read_commits(
+        folder, unlisted_json_names, metadata, shard_json_versions, damaged_files
+    )
     run_log = RunLog(
         metadata=metadata,
         metadata_version=metadata_version,
         commits=commits,
-        entry_versions=entry_versions,
+        shard_json_versions=shard_json_versions,
         file_sizes=file_sizes,
         damaged_files=damaged_files,
         metrics=last_metrics(folder, file_sizes.get(METRICS, 0)),
@@ -587,38 +590,40 @@ def _read_commits(
     versions: dict[str, str | None],
     damaged_files: dict[str, str],
 ) -> dict[int, Commit]:
-    """Reads entries of the log, and returns the commits among them by number.
+    """Reads JSON files of shards, and returns the commits among them by the shard's number.
+
+    The other JSON files are reservations.
 
     Args:
         folder: Folder that contains the log.
-        names: Names of the entries' files, of which some may not exist.
+        names: Names of the JSON files, of which some may not exist.
         metadata: Content of metadata.json. Commits of other runs are left out. None to return the
             commits of all runs.
-        versions: Dict to which the version of each entry is added, by the name of the file.
-        damaged_files: Dict to which a message on each entry that cannot be read is added, by the
+        versions: Dict to which the version of each file is added, by the name of the file.
+        damaged_files: Dict to which a message on each file that cannot be read is added, by the
             name of the file.
     """
-    commits: dict[int, Commit] = {}
-    sorted_entry_names = sorted(names)
+    commit_by_number: dict[int, Commit] = {}
+    sorted_json_names = sorted(names)
 
     def read(name: str) -> tuple[bytes, str | None] | None:
         return folder.read_with_version(name, max_bytes=MAX_JSON_BYTES)
 
     with ThreadPoolExecutor(JSONS_AT_ONCE) as thread_pool:
-        for entry_name, bytes_and_version in zip(
-            sorted_entry_names, thread_pool.map(read, sorted_entry_names), strict=True
+        for shard_json_name, bytes_and_version in zip(
+            sorted_json_names, thread_pool.map(read, sorted_json_names), strict=True
         ):
             if bytes_and_version is None:
                 continue
-            json_bytes, versions[entry_name] = bytes_and_version
+            json_bytes, versions[shard_json_name] = bytes_and_version
             try:
-                commit = parse_commit(json_bytes, f"{folder.url}/{entry_name}")
+                commit = parse_commit(json_bytes, f"{folder.url}/{shard_json_name}")
             except DamagedError as error:
-                damaged_files[entry_name] = str(error)
+                damaged_files[shard_json_name] = str(error)
                 continue
             if commit is not None and (metadata is None or commit.run == metadata["run"]):
-                commits[commit.number] = commit
-    return commits
+                commit_by_number[commit.number] = commit
+    return commit_by_number
 
 
 def _gaps(numbers: Iterable[int]) -> list[range]:
