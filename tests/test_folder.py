@@ -649,14 +649,14 @@ def test_all_attempts_at_a_write_share_one_time_that_grows_in_proportion_to_its_
     for size in (0, MIB, 2 * MIB, 16 * MIB):
         patience = folder.patience_for(bytes(size))
         patience.add(1e9)
-        longest.append(patience.end_time - clock[0])
+        longest.append(patience.deadline - clock[0])
     # Sixteen at once on a line of 16 Mbit/s.
     assert longest == [300 + size * 16 * 8 / 16e6 for size in (0, MIB, 2 * MIB, 16 * MIB)]
     patience = folder.patience_for(bytes(MIB))
     attempts = Attempts(folder, "writing file", patience)
     with pytest.raises(FolderError, match=r"writing file kept failing for 300 s: no"):
         while True:
-            clock[0] = min(clock[0] + 90, patience.end_time)  # as `watched` ends an attempt
+            clock[0] = min(clock[0] + 90, patience.deadline)  # as `watched` ends an attempt
             attempts.failed("no")
     # What is not a write may take long, and is tried again when it fails.
     attempts = Attempts(folder, "reading file")

@@ -1,10 +1,10 @@
 """Determines how many bytes of CPU memory this process can use.
 
 The limit is the memory of the computer, or less if the process is in a control group of Linux
-(cgroup). Containers, Slurm jobs and systemd units are control groups. Control groups form a tree,
-and each group on the path from this process's group up to the root may have a limit for its whole
-subtree. Version 2 of control groups has one tree for all resources. Version 1 has a separate tree
-for memory. A computer may mount the trees of both versions.
+(cgroup). Containers, Slurm jobs and systemd units are control groups. Control groups form a
+hierarchy, and each group on the path from this process's group up to the root may have a limit for
+all groups below it. Version 2 of control groups has one hierarchy for all resources. Version 1 has
+a separate hierarchy for memory. A computer may mount the hierarchies of both versions.
 """
 
 import os
@@ -108,8 +108,8 @@ def _computer_memory() -> int:
 def _limited_groups() -> Iterator[_LimitedGroup]:
     """Yields the control groups (cgroups) of this process whose memory is limited.
 
-    Linux may have several trees of control groups. The process belongs to one group in each tree,
-    and to all ancestors of this group.
+    Linux may have several hierarchies of control groups. The process belongs to one group in each
+    hierarchy, and to all ancestors of this group.
     """
     for cgroup_folder, mount_folder, memory_file_names in _mounted_groups():
         searched_folder = cgroup_folder
@@ -132,10 +132,11 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
 def _mounted_groups() -> Iterator[_MountedGroup]:
     """Yields the control groups of this process that can limit its memory.
 
-    Control groups (cgroups) form trees in the file system. This process has one group in each tree.
+    Control groups (cgroups) form one hierarchy or several. This process is in one group of each
+    hierarchy.
     """
-    # Type of the file system of a tree ("cgroup2" or "cgroup") -> path of this process's group from
-    # the root of the tree.
+    # Type of the file system of a hierarchy ("cgroup2" or "cgroup") -> path of this process's
+    # control group from the root of the hierarchy.
     cgroup_path_by_file_system_type = {}
     for control_group_line in _kernel_file(GROUPS).splitlines():
         hierarchy_id, controllers, cgroup_path = control_group_line.split(":", 2)
@@ -158,9 +159,9 @@ def _mounted_groups() -> Iterator[_MountedGroup]:
             cgroup_path_by_file_system_type[file_system_type], root_of_mount
         )
         cgroup_folder = mount_folder / relative_path
-        # In a container, often only a part of the tree is mounted, which begins at the container's
-        # group. If the path of this process's group does not lead to a folder in this part, the
-        # folder where the part begins is used instead.
+        # In a container, often only the part of the hierarchy is mounted that begins at the
+        # container's control group. If the path of this process's control group does not lead to a
+        # folder in this part, the folder where the part begins is used instead.
         if relative_path.startswith("..") or not cgroup_folder.is_dir():
             cgroup_folder = mount_folder
         yield _MountedGroup(cgroup_folder, mount_folder, FILE_NAMES[file_system_type])

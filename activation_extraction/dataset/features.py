@@ -128,7 +128,7 @@ def feature_table(
     """
     from tqdm import tqdm  # imported late, because other readers of a run do not need tqdm
 
-    hook = dataset.hooks.aliases.get(hook, hook)
+    hook_name = dataset.hooks.aliases.get(hook, hook)
     names_of_code_hooks = [
         hook_name
         for hook_name, hook_values in dataset.shards.hooks.items()
@@ -136,22 +136,22 @@ def feature_table(
     ]
     if not dataset.identity.code_hooks:
         raise ValueError(f"{dataset.url}: has no codes, which --encode stores")
-    if hook not in names_of_code_hooks:
+    if hook_name not in names_of_code_hooks:
         raise ValueError(
-            f"hook {hook!r} has no codes or is not read; codes are read at "
+            f"hook {hook_name!r} has no codes or is not read; codes are read at "
             f"{', '.join(names_of_code_hooks) or 'no hook'}"
         )
     if contexts < 1 or around < 0:
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
-    feature_count = dataset.hooks[hook]
+    feature_count = dataset.hooks[hook_name]
     num_earlier_tokens = 0  # number of tokens in earlier batches
     active_token_counts = np.zeros(feature_count, np.int64)
     value_sums = np.zeros(feature_count)
     strongest_tokens = StrongestTokens(feature_count, contexts)
     progress_settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
     with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
-        for batch in dataset.batches(BATCH_TOKENS, [hook]):
-            codes = batch[hook]
+        for batch in dataset.batches(BATCH_TOKENS, [hook_name]):
+            codes = batch[hook_name]
             token_numbers = np.repeat(
                 np.arange(num_earlier_tokens, num_earlier_tokens + len(batch)),
                 np.diff(codes.indptr),
@@ -202,7 +202,7 @@ def _contexts(
     decode_ids = None
     with suppress(LookupError):
         decode_ids = find_decoder(dataset)
-    listed_indices_of_tables = [np.arange(0)]
+    listed_indices_of_context_tables = [np.arange(0)]
     context_tables = [CONTEXT.empty_table()]
     for shard in np.unique(shard_of_token).tolist():
         shard_reader = dataset.shards.get(shard)
@@ -230,10 +230,10 @@ def _contexts(
                 decode_ids and decode_ids(context_token_ids) for context_token_ids in context_ids
             ],
         }
-        listed_indices_of_tables.append(listed_indices_of_shard)
+        listed_indices_of_context_tables.append(listed_indices_of_shard)
         context_tables.append(pyarrow.table(context_columns, CONTEXT))
     contexts = pyarrow.concat_tables(context_tables).take(
-        np.argsort(np.concatenate(listed_indices_of_tables))
+        np.argsort(np.concatenate(listed_indices_of_context_tables))
     )
     first_context_of_feature = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(

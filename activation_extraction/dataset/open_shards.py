@@ -124,7 +124,7 @@ class OpenShards:
         self._values_by_column: dict[str, np.ndarray] = {}
         # The cached functions do not refer to this object, because a cycle of references would keep
         # a decompressed pickle in memory until the garbage collector runs.
-        self._read_with: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
+        self._read_shard_with: Callable[..., Any] = partial(_read_shard, self.url, self.shards, {})
         hook_values = list(self.hooks.values())
         max_open_shards = _max_open_files()
         if not self.can_read_ranges:
@@ -135,11 +135,14 @@ class OpenShards:
             )
         self._lock_by_shard = defaultdict[int, Lock](Lock)
         self._open: Callable[[int], SafetensorsFile] = lru_cache(max(max_open_shards, 1))(
-            partial(self._read_with, lambda folder, commit: open_shard(folder, commit, hook_values))
+            partial(
+                self._read_shard_with,
+                lambda folder, commit: open_shard(folder, commit, hook_values),
+            )
         )
         max_tables = MAX_TABLE_ROWS // max((commit.count for commit in self.commits), default=1)
         self.sample_table: Callable[[int], pyarrow.Table] = lru_cache(max(max_tables, 1))(
-            partial(self._read_with, read_table)
+            partial(self._read_shard_with, read_table)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -318,7 +321,7 @@ class OpenShards:
         ]
         sums_by_hook: dict[str, Sums] = {}
         for sums_of_shard in self.read_all(
-            partial(self._read_with, partial(read_sums, hooks=names_of_array_hooks))
+            partial(self._read_shard_with, partial(read_sums, hooks=names_of_array_hooks))
         ):
             for hook_name, shard_sums in sums_of_shard.items():
                 sums_by_hook[hook_name] = (

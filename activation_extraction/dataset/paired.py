@@ -209,8 +209,8 @@ class PairedRuns(AlignedRuns):
         Raises:
             ValueError: If an argument is invalid for these runs.
         """
-        hooks_of_runs = [run.hooks.chosen(run.url, hooks) for run in self.runs]
-        return self._batches(TokenPair._make, hooks_of_runs, BatchOptions(size, **options))
+        hook_names_of_runs = [run.hooks.chosen(run.url, hooks) for run in self.runs]
+        return self._batches(TokenPair._make, hook_names_of_runs, BatchOptions(size, **options))
 
 
 class JoinedRuns(AlignedRuns, Samples):
@@ -285,7 +285,7 @@ class JoinedRuns(AlignedRuns, Samples):
             ValueError: If an argument is invalid for these runs.
         """
         chosen_hooks = self.hooks.chosen("the joined runs", hooks)
-        hooks_of_runs = [
+        hook_names_of_runs = [
             [hook_name for hook_name in chosen_hooks if hook_name in run.hooks] for run in self.runs
         ]
         batch_options = BatchOptions(size, **options)
@@ -297,7 +297,7 @@ class JoinedRuns(AlignedRuns, Samples):
                 np.arange(len(self.runs[0])), self._sample_indices[0][sample_mask]
             )
             batch_options = replace(batch_options, where=sample_mask_of_first_run)
-        return self._batches(_joined, hooks_of_runs, batch_options)
+        return self._batches(_joined, hook_names_of_runs, batch_options)
 
     def _sample(self, index: int) -> SampleActivations:
         """Returns a sample with the hooks of all runs and the tokens that all runs have.

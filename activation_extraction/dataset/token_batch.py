@@ -263,12 +263,13 @@ def empty_batch(like: TokenBatch, size: int, dtypes: Mapping[str, str] | None = 
     Args:
         like: Batch with the hooks, widths and dtypes of the new batch.
         size: Number of tokens of the new batch.
-        dtypes: Dtype by hook, for hooks whose dtype shall differ from the dtype in `like`. None if
-            no dtype differs.
+        dtypes: Dtype by the name of a hook, for hooks whose dtype shall differ from the dtype in
+            `like`. None if no dtype differs.
     """
     undefined_batch = like.map(lambda values: np.empty((size, *values.shape[1:]), values.dtype))
-    for hook, dtype in (dtypes or {}).items():
-        undefined_batch.activations[hook] = np.empty(undefined_batch.activations[hook].shape, dtype)
+    for hook_name, dtype in (dtypes or {}).items():
+        undefined_activations = undefined_batch.activations[hook_name]
+        undefined_batch.activations[hook_name] = np.empty(undefined_activations.shape, dtype)
     return undefined_batch
 
 

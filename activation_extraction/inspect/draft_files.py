@@ -199,9 +199,10 @@ class DraftFormat(ExportFormat):
 
 
 class SpeculatorsFormat(DraftFormat):
-    """The data set and the hidden states from which speculators 0.9 trains draft models.
+    """The token ids and the hidden states from which speculators 0.9 trains draft models.
 
-    The file hidden_states/hs_i.safetensors belongs to row i of the data set. Its tensor
+    Arrow files contain a row with the token ids and the loss mask of each sample. The file
+    hidden_states/hs_i.safetensors belongs to row i of the Arrow files. Its tensor
     `hidden_states` has the shape (tokens, layers, width). The last layer is the output of the last
     block, before the final norm.
 
@@ -251,7 +252,7 @@ class SpeculatorsFormat(DraftFormat):
         hooks: Sequence[str],
         chunks: Iterable[TokenBatch],
     ) -> Exported:
-        """Writes the data set and a file of hidden states for each sample.
+        """Writes the Arrow files, and a file with the hidden states of each sample.
 
         Args:
             folder: The folder of the export, which is empty.
@@ -260,7 +261,8 @@ class SpeculatorsFormat(DraftFormat):
             chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
 
         Returns:
-            The number of exported tokens, and the omissions.
+            The number of exported tokens, and phrases about data of the run that the files do not
+            contain.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.
@@ -393,7 +395,8 @@ class SpecForgeFormat(DraftFormat):
             chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
 
         Returns:
-            The number of exported tokens, and the omissions.
+            The number of exported tokens, and phrases about data of the run that the files do not
+            contain.
 
         Raises:
             RunError: If a column `loss_mask` does not contain a 0 or 1 for each token of its row.

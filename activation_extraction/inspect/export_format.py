@@ -16,7 +16,7 @@ from activation_extraction.dataset.token_batch import TokenBatch
 
 
 class Exported(NamedTuple):
-    """The result of an export: the number of exported tokens, and a list of omissions.
+    """The result of an export: the number of exported tokens, and the data that was left out.
 
     Attributes:
         num_tokens: The number of tokens in the files. Other tokens of the run are missing in the

@@ -84,7 +84,7 @@ class StoredRow:
         """Returns the decoded hidden states of a layer, float32 (states, width).
 
         Args:
-            layer: Index of the layer in the file.
+            layer: Index of the layer in `states_by_layer`.
         """
         float32_states = self.states_by_layer[layer].astype(np.float32)
         return (

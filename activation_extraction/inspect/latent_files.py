@@ -99,7 +99,8 @@ class DelphiFormat(ExportFormat):
             chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
 
         Returns:
-            The number of exported tokens, and the omissions.
+            The number of exported tokens, and phrases about data of the run that the files do not
+            contain.
         """
         from safetensors.numpy import save
 

@@ -170,7 +170,8 @@ class NlaFormat(ExportFormat):
             chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
 
         Returns:
-            The number of exported tokens, and the omissions.
+            The number of exported tokens, and phrases about data of the run that the files do not
+            contain.
         """
         import yaml
         from pyarrow.parquet import ParquetWriter

@@ -280,16 +280,16 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     is_first_token = sample.positions[indices_of_largest_norms] == 0
     # Tokens with equal columns form a group.
     ids_and_first_flags = np.stack([sample.token_ids[indices_of_largest_norms], is_first_token])
-    # A rank is an index in `indices_of_largest_norms`.
-    _, smallest_rank_of_groups, token_count_of_groups = np.unique(
+    # A norm rank is an index in `indices_of_largest_norms`: 0 for the token with the largest norm.
+    _, smallest_norm_rank_of_groups, token_count_of_groups = np.unique(
         ids_and_first_flags, axis=1, return_index=True, return_counts=True
     )
     indices_and_group_sizes = []
-    for smallest_rank, group_size in sorted(
-        zip(smallest_rank_of_groups, token_count_of_groups, strict=True)
+    for smallest_norm_rank, group_size in sorted(
+        zip(smallest_norm_rank_of_groups, token_count_of_groups, strict=True)
     ):
         indices_and_group_sizes.append(
-            (int(indices_of_largest_norms[smallest_rank]), int(group_size))
+            (int(indices_of_largest_norms[smallest_norm_rank]), int(group_size))
         )
     return indices_and_group_sizes
 

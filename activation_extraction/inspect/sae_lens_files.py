@@ -49,7 +49,8 @@ class SaeLensFormat(ExportFormat):
             chunks: All tokens of the run, in stored order (see `ExportFormat.write`).
 
         Returns:
-            The number of exported tokens, and the omissions.
+            The number of exported tokens, and phrases about data of the run that the files do not
+            contain.
         """
         import datasets
 

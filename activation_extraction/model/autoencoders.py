@@ -107,7 +107,7 @@ class Autoencoder:
     """
 
     name: str  # the autoencoder as the user gave it to --encode
-    hook: str  # the hook that is read
+    hook: str  # name of the hook that is read
     target_hook: str  # name of the hook that is reconstructed
     hook_name_in_files: str | None  # the hook that is read, according to the files
     W_enc: np.ndarray  # (F, D)

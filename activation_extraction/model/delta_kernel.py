@@ -363,7 +363,7 @@ def _inverse(matrices: Array) -> Array:
         The inverses side by side, (C, 2C).
     """
     row_indices, column_indices, first_column_of_matrix = _indices()
-    inverses = (row_indices == column_indices).astype(jnp.float32)
+    inverse_matrices = (row_indices == column_indices).astype(jnp.float32)
     block_starts = row_indices & -SUBLANES
     for column_offset in range(SUBLANES - 1):
         is_in_eliminated_column = (column_indices == block_starts + column_offset) & (
@@ -379,25 +379,27 @@ def _inverse(matrices: Array) -> Array:
         row_factors = jnp.where(
             first_column_of_matrix == 0, first_matrix_factors, second_matrix_factors
         )
-        inverses -= row_factors * _repeat_row(inverses, column_offset)
+        inverse_matrices -= row_factors * _repeat_row(inverse_matrices, column_offset)
     block_size = SUBLANES
     while block_size < CHUNK:
         is_in_same_pair = row_indices & -2 * block_size == column_indices & -2 * block_size
         is_in_lower_left = is_in_same_pair & (
             row_indices & block_size > column_indices & block_size
         )
-        first_blocks, second_blocks = _alternate_blocks(inverses, block_size)
+        first_blocks, second_blocks = _alternate_blocks(inverse_matrices, block_size)
         lower_left_values = jnp.where(is_in_lower_left, matrices, 0)
         second_times_lower = _product(
             "IC,CJ->IJ", second_blocks, _block_diagonal(lower_left_values)
         )
-        second_blocks -= _product("IC,CJ->IJ", second_times_lower, _block_diagonal(inverses))
+        second_blocks -= _product(
+            "IC,CJ->IJ", second_times_lower, _block_diagonal(inverse_matrices)
+        )
         blocks_of_pairs = [
             x.reshape(-1, 1, block_size, TWO_CHUNKS) for x in (first_blocks, second_blocks)
         ]
-        inverses = jnp.concatenate(blocks_of_pairs, axis=1).reshape(CHUNK, TWO_CHUNKS)
+        inverse_matrices = jnp.concatenate(blocks_of_pairs, axis=1).reshape(CHUNK, TWO_CHUNKS)
         block_size *= 2
-    return inverses
+    return inverse_matrices
 
 
 def _repeat_row(x: Array, offset: int) -> Array:

@@ -424,7 +424,7 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     """
     row_count = len(x)
     padded_row_bits = to_bits(jnp.pad(x, ((0, TILE), (0, 0))))
-    first_row_of_experts = jnp.cumsum(row_counts) - row_counts
+    first_row_by_expert = jnp.cumsum(row_counts) - row_counts
     layer_number, *bits_of_stacks = map(to_bits, stacks)
 
     def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
@@ -442,7 +442,7 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         tile_count = (row_counts[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
-            return compute_tile(y, first_row_of_experts[expert] + tile * TILE, gate, up, down)
+            return compute_tile(y, first_row_by_expert[expert] + tile * TILE, gate, up, down)
 
         return lax.fori_loop(0, tile_count, compute_next_tile, y)
 
@@ -480,8 +480,8 @@ def one_expert_after_the_other(
     layer_number, gate, up, down = stacks
     expert_sums = jnp.zeros(x.shape, jnp.float32)
     for expert_number in range(gate.shape[1]):
-        gated_values = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer_number, expert_number]))
-        gated_values *= einsum("TD,DM->TM", x, up[layer_number, expert_number])
+        gate_activations = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer_number, expert_number]))
+        gated_values = gate_activations * einsum("TD,DM->TM", x, up[layer_number, expert_number])
         expert_weight = jnp.where(chosen_experts == expert_number, routing_weights, 0).sum(
             axis=-1, keepdims=True
         )

@@ -249,13 +249,13 @@ def compile_step(forward: Forward) -> Step:
         if batch is not None:
             arrays_to_feed = [batch.token_ids, batch.segment_ids, batch.positions]
         arrays_to_feed.append(np.array([flags], np.int32))
-        activations, num_hosts_by_flag = compiled_program(
+        activations, num_hosts_that_set_each_flag = compiled_program(
             step_params, *map(host_rows.feed, arrays_to_feed)
         )
         if batch is not None and batch.kept_mask is not None:
             # The kept tokens are selected now, so that the devices do it before the next step.
             activations = take_kept(activations, batch.kept_mask)
-        return activations, num_hosts_by_flag
+        return activations, num_hosts_that_set_each_flag
 
     return step
 

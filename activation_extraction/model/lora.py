@@ -423,7 +423,9 @@ class LoraAdapter:
         expert_tensor_pattern = f"{name}.{{expert}}.{{projection}}_proj.weight"
         is_transposed = False
         fused_down_shape = self._shape(f"{name}.down_proj")
-        first_down_shape = self._shape(expert_tensor_pattern.format(expert=0, projection="down"))
+        down_shape_of_first_expert = self._shape(
+            expert_tensor_pattern.format(expert=0, projection="down")
+        )
         if fused_down_shape:
             expert_count, hidden_size, expert_width = fused_down_shape
             is_transposed = self._shape(f"{name}.gate_up_proj")[1:] == (
@@ -432,8 +434,8 @@ class LoraAdapter:
             )
             if is_transposed:
                 hidden_size, expert_width = expert_width, hidden_size
-        elif first_down_shape:
-            hidden_size, expert_width = first_down_shape
+        elif down_shape_of_first_expert:
+            hidden_size, expert_width = down_shape_of_first_expert
             down_name_pattern = re.compile(re.escape(name) + r"\.\d+\.down_proj\.weight")
             expert_count = sum(
                 down_name_pattern.fullmatch(tensor_name) is not None

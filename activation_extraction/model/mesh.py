@@ -255,10 +255,10 @@ class Layout:
         """
 
         def attend_on_device(q: Array, k: Array, v: Array, *segments: Array) -> Array:
-            first_query_position: Array | int = 0
+            first_query_index: Array | int = 0
             if self.size("query") > 1:
-                first_query_position = lax.axis_index("query") * q.shape[1]
-            return attention(q, k, v, Segments(*segments), first_query_position)
+                first_query_index = lax.axis_index("query") * q.shape[1]
+            return attention(q, k, v, Segments(*segments), first_query_index)
 
         query_axes = "batch", "query_sequence", "heads", "head_dim"
         key_axes = "batch", "sequence", "kv_heads", "head_dim"

@@ -64,9 +64,13 @@ def predictions(
     head_weight = layout.constrain(head_weight, "head_vocab", "embed", unsplit_axis="fsdp")
 
     def predictions_of_block(block: tuple[Array, Array]) -> dict[str, Array]:
-        hidden_of_block, next_ids_of_block = block
-        hidden_of_block = layout.constrain(hidden_of_block, "batch", "sequence", "hidden")
-        logits = layout.constrain(einsum("BTD,VD->BTV", hidden_of_block, head_weight), *LOGIT_AXES)
+        hidden_states_of_block, next_ids_of_block = block
+        hidden_states_of_block = layout.constrain(
+            hidden_states_of_block, "batch", "sequence", "hidden"
+        )
+        logits = layout.constrain(
+            einsum("BTD,VD->BTV", hidden_states_of_block, head_weight), *LOGIT_AXES
+        )
         return _from_logits(logits, next_ids_of_block, requested, top, dtype, layout)
 
     bits_by_prediction_name = in_blocks(

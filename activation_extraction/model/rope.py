@@ -53,7 +53,8 @@ class Rope:
     rope_type: str = "default"
     factor: float = 1.0  # length of the scaled context divided by the length of the trained one
     attention_factor: float = 1.0
-    # Range of blended frequencies, as indices of frequencies or as numbers of turns.
+    # Range of blended frequencies: indices of frequencies with YaRN, numbers of turns with Llama
+    # 3.1. None for other types.
     blended: tuple[float, float] | None = None
     trained: float = 0.0  # number of tokens in the context before scaling; 0 for other types
     share: float = 1.0  # share of a head's dimensions that are rotated

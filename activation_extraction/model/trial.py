@@ -256,23 +256,23 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     if config.sliding_window is not None:
         optional_window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
     for optional_window_argument in optional_window_arguments:
-        for first_position in range(0, num_keys, num_queries):
-            query_slice = slice(first_position, first_position + num_queries)
-            first_query_position = (
-                first_position if num_query_devices == 1 else jnp.int32(first_position)
-            )
+        for first_index in range(0, num_keys, num_queries):
+            query_slice = slice(first_index, first_index + num_queries)
+            first_query_index = first_index if num_query_devices == 1 else jnp.int32(first_index)
             query_segment_ids = segment_ids[:, query_slice]
             attention_arrays = q[:, query_slice], k, v, Segments(query_segment_ids, segment_ids)
             attention_arguments = (
                 *attention_arrays,
-                first_query_position,
+                first_query_index,
                 *optional_window_argument,
             )
             yield Trial(dense_attention, attention_arguments, query_segment_ids > 0)
 
 
 def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial of kernels for experts, whose exact function computes expert by expert.
+    """Yields a trial in which a kernel for experts is compared with the exact function.
+
+    The exact function computes one expert after the other.
 
     The trial has the weights of two layers and computes the second layer, because kernels read a
     layer from a stack. Each token chooses two experts. If there are more than two experts, one has
@@ -316,7 +316,9 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 
 
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
-    """Yields a trial of kernels for the delta rule, whose exact function computes token by token.
+    """Yields a trial in which a kernel for the delta rule is compared with the exact function.
+
+    The exact function computes one token after the other.
 
     Samples end within the chunks of tokens that kernels compute together, and the states of heads
     decay at different rates.
@@ -327,17 +329,17 @@ def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tria
             MAX_KEY_HEADS key heads.
         dtype: The dtype of queries, keys and values.
     """
-    delta_net = config.delta
+    delta_net_config = config.delta
     segment_ids = _segments(DELTA_TOKENS)
-    (num_key_heads,) = layout.shard_shape(("key_heads",), (delta_net.key_heads,))
+    (num_key_heads,) = layout.shard_shape(("key_heads",), (delta_net_config.key_heads,))
     num_key_heads = min(num_key_heads, MAX_KEY_HEADS)
-    value_head_shape = num_key_heads, delta_net.values_per_key
+    value_head_shape = num_key_heads, delta_net_config.values_per_key
     rng = np.random.default_rng(0)
     draw_normal = partial(_normal, rng, dtype, *segment_ids.shape)
     draw_float32_normal = partial(_normal, rng, jnp.float32, *segment_ids.shape)
-    q = draw_normal(num_key_heads, delta_net.key_size)
-    k = draw_normal(num_key_heads, delta_net.key_size)
-    v = draw_normal(*value_head_shape, delta_net.value_size)
+    q = draw_normal(num_key_heads, delta_net_config.key_size)
+    k = draw_normal(num_key_heads, delta_net_config.key_size)
+    v = draw_normal(*value_head_shape, delta_net_config.value_size)
     decay_rates = np.geomspace(0.01, 1, math.prod(value_head_shape), dtype=np.float32)
     log_decay = -decay_rates.reshape(value_head_shape) * jax.nn.softplus(
         draw_float32_normal(*value_head_shape)

@@ -42,7 +42,7 @@ class RecordedFile:
 
     name: str  # name of the file in the rows' positions
     bytes: int  # number of bytes that the run reads
-    fingerprint: str  # of these bytes; for a URL, the version of the file
+    fingerprint: str  # fingerprint of these bytes; for a URL, the file's version
 
 
 class DataFiles:

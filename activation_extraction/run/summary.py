@@ -264,14 +264,17 @@ def list_hooks(
         vector_type = hook_kind.vector_type(size_of_letter, dtype)
         module_name, *other_module_names = hook_kind.modules or ("",)
         hook_layers = hook_kind.layers(num_layers, table.layer_types)
-        hook_name = hook_kind.name.format("K")
+        # K stands for the number of a layer.
+        displayed_hook_name = hook_kind.name.format("K")
         if "{}" in hook_kind.name and len(hook_layers) != num_layers:
-            hook_name += f" (K: {ranges_in_words(hook_layers)})"
+            displayed_hook_name += f" (K: {ranges_in_words(hook_layers)})"
         other_names = ", ".join(
             hook_alias.format("K") for hook_alias in (*hook_kind.aliases, *other_module_names)
         )
         number_cells = f"{vector_type.width:,}", vector_type.dtype, f"{vector_type.bytes:,}"
-        table_rows.append((hook_name, module_name.format("K"), *number_cells, other_names))
+        table_rows.append(
+            (displayed_hook_name, module_name.format("K"), *number_cells, other_names)
+        )
     column_widths = [max(map(len, table_column)) for table_column in zip(*table_rows, strict=True)]
     table_lines = []
     for cells_of_row in table_rows:

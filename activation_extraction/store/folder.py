@@ -538,7 +538,7 @@ class Attempts:
         failure_time = time.monotonic()
         if self._patience is None:
             self._patience = Patience(failing_folder.patience)
-        if failure_time + self._pause_seconds > self._patience.end_time:
+        if failure_time + self._pause_seconds > self._patience.deadline:
             seconds_since_start = failure_time - self._patience.start_time
             raise FolderError(
                 f"{failing_folder.url}: {self._request_name} kept failing for "

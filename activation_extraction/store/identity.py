@@ -120,8 +120,10 @@ class Identity:
     text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)
     storage: StorageOptions = StorageOptions()
     hooks: tuple[str, ...] = ()  # full names of all hooks
-    integer_hooks: tuple[str, ...] = ()  # full names of the hooks with indices or token ids
-    float32_hooks: tuple[str, ...] = ()  # full names of the hooks with other float32 numbers
+    # Full names of the hooks with indices of experts or with token ids.
+    integer_hooks: tuple[str, ...] = ()
+    # Full names of the hooks with float32 values that are no activations, such as losses.
+    float32_hooks: tuple[str, ...] = ()
     code_hooks: tuple[str, ...] = ()  # full names of the hooks with codes
     # For each of `code_hooks`, the largest number of features that are stored for a token. The
     # field has the name of the flag --encode_most, because it is stored under this name.

@@ -492,28 +492,28 @@ class RunLog:
     def missing_jsons(self) -> list[str]:
         """Messages on missing JSON files of the folder.
 
-        There is one message for each series of consecutive shards without a JSON file (an entry of
-        the log), unless the shards were uploaded to another folder. If metadata.json is missing, a
-        message on it comes first.
+        There is one message for each series of consecutive shards without a JSON file, unless the
+        shards were uploaded to another folder. If metadata.json is missing, a message on it comes
+        first.
         """
         has_metadata_file = self.metadata or METADATA in self.damaged_files
         missing_messages = [] if has_metadata_file else [f"{METADATA}: is missing"]
         if self.moved_to is not None:
             return missing_messages
         metadata = self.metadata or {}
-        # If the last entries are missing, no later entry shows this. But the metadata.json of a
-        # complete run records the number of entries.
-        recorded_entry_count = metadata["shards"] if metadata.get("status") == "complete" else 0
-        entry_number_after_last = max([recorded_entry_count, *self.commits]) + 1
+        # If the JSON files of the last shards are missing, no later file shows this. But the
+        # metadata.json of a complete run records the number of shards.
+        recorded_shard_count = metadata["shards"] if metadata.get("status") == "complete" else 0
+        shard_number_after_last = max([recorded_shard_count, *self.commits]) + 1
         damaged_shard_numbers = {
             number_of(file_name) for file_name in self.damaged_files if file_name != METADATA
         }
         existing_shard_numbers = {
             shard_number
             for shard_number in {*self.commits, *damaged_shard_numbers}
-            if shard_number < entry_number_after_last
+            if shard_number < shard_number_after_last
         }
-        for missing_range in _gaps([0, *sorted(existing_shard_numbers), entry_number_after_last]):
+        for missing_range in _gaps([0, *sorted(existing_shard_numbers), shard_number_after_last]):
             first_missing_name = commit_name(missing_range.start)
             last_missing_name = commit_name(missing_range.stop - 1)
             if first_missing_name == last_missing_name:
@@ -578,7 +578,8 @@ def _read_once(folder: Folder) -> RunLog:
         is_local=folder.is_local,
     )
     if run_log.missing_files:
-        # The files may have been written after the listing, so the folder is listed again.
+        # The missing files may have been written after the folder was listed, so it is listed
+        # again.
         return replace(run_log, file_sizes=folder.files())
     return run_log
 

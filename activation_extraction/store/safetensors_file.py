@@ -298,11 +298,11 @@ class SafetensorsFile:
         self._file_location = where
         self._checksums = checksums
         # The first bytes of the file, uint8, contain the header, `sample_idx` and `offsets`. The
-        # methods that read these take the bytes from `_first_bytes` instead of the file.
+        # methods that read these take the bytes from `_first_bytes_of_file` instead of the file.
         if checksums is not None:
-            self._first_bytes = begin(0, checksums.front, checksums.front_blocks)()
+            self._first_bytes_of_file = begin(0, checksums.front, checksums.front_blocks)()
         else:
-            self._first_bytes = begin(0, min(front, size), None)()
+            self._first_bytes_of_file = begin(0, min(front, size), None)()
         file_header = read_header(self._read, size, where, RunError)
         format_version = file_header.metadata.get("format")
         if format_version != FORMAT:
@@ -321,7 +321,7 @@ class SafetensorsFile:
         self.sample_idx = np.array(self.whole("sample_idx"))
         self.offsets = np.array(self.whole("sample_offsets"))
         # `sample_idx` and `offsets` are copies, so the memory of the first bytes can be released.
-        self._first_bytes = np.empty(0, np.uint8)
+        self._first_bytes_of_file = np.empty(0, np.uint8)
 
     def begin_tokens(self, start: int, stop: int) -> Callable[[], dict[str, np.ndarray]]:
         """Begins to read the ids, positions and labels of consecutive tokens.
@@ -417,22 +417,22 @@ class SafetensorsFile:
     def _read(self, start: int, stop: int) -> bytes:
         """Reads a range of bytes of the file, for the header.
 
-        The first bytes of the file are in memory already (`_first_bytes`). If the range begins
-        within them and ends after them, only its part in memory is returned.
+        The first bytes of the file are in memory already (`_first_bytes_of_file`). If the range
+        begins within them and ends after them, only its part in memory is returned.
 
         Args:
             start: Offset of the first byte in the file.
             stop: Offset of the byte after the last one.
         """
-        if start < len(self._first_bytes):
-            stop = min(stop, len(self._first_bytes))
+        if start < len(self._first_bytes_of_file):
+            stop = min(stop, len(self._first_bytes_of_file))
         return self._begin(start, stop, None)().tobytes()
 
     def _begin(self, start: int, stop: int, blocks: Blocks | None) -> Callable[[], np.ndarray]:
         """Begins to read a range of bytes.
 
-        A range that lies within the first bytes of the file (`_first_bytes`) is not read again,
-        because these bytes are in memory already.
+        A range that lies within the first bytes of the file (`_first_bytes_of_file`) is not read
+        again, because these bytes are in memory already.
 
         Args:
             start: Offset of the first byte in the file.
@@ -442,7 +442,7 @@ class SafetensorsFile:
         Returns:
             A function that waits for the bytes and returns them, uint8 (stop - start,).
         """
-        front_content = self._first_bytes
+        front_content = self._first_bytes_of_file
         if stop > len(front_content):
             return self._begin_bytes(start, stop, blocks)
         return lambda: front_content[start:stop]

@@ -54,7 +54,7 @@ class Patience:
 
     Attributes:
         start_time: Time of `time.monotonic` at which the write began, in seconds.
-        end_time: Time of `time.monotonic` at which the write is given up, in seconds.
+        deadline: Time of `time.monotonic` at which the write is given up, in seconds.
         max_silent_seconds: Largest number of seconds for which one attempt may wait for an answer
             after the last byte of its body. It is half of `seconds`, so that there is time for a
             second attempt.
@@ -62,20 +62,20 @@ class Patience:
 
     def __init__(self, seconds: float, sending_seconds: float = 0.0) -> None:
         self.start_time = time.monotonic()
-        self.end_time = self.start_time + seconds
+        self.deadline = self.start_time + seconds
         self.max_silent_seconds = seconds / 2
-        self._latest_end_time = self.end_time + sending_seconds
+        self._latest_deadline = self.deadline + sending_seconds
 
     def add(self, seconds: float) -> None:
-        """Postpones the end of the write, because the body of the write was being sent.
+        """Postpones `deadline` by the time in which the body of the write was being sent.
 
-        In total, `end_time` is postponed by at most the seconds in which a slow line can send the
+        In total, `deadline` is postponed by at most the seconds in which a slow line can send the
         body.
 
         Args:
             seconds: Number of seconds in which the body was being sent.
         """
-        self.end_time = min(self.end_time + seconds, self._latest_end_time)
+        self.deadline = min(self.deadline + seconds, self._latest_deadline)
 
 
 def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
@@ -118,7 +118,7 @@ def watched(write: Callable[[], T], patience: Patience, name: str) -> T:
             patience.add(check_time - last_check_time)
         last_check_time = check_time
         waited_seconds = check_time - start_time
-        if silent_seconds >= patience.max_silent_seconds or check_time >= patience.end_time:
+        if silent_seconds >= patience.max_silent_seconds or check_time >= patience.deadline:
             time_in_words = f"within {waited_seconds:.0f} s"
             if silent_seconds:
                 time_in_words = f"for {silent_seconds:.0f} s after the last byte"

@@ -299,10 +299,10 @@ class Statistics:
     @property
     def finite(self) -> bool:
         """Whether none of the values that these statistics describe is NaN or infinite."""
-        numbers_to_check = [self.max_norm]
+        numbers_that_should_be_finite = [self.max_norm]
         for code_sums in self.codes.values():
-            numbers_to_check.append(code_sums.error + code_sums.square)
-        return all(map(math.isfinite, numbers_to_check))
+            numbers_that_should_be_finite.append(code_sums.error + code_sums.square)
+        return all(map(math.isfinite, numbers_that_should_be_finite))
 
     def merge(self, other: "Statistics") -> "Statistics":
         """Returns the statistics over the tokens of `self` and of `other` together.

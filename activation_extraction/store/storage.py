@@ -365,7 +365,7 @@ class ActivationStorage:
         """
         self.open()
         self._shard_writer.take(sum(batch_array.nbytes for batch_array in activations.values()))
-        for placement, (index_of_kept_tokens, kept_positions) in zip(
+        for placement, (kept_slice_or_row_and_slice, kept_positions) in zip(
             batch.samples, batch.kept_tokens(), strict=True
         ):
             text_sample = placement.sample
@@ -383,7 +383,7 @@ class ActivationStorage:
             values_by_key = {}
             for hook_key, hook_values in self._hook_values_by_key.items():
                 values_by_key[hook_key] = hook_values.for_shard(
-                    activations[hook_key][index_of_kept_tokens]
+                    activations[hook_key][kept_slice_or_row_and_slice]
                 )
             self._shard_writer.add(shard_sample, values_by_key, placement.mark)
 

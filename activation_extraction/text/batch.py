@@ -88,7 +88,7 @@ class Sample:
     """
 
     facts: SampleFacts
-    token_ids: np.ndarray  # (tokens,)
+    token_ids: np.ndarray  # token ids of the sample, (tokens,)
     mark: Mark
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
     kept_positions_or_none: np.ndarray | None = None  # None if all tokens are kept
@@ -156,8 +156,8 @@ class Batch:
             activations of all tokens are stored.
     """
 
-    token_ids: np.ndarray  # (B, T)
-    segment_ids: np.ndarray  # (B, T)
+    token_ids: np.ndarray  # token ids, (B, T); 0 for padding
+    segment_ids: np.ndarray  # number of each token's sample in its row, (B, T)
     positions: np.ndarray  # position of each token in its sample, (B, T)
     samples: tuple[PlacedSample, ...]
     kept_mask: np.ndarray | None = None  # (B, T); None if all tokens are kept

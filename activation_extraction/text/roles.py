@@ -109,10 +109,10 @@ def _blocks(text: str) -> list[re.Match[str]]:
         raise UnusableRowError(f"the template writes no turns that begin with {START}")
     block_matches = list(BLOCK.finditer(text))
     end_of_last_block = block_matches[-1].end() if block_matches else 0
-    num_starts_after_blocks = text.count(START, end_of_last_block)
+    num_start_markers_after_blocks = text.count(START, end_of_last_block)
     if (
-        text.count(START) - len(block_matches) != num_starts_after_blocks
-        or num_starts_after_blocks > 1
+        text.count(START) - len(block_matches) != num_start_markers_after_blocks
+        or num_start_markers_after_blocks > 1
     ):
         raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
     # If a message ends in "<|im_end|" and the template writes ">" after it, the text contains an

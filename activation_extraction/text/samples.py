@@ -244,41 +244,39 @@ def _whole_samples(
         max_chunk_rows = int(min(CHUNK_ROWS, sample_limit - sample_number))
         chunk_rows: list[ReadRow] = []
         try:
-            for read_row in islice(unread_rows, max_chunk_rows):
-                chunk_rows.append(read_row)
+            for row in islice(unread_rows, max_chunk_rows):
+                chunk_rows.append(row)
         except RunError as error:  # it is raised after the samples of earlier rows are yielded
             read_error = error
         is_last_chunk = read_error is not None or len(chunk_rows) < max_chunk_rows
-        document_contents = [
-            read_row.document.content for read_row in chunk_rows if read_row.document is not None
-        ]
+        document_contents = [row.document.content for row in chunk_rows if row.document is not None]
         tokens_of_contents = tokenise(
             tokenizer, document_contents, max_document_tokens, cut_pattern
         )
-        for read_row, tokens_or_problem in zip(
+        for row, tokens_or_problem in zip(
             chunk_rows, _tokens_of_rows(chunk_rows, tokens_of_contents), strict=True
         ):
-            state_of_documents = read_row.state
+            state_of_documents = row.state
             if isinstance(tokens_or_problem, str):
                 if not documents.skip_bad_rows:
                     raise unusable_row(tokens_or_problem)
                 log_skipped_row(tokens_or_problem, row_counts.skipped)
                 row_counts = row_counts._replace(skipped=row_counts.skipped + 1)
                 continue
-            if read_row.document is None or tokens_or_problem is None:
+            if row.document is None or tokens_or_problem is None:
                 row_counts = row_counts._replace(empty=row_counts.empty + 1)
                 continue
             document_tokens = settings.special_tokens.around(
-                tokens_or_problem, len(read_row.document.content.text)
+                tokens_or_problem, len(row.document.content.text)
             )
-            eligible_mask = settings.eligible(read_row.document, document_tokens)
+            eligible_mask = settings.eligible(row.document, document_tokens)
             for piece_number, token_range in enumerate(
                 settings.pieces(document_tokens.num_document_tokens)
             ):
                 if sample_number >= start.samples:
                     yield _sample_of_tokens(
                         sample_idx=documents.worker.sample_idx(sample_number),
-                        document=read_row.document,
+                        document=row.document,
                         tokens=document_tokens,
                         eligible_mask=eligible_mask,
                         settings=settings,
@@ -319,13 +317,13 @@ def _tokens_of_rows(
         with the position of the row and the reason.
     """
     remaining_tokens_of_contents = iter(tokens_of_contents)
-    for read_row in rows:
-        if read_row.document is None:
-            yield read_row.skip_reason or None
+    for row in rows:
+        if row.document is None:
+            yield row.skip_reason or None
             continue
         tokens_or_problem = next(remaining_tokens_of_contents)
         if isinstance(tokens_or_problem, str):
-            yield f"{read_row.document.location_in_words}: {tokens_or_problem}"
+            yield f"{row.document.location_in_words}: {tokens_or_problem}"
         else:
             yield tokens_or_problem if len(tokens_or_problem.ids) else None
 

@@ -74,7 +74,7 @@ class SpecialTokens:
 
     front_token_ids: tuple[int, ...] = ()  # added in front of the text
     end_token_ids: tuple[int, ...] = ()  # added after the text
-    description: str = ""  # such as "text + <|endoftext|>"
+    description: str = ""  # description of these tokens, such as "text + <|endoftext|>"
 
     def __len__(self) -> int:
         return len(self.front_token_ids) + len(self.end_token_ids)
