@@ -391,38 +391,38 @@ class LogWriter:
         self.totals.add(commit)
         return commit
 
-    def _write_json(self, name: str, entry_fields: Mapping[str, Any]) -> Commit | None:
+    def _write_json(self, name: str, json_fields: Mapping[str, Any]) -> Commit | None:
         """Writes a commit or a reservation, but never replaces a commit of this run.
 
         Args:
             name: Name of the JSON file.
-            entry_fields: Fields of the commit or of the reservation.
+            json_fields: Fields of the commit or of the reservation.
 
         Returns:
             None if the file was written, otherwise the commit of this run that it contained
             already. If the answer to the write was lost, this may be the commit that this process
             has just written.
         """
-        entry_bytes = seal(entry_fields)
+        json_bytes = seal(json_fields)
 
         def must_stay(current_bytes: bytes) -> bool:
-            return current_bytes == entry_bytes or self._commit_in(current_bytes) is not None
+            return current_bytes == json_bytes or self._commit_in(current_bytes) is not None
 
-        current_bytes, _ = self._write(name, entry_bytes, must_stay)
+        current_bytes, _ = self._write(name, json_bytes, must_stay)
         return None if current_bytes is None else self._commit_in(current_bytes)
 
-    def _commit_in(self, entry_bytes: bytes) -> Commit | None:
+    def _commit_in(self, json_bytes: bytes) -> Commit | None:
         """Returns the commit in a JSON file of the log.
 
         Args:
-            entry_bytes: Content of the file.
+            json_bytes: Content of the file.
 
         Returns:
             The commit. None if the file is damaged, or contains a reservation or a commit of
             another run.
         """
         with suppress(DamagedError):
-            parsed_commit = parse_commit(entry_bytes, "")
+            parsed_commit = parse_commit(json_bytes, "")
             if parsed_commit is not None and parsed_commit.run == self.run_id:
                 return parsed_commit
         return None

@@ -340,7 +340,7 @@ def furthest_mark(commits: Iterable[Commit], max_samples: float = math.inf) -> M
 
 
 def reservation(run: str, owner: str) -> dict[str, Any]:
-    """Returns the content of a reservation, an entry that reserves its number for a process.
+    """Returns the content of a reservation, which reserves a shard number for a process.
 
     Args:
         run: Id of the run.
