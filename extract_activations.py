@@ -204,7 +204,7 @@ def compute(run: Run, clock: Clock) -> tuple[bool, int]:
 
 
 def start_together(run: Run) -> tuple[Step, Run]:
-    """Loads the weights, compiles the step and opens the output.
+    """Loads the weights, compiles the step and opens the output folder.
 
     All hosts must call this function together. It fails on all hosts or on none.
 
@@ -214,8 +214,8 @@ def start_together(run: Run) -> tuple[Step, Run]:
     Returns:
         A tuple of:
             The compiled step.
-            The run. If another process has written to the output while this process was compiling,
-            the run has new batches, without the samples that are stored by now.
+            The run. If another process has written to the output folder while this process was
+            compiling, the run has new batches, without the samples that are stored by now.
 
     Raises:
         Exception: If this host or another host fails; see `raise_together` for the types.

@@ -135,9 +135,9 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
             padded_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
         )
         values_of_hooks = []
-        for hook in hooks:
-            layer = layer_of(hook)
-            if is_expert_hook(hook):
+        for hook_name in hooks:
+            layer = layer_of(hook_name)
+            if is_expert_hook(hook_name):
                 values_of_hooks.append(
                     experts_of_layer[layer].to(torch.int16).reshape(*padded_ids.shape, -1)
                 )

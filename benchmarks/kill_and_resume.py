@@ -325,9 +325,10 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
                 f"sample {sample_number}: {disturbed_sample[:2]}, expected {expected_sample[:2]}"
             )
 
-    def values_at(hook: Any, samples: Mapping[int, Sample]) -> np.ndarray:
+    def values_at(hook_key: Any, samples: Mapping[int, Sample]) -> np.ndarray:
         values_of_samples = [
-            samples[sample_number].activations_by_hook_key[hook] for sample_number in undisturbed
+            samples[sample_number].activations_by_hook_key[hook_key]
+            for sample_number in undisturbed
         ]
         return np.concatenate(values_of_samples).astype(np.float64)
 

@@ -903,11 +903,11 @@ def content_flags(options: Any) -> dict[str, Any]:
     Args:
         options: A part of the configuration, such as TextOptions.
     """
-    value_by_flag = {}
+    value_by_flag_name = {}
     for option_field in fields(options):
         if option_field.metadata["flag"].determines_shards:
-            value_by_flag[option_field.name] = getattr(options, option_field.name)
-    return value_by_flag
+            value_by_flag_name[option_field.name] = getattr(options, option_field.name)
+    return value_by_flag_name
 
 
 @dataclass(frozen=True)
@@ -1004,14 +1004,14 @@ class Config:
     @property
     def values(self) -> dict[str, Any]:
         """The values of all flags by their names."""
-        value_by_flag: dict[str, Any] = {}
+        value_by_flag_name: dict[str, Any] = {}
         for config_field in fields(self):
             field_value = getattr(self, config_field.name)
             if "part" in config_field.metadata:
-                value_by_flag |= vars(field_value)
+                value_by_flag_name |= vars(field_value)
             else:
-                value_by_flag[config_field.name] = field_value
-        return value_by_flag
+                value_by_flag_name[config_field.name] = field_value
+        return value_by_flag_name
 
     def to_json(self) -> dict[str, Any]:
         """Returns the configuration as metadata.json stores it.
@@ -1020,19 +1020,19 @@ class Config:
             The values of the flags by name, without secrets in URLs. The key "bucket_url", which is
             no flag, contains the URL of the bucket.
         """
-        json_value_by_flag = {**self.values, "bucket_url": self.output.bucket_url}
-        for flag_name, flag_value in json_value_by_flag.items():
+        json_value_by_flag_name = {**self.values, "bucket_url": self.output.bucket_url}
+        for flag_name, flag_value in json_value_by_flag_name.items():
             if isinstance(flag_value, str):
-                json_value_by_flag[flag_name] = plain_url(flag_value)
-        json_value_by_flag["mix"] = [
+                json_value_by_flag_name[flag_name] = plain_url(flag_value)
+        json_value_by_flag_name["mix"] = [
             (plain_url(source), weight) for source, weight in self.text.mix
         ]
-        json_value_by_flag["encode"] = [
+        json_value_by_flag_name["encode"] = [
             (hook_name, plain_url(autoencoder_path))
             for hook_name, autoencoder_path in self.hooks.encode
         ]
-        json_value_by_flag["positions"] = str(self.text.positions)
-        return json_value_by_flag
+        json_value_by_flag_name["positions"] = str(self.text.positions)
+        return json_value_by_flag_name
 
     @classmethod
     def from_json(cls, stored_values: Mapping[str, Any]) -> "Config":
@@ -1042,11 +1042,11 @@ class Config:
             stored_values: The result of `to_json`. A flag that is missing gets its default. Names
                 that are no flags in this version are ignored.
         """
-        value_by_flag = {
+        value_by_flag_name = {
             flag_name: _as_tuple(stored_value) for flag_name, stored_value in stored_values.items()
         }
-        value_by_flag["positions"] = parse_positions(stored_values.get("positions", ALL))
-        return cls.of(value_by_flag)
+        value_by_flag_name["positions"] = parse_positions(stored_values.get("positions", ALL))
+        return cls.of(value_by_flag_name)
 
 
 def _values_of_part(options_class: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:

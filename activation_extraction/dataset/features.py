@@ -198,17 +198,19 @@ def _contexts(
     first_token_index_of_shard = np.cumsum(
         [0, *(commit.tokens for commit in dataset.shards.commits)]
     )
-    shard_of_token = np.searchsorted(first_token_index_of_shard, listed_tokens, "right") - 1
+    shard_number_of_token = np.searchsorted(first_token_index_of_shard, listed_tokens, "right") - 1
     decode_ids = None
     with suppress(LookupError):
         decode_ids = find_decoder(dataset)
     listed_indices_of_context_tables = [np.arange(0)]
     context_tables = [CONTEXT.empty_table()]
-    for shard in np.unique(shard_of_token).tolist():
-        shard_reader = dataset.shards.get(shard)
-        listed_indices_of_shard = np.flatnonzero(shard_of_token == shard)
-        token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard].tokens)()
-        tokens_in_shard = listed_tokens[listed_indices_of_shard] - first_token_index_of_shard[shard]
+    for shard_number in np.unique(shard_number_of_token).tolist():
+        shard_reader = dataset.shards.get(shard_number)
+        listed_indices_of_shard = np.flatnonzero(shard_number_of_token == shard_number)
+        token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard_number].tokens)()
+        tokens_in_shard = (
+            listed_tokens[listed_indices_of_shard] - first_token_index_of_shard[shard_number]
+        )
         sample_index_of_token = np.searchsorted(shard_reader.offsets, tokens_in_shard, "right") - 1
         context_starts = np.maximum(
             shard_reader.offsets[sample_index_of_token], tokens_in_shard - around

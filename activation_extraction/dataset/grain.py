@@ -47,9 +47,9 @@ class TokenRecords:
     def __repr__(self) -> str:
         # grain restores a saved state only if the `repr` of the source is unchanged since then.
         token_source = self._token_source
-        hooks = list(token_source.options.hooks)
+        hook_names = list(token_source.options.hooks)
         return (
-            f"TokenRecords(data={token_source.fingerprint}, hooks={hooks}, "
+            f"TokenRecords(data={token_source.fingerprint}, hooks={hook_names}, "
             f"tokens={self._tokens_per_record})"
         )
 

@@ -136,8 +136,8 @@ class AlignedRuns:
         Raises:
             ValueError: If an option is invalid for these runs.
         """
-        runs_and_hooks = list(zip(self.runs, hooks, strict=True))
-        row_bytes = sum(run.shards.row_bytes(hook_names) for run, hook_names in runs_and_hooks)
+        runs_and_hook_names = list(zip(self.runs, hooks, strict=True))
+        row_bytes = sum(run.shards.row_bytes(hook_names) for run, hook_names in runs_and_hook_names)
         are_local = all(run.shards.is_local for run in self.runs)
         num_buffer_tokens = options.buffer or default_buffer(
             options, sum(map(len, hooks)), row_bytes, are_local
@@ -146,7 +146,7 @@ class AlignedRuns:
             set(options.max_norm) if isinstance(options.max_norm, Mapping) else set()
         )
         sources = list[TokenSource]()
-        for run, hook_names in runs_and_hooks:
+        for run, hook_names in runs_and_hook_names:
             norm_limits_of_run = options.max_norm
             aliases = run.hooks.aliases
             if isinstance(norm_limits_of_run, Mapping):

@@ -69,20 +69,20 @@ class ByHook(dict[str, T]):
         """
         if hooks is None:
             return list(self)
-        names_by_hook = {hook: [hook] for hook in self}
+        all_names_by_canonical_name = {canonical_name: [canonical_name] for canonical_name in self}
         for alias, canonical_name in self.aliases.items():
-            names_by_hook.get(canonical_name, []).append(alias)
-        chosen_hooks: dict[str, None] = {}  # a dict serves as an ordered set
+            all_names_by_canonical_name.get(canonical_name, []).append(alias)
+        chosen_names: dict[str, None] = {}  # a dict serves as an ordered set
         for pattern in [hooks] if isinstance(hooks, str) else hooks:
-            matching_hooks = [
-                hook
-                for hook, names_of_hook in names_by_hook.items()
+            matching_names = [
+                canonical_name
+                for canonical_name, names_of_hook in all_names_by_canonical_name.items()
                 if any(fnmatchcase(name_of_hook, pattern) for name_of_hook in names_of_hook)
             ]
-            if not matching_hooks:
+            if not matching_names:
                 raise ValueError(f"{run_name}: has no hook {pattern!r}; it has {', '.join(self)}")
-            chosen_hooks |= dict.fromkeys(matching_hooks)
-        return list(chosen_hooks)
+            chosen_names |= dict.fromkeys(matching_names)
+        return list(chosen_names)
 
 
 def recorded_aliases(hooks: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -409,7 +409,7 @@ class TokenSource:
         dtype = self.options.dtype
         with as_os_errors():
             reader = self.shards.get(shard)
-            wait_functions_by_hook = {
+            wait_functions_by_hook_name = {
                 hook_name: [
                     hooks[hook_name].begin_rows(reader, *token_range, dtype)
                     for token_range in token_ranges
@@ -421,7 +421,7 @@ class TokenSource:
             with as_os_errors():
                 values_by_hook = {
                     hook_name: _concatenate([wait_for_range() for wait_for_range in wait_functions])
-                    for hook_name, wait_functions in wait_functions_by_hook.items()
+                    for hook_name, wait_functions in wait_functions_by_hook_name.items()
                 }
             return ByHook(values_by_hook, hooks.aliases)
 

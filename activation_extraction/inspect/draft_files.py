@@ -235,15 +235,16 @@ class SpeculatorsFormat(DraftFormat):
             InputError: If the output of the last block is not chosen, or no hook of another layer
                 is chosen.
         """
-        exported_hooks = super().choose_hooks(dataset, chosen_hooks)
+        exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
         block_count = dataset.metadata.get("model", {}).get("num_hidden_layers", 0)
         last_hook = last_stream_hook(block_count)
-        if last_hook not in exported_hooks or len(exported_hooks) < 2:
+        if last_hook not in exported_hook_names or len(exported_hook_names) < 2:
             raise InputError(
                 f"--export speculators: needs the hooks {last_hook} and blocks.K.hook_resid_post "
-                f"of at least one other layer; it has {', '.join(exported_hooks)} of {dataset.url}"
+                "of at least one other layer; it has "
+                f"{', '.join(exported_hook_names)} of {dataset.url}"
             )
-        return exported_hooks
+        return exported_hook_names
 
     def write(
         self,
@@ -365,19 +366,19 @@ class SpecForgeFormat(DraftFormat):
             InputError: If the chosen hooks lack the output of the final norm, or do not contain the
                 residual stream after exactly three layers, or contain the embedding.
         """
-        exported_hooks = super().choose_hooks(dataset, chosen_hooks)
-        hook_name_by_stream_number = streams_by_number(exported_hooks)
+        exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
+        hook_name_by_stream_number = streams_by_number(exported_hook_names)
         if (
-            FINAL_NORM_HOOK not in exported_hooks
+            FINAL_NORM_HOOK not in exported_hook_names
             or len(hook_name_by_stream_number) != EAGLE3_LAYERS
             or 0 in hook_name_by_stream_number
         ):
             raise InputError(
                 f"--export specforge: needs the hooks {FINAL_NORM_HOOK} and "
                 "blocks.K.hook_resid_post of exactly three layers, which --hook_names can choose; "
-                f"it has {', '.join(exported_hooks)} of {dataset.url}"
+                f"it has {', '.join(exported_hook_names)} of {dataset.url}"
             )
-        return exported_hooks
+        return exported_hook_names
 
     def write(
         self,

@@ -108,8 +108,8 @@ def export(
             f"{flag_and_format}: {finished_dataset.url} stores only some of its tokens; expected "
             "all of them, which a run without --positions, --roles and --drop_token_ids stores"
         )
-    exported_hooks = export_format.choose_hooks(finished_dataset, chosen_hooks)
-    for hook_name in exported_hooks:
+    exported_hook_names = export_format.choose_hooks(finished_dataset, chosen_hooks)
+    for hook_name in exported_hook_names:
         if not FOLDER_NAME.fullmatch(hook_name):
             raise InputError(f"{flag_and_format}: hook {hook_name!r:.80} cannot name a folder")
     tokens_per_row = export_format.tokens_per_row
@@ -120,12 +120,12 @@ def export(
             f"{tokens_per_row}, which fill a row"
         )
     bytes_per_token = sum(
-        export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hooks
+        export_format.token_bytes(finished_dataset, hook_name) for hook_name in exported_hook_names
     )
     tokens_per_chunk = max(CHUNK_BYTES // bytes_per_token // tokens_per_row, 1) * tokens_per_row
     tokens_per_chunk = min(tokens_per_chunk, export_format.max_tokens_per_chunk or tokens_per_chunk)
     token_chunks = _chunks(
-        finished_dataset, exported_hooks, tokens_per_chunk, export_format.sample_column_names
+        finished_dataset, exported_hook_names, tokens_per_chunk, export_format.sample_column_names
     )
     if export_format.needs_text:
         run_text = _load_text(finished_dataset, flag_and_format, load_text)
@@ -133,10 +133,10 @@ def export(
     # In addition to the activations, the files contain token ids, masks and scales. They need up to
     # 24 bytes per token and hook, such as two token ids and a mask of 8 bytes each. Texts are not
     # counted, because their lengths are unknown before decoding.
-    max_export_bytes = finished_dataset.tokens * (bytes_per_token + 24 * len(exported_hooks))
+    max_export_bytes = finished_dataset.tokens * (bytes_per_token + 24 * len(exported_hook_names))
     with raise_on_ctrl_c(), _new_folder(target_folder, max_export_bytes) as temporary_folder:
         export_result = export_format.write(
-            temporary_folder, finished_dataset, exported_hooks, token_chunks
+            temporary_folder, finished_dataset, exported_hook_names, token_chunks
         )
         exported_bytes = sum(
             written_path.stat().st_size
@@ -145,7 +145,7 @@ def export(
         )
     say(
         f"exported: {counted(export_result.num_tokens, 'token')}, "
-        f"{counted(len(exported_hooks), 'hook')}, "
+        f"{counted(len(exported_hook_names), 'hook')}, "
         f"{exported_bytes / 1e9:,.3f} GB in {target_folder}"
     )
     if num_omitted_tokens := finished_dataset.tokens - export_result.num_tokens:
@@ -161,7 +161,7 @@ def export(
         say(f"left out: {omission_in_words}")
     say("read it with:")
     for instruction_line in export_format.read_with(
-        target_folder, finished_dataset, exported_hooks
+        target_folder, finished_dataset, exported_hook_names
     ):
         say(f"  {instruction_line}")
 

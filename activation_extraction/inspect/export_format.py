@@ -81,23 +81,23 @@ class ExportFormat(ABC):
         Raises:
             InputError: If the files cannot be made of the chosen hooks.
         """
-        ordered_hooks = [hook_name for hook_name in dataset.hooks if hook_name in chosen_hooks]
-        exported_hooks = [
-            hook_name for hook_name in ordered_hooks if self.accepts(dataset, hook_name)
+        ordered_hook_names = [hook_name for hook_name in dataset.hooks if hook_name in chosen_hooks]
+        exported_hook_names = [
+            hook_name for hook_name in ordered_hook_names if self.accepts(dataset, hook_name)
         ]
-        if not exported_hooks:
+        if not exported_hook_names:
             raise InputError(
                 f"--export {self.flag_value}: takes {self.accepted_hooks_in_words}; "
                 f"{dataset.url} has {', '.join(chosen_hooks)}"
             )
         if omitted_hooks := [
-            hook_name for hook_name in chosen_hooks if hook_name not in exported_hooks
+            hook_name for hook_name in chosen_hooks if hook_name not in exported_hook_names
         ]:
             say(
                 f"left out: {', '.join(omitted_hooks)}; {self.flag_value} takes "
                 f"{self.accepted_hooks_in_words}"
             )
-        return exported_hooks
+        return exported_hook_names
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns an upper bound for the bytes of a token's values at a hook.

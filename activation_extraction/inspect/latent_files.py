@@ -65,14 +65,14 @@ class DelphiFormat(ExportFormat):
         Raises:
             InputError: If the format accepts none of the hooks, or no sample fills a row.
         """
-        exported_hooks = super().choose_hooks(dataset, chosen_hooks)
+        exported_hook_names = super().choose_hooks(dataset, chosen_hooks)
         sample_lengths = dataset.samples["tokens"].to_numpy()
         if not (sample_lengths >= self.tokens_per_row).any():
             raise InputError(
                 f"--export delphi: no sample of {dataset.url} has {self.tokens_per_row} tokens, "
                 "which a row needs"
             )
-        return exported_hooks
+        return exported_hook_names
 
     def token_bytes(self, dataset: ActivationDataset, hook: str) -> int:
         """Returns a number of bytes that a token's codes never exceed, in memory or in the files.

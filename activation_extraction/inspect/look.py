@@ -21,7 +21,8 @@ from activation_extraction.store.folder import UPLOAD_TIMEOUT, Folder, FolderErr
 from activation_extraction.store.run_folders import host_folders
 from activation_extraction.store.run_log import own_files
 
-# Seconds after which --status stops trying to reach the output, unless --upload_timeout is shorter.
+# Seconds after which --status stops trying to reach the output folder or bucket, unless
+# --upload_timeout is shorter.
 STATUS_PATIENCE = 20.0
 
 

@@ -278,7 +278,8 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     """
     indices_of_largest_norms = np.argsort(-norms, kind="stable")[:LARGEST]
     is_first_token = sample.positions[indices_of_largest_norms] == 0
-    # Tokens with equal columns form a group.
+    # A column for each token: its id, and 1 if it is the first token of a sample. Tokens with equal
+    # columns are counted together.
     ids_and_first_flags = np.stack([sample.token_ids[indices_of_largest_norms], is_first_token])
     # A norm rank is an index in `indices_of_largest_norms`: 0 for the token with the largest norm.
     _, smallest_norm_rank_of_groups, token_count_of_groups = np.unique(

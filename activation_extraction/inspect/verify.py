@@ -219,12 +219,12 @@ COMPUTING_ERRORS = {
     # measured after 12 layers. Functions of two platforms differ by less than one such rounding.
     "bfloat16": (5e-2, 5e-2),
 }
-# Relative errors when the stored and the recomputed activations are both rounded to the stored
-# dtype, by this dtype. The error of a value is 0.4 of a unit in the last place, the RMS of two
-# roundings. A unit in the last place is at most 2**-10 of a float16 value and 2**-7 of a bfloat16
-# value. Stored float8 values are compared with recomputed values in float32. They have 4
-# significant bits, so the error is at most 2**-4 of a value. An error of 0.026 of a token's norm
-# was measured.
+# Stored dtype -> largest relative error that rounding to this dtype causes. For float16 and
+# bfloat16, the recomputed activations are rounded, too. The RMS of the difference of two rounded
+# values is 0.4 of a unit in the last place, and this unit is at most 2**-10 of a float16 value and
+# 2**-7 of a bfloat16 value. Stored float8 values are compared with recomputed values in float32.
+# They have 4 significant bits, so the error is at most 2**-4 of a value. An error of 0.026 of a
+# token's norm was measured.
 ROUNDING_ERRORS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, FLOAT8: 2.0**-4}
 
 # Largest fraction of a sample's expert numbers or predicted token ids that may differ at a hook, by

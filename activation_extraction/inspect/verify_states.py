@@ -386,13 +386,14 @@ def _nearest_hook(checks: Sequence[RowCheck], layer: int) -> ExpectedHook:
 
 
 def _line_of_layer(layer: int, hook: ExpectedHook, checks: Sequence[RowCheck]) -> str:
-    """Returns the line of the output about a layer.
+    """Returns the line that --verify prints about a layer of the files.
 
-    The line names the hook, the number of rows that are right in this layer, and the largest error
-    of these rows. If `hook.is_certain` is False, the line says that no row matches a hook.
+    The line names the hook, the number of rows that contain the states of this hook in this layer,
+    and the largest error of these rows. If `hook.is_certain` is False, the line says that no row
+    matches a hook.
 
     Args:
-        layer: Index of the layer in the row's file.
+        layer: Index of the layer in each row's file, from 0.
         hook: Hook that the layer should contain.
         checks: Checks of all compared rows.
     """

@@ -119,8 +119,8 @@ class Autoencoder:
     dtype: np.dtype  # dtype of matrix products
     k: int | None = None  # largest number of active features of a token; None for no limit
     uses_relu: bool = True
-    threshold: np.ndarray | None = None  # of each feature, (F,)
-    score_factor: np.ndarray | None = None  # of each feature, (F,)
+    threshold: np.ndarray | None = None  # threshold of each feature, (F,)
+    score_factor: np.ndarray | None = None  # factor of each feature's `pre` in `score`, (F,)
     W_skip: np.ndarray | None = None  # (O, D)
     subtracts_b_dec: bool = False
     normalisation: str = "none"

@@ -261,12 +261,12 @@ class Capture:
             The buffers, which now contain these values.
         """
         buffers = dict(buffers)
-        for hook_kind, kind_slot, kind_bits in zip(
+        for hook_kind, slot_of_kind, kind_bits in zip(
             plan.kinds, plan.slots_by_kind, bits_by_kind, strict=True
         ):
             vector_type_of_kind = self.vector_type(hook_kind)
             kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
-            buffer_index = (kind_slot,) if micro_batch is None else (kind_slot, micro_batch)
+            buffer_index = (slot_of_kind,) if micro_batch is None else (slot_of_kind, micro_batch)
             bits_with_buffer_axes = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
             buffer_of_type = buffers[vector_type_of_kind]
             buffers[vector_type_of_kind] = lax.dynamic_update_slice(

@@ -147,11 +147,12 @@ class Program:
         """
         if not self.encoders:
             return hook_stacks
-        array_iterator_by_type = {
+        array_iterator_by_vector_type = {
             vector_type: iter(arrays) for vector_type, arrays in hook_stacks.items()
         }
         activations_by_hook = {
-            hook: next(array_iterator_by_type[self.vector_type(hook)]) for hook in self.model.hooks
+            hook: next(array_iterator_by_vector_type[self.vector_type(hook)])
+            for hook in self.model.hooks
         }
         for encoder, encoder_weights in zip(self.encoders, weights_by_encoder, strict=True):
             source_values = activations_by_hook[encoder.source_hook]
@@ -209,14 +210,14 @@ class Forward(Program):
             the rows.
         """
         if isinstance(activations, KeptTokens):
-            stack_by_type = activations.receive()
+            stack_by_vector_type = activations.receive()
         else:
-            stack_by_type = self.rows.receive(activations)
-        array_iterator_by_type = {
-            vector_type: iter(stack) for vector_type, stack in stack_by_type.items()
+            stack_by_vector_type = self.rows.receive(activations)
+        array_iterator_by_vector_type = {
+            vector_type: iter(stack) for vector_type, stack in stack_by_vector_type.items()
         }
         return {
-            hook_key: next(array_iterator_by_type[self.vector_type(hook)])
+            hook_key: next(array_iterator_by_vector_type[self.vector_type(hook)])
             for hook_key, hook in self.hooks.items()
         }
 

@@ -80,7 +80,7 @@ class WeightSpec:
 
     shape: tuple[int, ...]
     logical_axes: tuple[str, ...]
-    hf_names: tuple[str, ...]
+    hf_names: tuple[str, ...]  # names of the checkpoint's tensors that are stacked
     num_stacked_axes: int = 0
     tensor_slice: TensorSlice | None = None
     has_input_axis_first: bool = False

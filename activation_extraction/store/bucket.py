@@ -98,17 +98,17 @@ class Bucket:
         bucket_listing = self._ask(
             lambda: obstore.list_with_delimiter(self._store(0), listed_prefix)
         )
-        entry_by_name: dict[str, FileEntry | None] = {}
+        entry_by_file_or_folder_name: dict[str, FileEntry | None] = {}
         for folder_path in bucket_listing["common_prefixes"]:
-            entry_by_name[_file_name(folder_path)] = None
+            entry_by_file_or_folder_name[_file_name(folder_path)] = None
         for object_meta in bucket_listing["objects"]:
             # If a user creates an empty folder in the web console of a store, the store contains an
             # object with the name of the folder. This object is not a file in the folder.
             if object_meta["path"] != self._key_prefix:
                 file_name = _file_name(object_meta["path"])
                 e_tag = _quoted_tag(object_meta["e_tag"])
-                entry_by_name[file_name] = FileEntry(object_meta["size"], e_tag)
-        return entry_by_name
+                entry_by_file_or_folder_name[file_name] = FileEntry(object_meta["size"], e_tag)
+        return entry_by_file_or_folder_name
 
     def head(self, name: str) -> FileEntry | None:
         with suppress(FileNotFoundError):

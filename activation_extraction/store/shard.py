@@ -44,7 +44,7 @@ class ShardSample:
     """
 
     facts: SampleFacts
-    token_ids: np.ndarray | None  # of the stored tokens
+    token_ids: np.ndarray | None  # ids of the stored tokens; None if they are unknown
     positions: np.ndarray  # index in the sample of each stored token
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
 

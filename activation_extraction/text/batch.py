@@ -91,7 +91,7 @@ class Sample:
     token_ids: np.ndarray  # token ids of the sample, (tokens,)
     mark: Mark
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
-    kept_positions_or_none: np.ndarray | None = None  # None if all tokens are kept
+    kept_positions_or_none: np.ndarray | None = None  # kept positions; None if all tokens are kept
 
     @property
     def number(self) -> int:
