@@ -188,8 +188,10 @@ class HookedModel(nn.Module):
                 capture, layer_plan, stacked_layers, x, buffers, rotary, segment_ids
             )
         if self.runs_to_the_end:
-            bits_of_end_kinds = self._bits_after_last_layer(capture, x, token_ids, positions)
-            buffers = capture.write(buffers, end_plan, bits_of_end_kinds)
+            bits_of_kinds_after_last_layer = self._bits_after_last_layer(
+                capture, x, token_ids, positions
+            )
+            buffers = capture.write(buffers, end_plan, bits_of_kinds_after_last_layer)
         return capture.values(buffers)
 
     def _run_in_stages(
@@ -312,8 +314,12 @@ class HookedModel(nn.Module):
             assert final_stream_by_tick is not None
             x = from_bits(final_stream_by_tick[stage_count - 1 :], self.dtype).swapaxes(0, 1)
             x = self.layout.constrain(x.reshape(row_count, row_length, -1), *STREAM)
-            bits_of_end_kinds = self._bits_after_last_layer(capture, x, token_ids, positions)
-            end_bits_by_kind = dict(zip(capture.plan_end().kinds, bits_of_end_kinds, strict=True))
+            bits_of_kinds_after_last_layer = self._bits_after_last_layer(
+                capture, x, token_ids, positions
+            )
+            end_bits_by_kind = dict(
+                zip(capture.plan_end().kinds, bits_of_kinds_after_last_layer, strict=True)
+            )
         return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_bits_by_kind)
 
     def _loop(

@@ -115,18 +115,19 @@ class Server(socketserver.ThreadingTCPServer):
                 self.answer_counts.requests + 1, self.answer_counts.bytes + answer_bytes
             )
 
-    def listing(self, prefix: str, delimiter: str, last_entry: str) -> bytes:
+    def listing(self, prefix: str, delimiter: str, last_entry_of_previous_page: str) -> bytes:
         """Returns one page of a sorted listing, as XML.
 
         Args:
             prefix: The prefix of the listed names.
             delimiter: The character that ends a folder's name, so that a folder is listed as one
                 entry. Empty to list all objects.
-            last_entry: The last entry of the previous page. Empty for the first page.
+            last_entry_of_previous_page: The last entry of the previous page. Empty for the first
+                page.
         """
         # Entry of the page (the name of an object, or of a folder with the delimiter) -> its XML.
         xml_of_entry: dict[str, str] = {}
-        first_index = bisect_left(self.object_names, max(prefix, last_entry))
+        first_index = bisect_left(self.object_names, max(prefix, last_entry_of_previous_page))
         for object_name in self.object_names[first_index:]:
             if len(xml_of_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
                 break
@@ -134,7 +135,7 @@ class Server(socketserver.ThreadingTCPServer):
                 delimiter or "\0"
             )
             listing_entry = prefix + entry_after_prefix + delimiter_of_entry
-            if listing_entry <= last_entry or listing_entry in xml_of_entry:
+            if listing_entry <= last_entry_of_previous_page or listing_entry in xml_of_entry:
                 continue
             listed_object = self.objects[object_name]
             xml_of_entry[listing_entry] = (
@@ -184,11 +185,11 @@ class Connection(socketserver.StreamRequestHandler):
                 parameter_name: parameter_values[0]
                 for parameter_name, parameter_values in parse_qs(requested_url.query).items()
             }
-            last_entry = query_parameters.get("continuation-token", "")
+            last_entry_of_previous_page = query_parameters.get("continuation-token", "")
             listing_page = self.server.listing(
                 query_parameters.get("prefix", ""),
                 query_parameters.get("delimiter", ""),
-                last_entry,
+                last_entry_of_previous_page,
             )
             self.server.count_request(len(listing_page))
             return self.send(200, listing_page)
@@ -224,7 +225,7 @@ class Connection(socketserver.StreamRequestHandler):
         self.wfile.write(f"{status_line}{object_headers}Content-Length: {size}\r\n\r\n".encode())
 
     def send(self, status: int, content: bytes = b"") -> None:
-        """Sends an answer that is not about an object.
+        """Sends an answer without headers about an object, such as a listing or an error.
 
         Args:
             status: The HTTP status.

@@ -531,7 +531,7 @@ def report(
     del value_of_flag["competitors"]
     package_names = ("jax", "jaxlib", "numpy", "isal")
     return {
-        "versions": {package: version(package) for package in package_names},
+        "versions": {package_name: version(package_name) for package_name in package_names},
         "asked": value_of_flag,
         "documents": {
             "count": len(document_lengths),

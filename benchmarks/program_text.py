@@ -318,12 +318,12 @@ class ProgramText:
         ]
         if len(moves_of_branches) != len(self.fractions_of_layer_types) or computation != self.body:
             return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
-        average_moves: list[Move] = []
+        weighted_moves: list[Move] = []
         for fraction_of_layers, branch_moves in zip(
             self.fractions_of_layer_types, moves_of_branches, strict=True
         ):
-            average_moves += [move.times(fraction_of_layers) for move in branch_moves]
-        return average_moves
+            weighted_moves += [move.times(fraction_of_layers) for move in branch_moves]
+        return weighted_moves
 
     def _iterations(self, loop: Instruction) -> int:
         """Returns the iteration count of a loop that counts from 0 up to a constant."""
@@ -736,7 +736,9 @@ def _padded_hbm_bytes(array_match: re.Match[str]) -> int:
 
 
 def _bytes_of_elements(array_match: re.Match[str]) -> int:
-    """Returns the bytes of an array's elements without padding, in any memory.
+    """Returns the number of bytes of an array's elements, without the padding between them.
+
+    It does not matter in which memory the array is.
 
     Args:
         array_match: A match of the pattern ARRAY in the text of the program.

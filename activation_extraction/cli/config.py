@@ -344,7 +344,11 @@ def _refuse_conflicts(values: Values) -> None:
     if "model_path" not in values:
         if "verify_samples" in values:
             raise InputError("--verify_samples: needs --model_path")
-        inspection_flag_names = [looking_flag for looking_flag in LOOKING if looking_flag in values]
+        inspection_flag_names = [
+            inspection_flag_name
+            for inspection_flag_name in LOOKING
+            if inspection_flag_name in values
+        ]
         for flag_name in ("model_revision", "lora", "encode"):
             if flag_name in values and inspection_flag_names:
                 raise InputError(
@@ -464,7 +468,9 @@ def _check_text(text: TextOptions) -> None:
     if text.positions.last_of_turn and text.messages_column is None:
         raise InputError("--positions last_of_turn: needs --messages_column")
     dropped_token_names = [
-        id_or_name for id_or_name in text.drop_token_ids if isinstance(id_or_name, str)
+        token_id_or_name
+        for token_id_or_name in text.drop_token_ids
+        if isinstance(token_id_or_name, str)
     ]
     if dropped_token_names and text.ids_column is not None:
         raise InputError(

@@ -67,9 +67,9 @@ class HubDataset(NamedTuple):
         split: Name of a split, such as train.
     """
 
-    name: str  # such as HuggingFaceFW/fineweb-edu
-    config_name: str  # such as sample-10BT
-    split: str  # such as train
+    name: str  # name on the hub, such as HuggingFaceFW/fineweb-edu
+    config_name: str  # name of a configuration, such as sample-10BT
+    split: str  # name of a split, such as train
 
 
 DEFAULT_DATASET = HubDataset("HuggingFaceFW/fineweb-edu", "sample-10BT", "train")
@@ -888,7 +888,7 @@ class LookingOptions:
 
     @property
     def requested(self) -> bool:
-        """Returns whether a flag asks to look at a stored run instead of extracting activations."""
+        """Returns whether one of these flags asks to inspect a stored run, not to extract."""
         return self.status or self.verify or self.report is not None or self.export is not None
 
     @property

@@ -31,7 +31,9 @@ ARRAYS = {"ids": "indices", "values": "data", "offsets": "indptr", "error": "err
 
 
 def record_width(features: int) -> int:
-    """Returns the number of int32 numbers in a record.
+    """Returns the number of int32 numbers in a record, which contains the codes of one token.
+
+    The docstring of this module explains records.
 
     Args:
         features: K, the number of features for which the record has room.
@@ -130,10 +132,10 @@ class Codes:
         if len(codes_of_parts) == 1:
             return codes_of_parts[0]
         indptrs = [np.zeros(1, np.int64)]
-        num_previous_entries = 0
+        num_entries_before_part = 0
         for part_codes in codes_of_parts:
-            indptrs.append(part_codes.indptr[1:] + num_previous_entries)
-            num_previous_entries += len(part_codes.indices)
+            indptrs.append(part_codes.indptr[1:] + num_entries_before_part)
+            num_entries_before_part += len(part_codes.indices)
         return cls(
             indptr=np.concatenate(indptrs),
             indices=np.concatenate([part_codes.indices for part_codes in codes_of_parts]),

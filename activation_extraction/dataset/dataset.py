@@ -191,9 +191,9 @@ class ActivationDataset(Samples):
     def dtype(self) -> np.dtype:
         """The dtype of the activations: the stored dtype, or float32 if they are stored in float8.
 
-        Only a program that adds activations to `ActivationStorage` can store hooks in different
-        dtypes. This is then the dtype of the first hook with activations. `dtypes` has the dtype of
-        every hook.
+        If hooks have different dtypes, which is only possible in a run that another program stored
+        with `ActivationStorage`, it is the dtype of the first hook with activations. `dtypes`
+        contains the dtype of every hook.
 
         Hooks may also hold losses, entropies, log-probabilities, codes, token ids or numbers of
         experts. If all hooks that are read hold such values, this is the dtype of the first hook.

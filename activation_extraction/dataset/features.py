@@ -237,9 +237,9 @@ def _contexts(
     contexts = pyarrow.concat_tables(context_tables).take(
         np.argsort(np.concatenate(listed_indices_of_context_tables))
     )
-    first_context_of_feature = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
+    context_offsets_of_features = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(
-        first_context_of_feature, contexts.to_struct_array().combine_chunks()
+        context_offsets_of_features, contexts.to_struct_array().combine_chunks()
     )
 
 

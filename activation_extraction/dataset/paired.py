@@ -418,7 +418,9 @@ def _partners(
     Raises:
         ValueError: If a token has a different id in the other run.
     """
-    first_run_samples, other_run_samples = sample_pairs[:, np.argsort(sample_pairs[1])]
+    sample_indices_in_first_run, sample_indices_in_other_run = sample_pairs[
+        :, np.argsort(sample_pairs[1])
+    ]
     # One integer for each token. Its upper 32 bits are the index of the token's sample in the first
     # run, and its lower 32 bits are the token's position.
     packed_sample_and_position_of_token = (
@@ -426,10 +428,10 @@ def _partners(
     )
     other_run_row_of_token = np.full(len(packed_sample_and_position_of_token), -1)
     partner_batches = list[TokenBatch]()
-    for chunks_of_shard in other_source.by_shard(other_run_samples):
+    for chunks_of_shard in other_source.by_shard(sample_indices_in_other_run):
         other_run_tokens = other_source.tokens(chunks_of_shard)
-        sample_index_of_token = first_run_samples[
-            np.searchsorted(other_run_samples, other_run_tokens.sample_indices)
+        sample_index_of_token = sample_indices_in_first_run[
+            np.searchsorted(sample_indices_in_other_run, other_run_tokens.sample_indices)
         ]
         packed_sample_and_position_of_other_token = (
             sample_index_of_token << 32 | other_run_tokens.tokens.position
@@ -472,8 +474,9 @@ def _check_same_tokens(urls: Sequence[str], *runs: Any) -> None:
     for token_index in np.flatnonzero(runs[0].token_ids != runs[1].token_ids):
         difference_in_words = " but ".join(
             f"{tokens.token_ids[token_index]} in sample "
-            f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token_index]} of {url}"
-            for url, tokens in zip(urls, runs, strict=True)
+            f"{np.broadcast_to(tokens.sample_idx, tokens.token_ids.shape)[token_index]} "
+            f"of {run_url}"
+            for run_url, tokens in zip(urls, runs, strict=True)
         )
         position = runs[0].position[token_index]
         message = f"the token at position {position} of the same row is {difference_in_words}"

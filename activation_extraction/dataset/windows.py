@@ -120,7 +120,7 @@ class Windows:
         self._future_by_chunk_index: dict[int, Future[tuple[Block, ...]]] = {}
         # Memory for shuffled tokens: a list for even windows and a list for odd windows. A list is
         # empty until it is needed, and then contains a batch for each run.
-        self._window_batches_by_parity: tuple[list[TokenBatch], ...] = [], []
+        self._batches_of_even_and_odd_windows: tuple[list[TokenBatch], ...] = [], []
         thread_pool = ThreadPoolExecutor(1 + self.num_chunks_read_at_once, "read-ahead")
         try:
             future_of_next_window = thread_pool.submit(self._fill, begin_position, thread_pool)
@@ -146,7 +146,7 @@ class Windows:
         chunk_index = begin_position.chunk
         first_wanted_index = begin_position.row
         num_filled_tokens = 0
-        window_batches = self._window_batches_by_parity[begin_position.window % 2]
+        window_batches = self._batches_of_even_and_odd_windows[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
         blocks_of_chunk_parts = list[list[Block]]()

@@ -285,14 +285,14 @@ def largest_tokens(sample: TokenSample, norms: np.ndarray) -> list[tuple[int, in
     _, smallest_norm_rank_of_groups, token_count_of_groups = np.unique(
         ids_and_first_flags, axis=1, return_index=True, return_counts=True
     )
-    indices_and_group_sizes = []
+    token_indices_and_group_sizes = []
     for smallest_norm_rank, group_size in sorted(
         zip(smallest_norm_rank_of_groups, token_count_of_groups, strict=True)
     ):
-        indices_and_group_sizes.append(
+        token_indices_and_group_sizes.append(
             (int(indices_of_largest_norms[smallest_norm_rank]), int(group_size))
         )
-    return indices_and_group_sizes
+    return token_indices_and_group_sizes
 
 
 def throughput(

@@ -1,6 +1,7 @@
 """Prints the state, progress and speed of every host of a run, and the totals, for --status.
 
-Only JSON files are read. With --aggregate, the totals are also written to the output.
+Only JSON files are read. With --aggregate, the totals are also written to
+aggregated_metadata.json in the output folder.
 """
 
 import json
@@ -174,7 +175,7 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
     if run_metadata is None:
         return state_without_metadata
     recent_pace = _pace(commits)
-    expected_end = None
+    expected_end_time = None
     stored_fraction = None
     last_sign_time = max([run_metadata["written"], *(commit.committed for commit in commits)])
     state_name = _state(run_log, run_metadata, recent_pace, last_sign_time)
@@ -196,13 +197,13 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
                 remaining_count = max_count - getattr(host_totals, count_name)
                 seconds_to_limits.append(remaining_count / count_per_second)
         if seconds_to_limits:
-            expected_end = last_sign_time + min(seconds_to_limits)
+            expected_end_time = last_sign_time + min(seconds_to_limits)
     return replace(
         state_without_metadata,
         state=state_name,
         last_sign=last_sign_time,
         tokens_per_second=None if recent_pace is None else recent_pace.tokens_per_second,
-        expected_end=expected_end,
+        expected_end=expected_end_time,
         share=stored_fraction,
     )
 
@@ -388,9 +389,9 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         for host_state in running_hosts
         if host_state.expected_end is not None
     ]
-    expected_end = None
+    expected_end_time = None
     if expected_end_times and len(expected_end_times) == len(running_hosts):
-        expected_end = max(expected_end_times)
+        expected_end_time = max(expected_end_times)
     started_hosts = [host_state for host_state in hosts if host_state.state != "not started"]
     stored_fractions = [
         host_state.share for host_state in started_hosts if host_state.share is not None
@@ -409,7 +410,7 @@ def _sum_of_hosts(hosts: list[HostState], aggregated_metadata: dict[str, Any]) -
         **{count_name: aggregated_metadata[count_name] for count_name in COUNTED},
         last_commit=max(last_commit_times, default=None),
         tokens_per_second=sum(host_speeds) if host_speeds else None,
-        expected_end=expected_end,
+        expected_end=expected_end_time,
         share=stored_fraction,
     )
 

@@ -193,7 +193,7 @@ def _pick_samples(
         random.sample(range(stored_sample_count), min(sample_count, stored_sample_count))
     )
     sample_indices_by_shard = []
-    previous_sample_count = 0  # number of samples in the shards before the current one
+    previous_sample_count = 0  # number of samples in the shards before `commit`
     for _, commit in folders_and_commits:
         sample_numbers_of_shard = range(previous_sample_count, previous_sample_count + commit.count)
         picked_sample_indices = [

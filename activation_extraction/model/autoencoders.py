@@ -518,10 +518,10 @@ def _fold_normalisation(
 def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Fields:
     """Converts an autoencoder or transcoder of sparsify to the formula of `Autoencoder`.
 
-    EleutherAI's sparsify has its formula in sparse_coder.py. The k largest values of `pre` are
-    active if they are positive. The folder has the name of a Hugging Face module, such as
-    layers.10.mlp. The output of this module is reconstructed. A transcoder reads the input of the
-    module, and an autoencoder its output.
+    EleutherAI's sparsify has its formula in sparse_coder.py. The features with the k largest values
+    of `pre` (see `Autoencoder`) are active if these values are positive. The folder has the name of
+    a Hugging Face module, such as layers.10.mlp. The output of this module is reconstructed. A
+    transcoder reads the input of the module, and an autoencoder its output.
 
     Args:
         files: The files of the autoencoder.

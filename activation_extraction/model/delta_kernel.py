@@ -152,8 +152,10 @@ def _compute_block(
 
     q = q_ref[...]
     k = k_ref[...]
-    q_scale = q.shape[-1] ** -0.5 * inverse_length(q)  # (2C, 1), C tokens of a chunk
-    k_scale = inverse_length(k)  # (2C, 1)
+    q_scale = q.shape[-1] ** -0.5 * inverse_length(
+        q
+    )  # shape (2C, 1); C is the number of tokens of a chunk
+    k_scale = inverse_length(k)  # shape (2C, 1)
     k_scale_row = jnp.broadcast_to(k_scale, (k_scale.shape[0], SUBLANES)).T[:1]  # (1, 2C)
     # The products of every two keys of a chunk, with the two chunks of the block side by side,
     # (C, 2C). `query_products` are the products of every query and every key of a chunk.
@@ -302,8 +304,8 @@ def _side_by_side(x: Array) -> Array:
         The values side by side, (C, 2C). Values of pairs of tokens in different chunks are dropped.
         The value of a single token is repeated in all columns of its chunk.
     """
-    _, _, first_column_of_matrix = _indices()
-    return jnp.where(first_column_of_matrix == 0, x[:CHUNK], x[CHUNK:])
+    _, _, matrix_start_columns = _indices()
+    return jnp.where(matrix_start_columns == 0, x[:CHUNK], x[CHUNK:])
 
 
 def _decays(log_decay: Array) -> tuple[Array, list[Array]]:
@@ -362,7 +364,7 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses side by side, (C, 2C).
     """
-    row_indices, column_indices, first_column_of_matrix = _indices()
+    row_indices, column_indices, matrix_start_columns = _indices()
     inverse_matrices = (row_indices == column_indices).astype(jnp.float32)
     block_starts = row_indices & -SUBLANES
     for column_offset in range(SUBLANES - 1):
@@ -371,13 +373,13 @@ def _inverse(matrices: Array) -> Array:
         )
         elimination_factors = jnp.where(is_in_eliminated_column, matrices, 0)
         first_matrix_factors = jnp.sum(
-            jnp.where(first_column_of_matrix == 0, elimination_factors, 0), axis=1, keepdims=True
+            jnp.where(matrix_start_columns == 0, elimination_factors, 0), axis=1, keepdims=True
         )
         second_matrix_factors = jnp.sum(
-            jnp.where(first_column_of_matrix == 0, 0, elimination_factors), axis=1, keepdims=True
+            jnp.where(matrix_start_columns == 0, 0, elimination_factors), axis=1, keepdims=True
         )
         row_factors = jnp.where(
-            first_column_of_matrix == 0, first_matrix_factors, second_matrix_factors
+            matrix_start_columns == 0, first_matrix_factors, second_matrix_factors
         )
         inverse_matrices -= row_factors * _repeat_row(inverse_matrices, column_offset)
     block_size = SUBLANES
@@ -443,7 +445,7 @@ def _block_diagonal(x: Array) -> Array:
     Returns:
         The array, (2C, 2C).
     """
-    _, _, first_column_of_matrix = _indices()
+    _, _, matrix_start_columns = _indices()
     return jnp.concatenate(
-        [jnp.where(first_column_of_matrix == 0, x, 0), jnp.where(first_column_of_matrix == 0, 0, x)]
+        [jnp.where(matrix_start_columns == 0, x, 0), jnp.where(matrix_start_columns == 0, 0, x)]
     )

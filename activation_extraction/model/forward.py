@@ -288,9 +288,9 @@ def _compile(program: Program, params: Any, **options: Any) -> Any:
         host_rows.everywhere(),
     )
     # Each host feeds one row with the three flags of `Step`.
-    flags_shape = 1, 3
+    shape_of_host_flags = 1, 3
     input_shapes = []
-    for row_count, row_length in [program.batch_shape] * 3 + [flags_shape]:
+    for row_count, row_length in [program.batch_shape] * 3 + [shape_of_host_flags]:
         shape_of_all_hosts = row_count * host_rows.hosts, row_length
         input_shapes.append(
             jax.ShapeDtypeStruct(shape_of_all_hosts, jnp.int32, sharding=host_rows.incoming())

@@ -197,7 +197,10 @@ class Hook(NamedTuple):
 
     @property
     def module(self) -> str | None:
-        """The name in Hugging Face, such as "model.layers.3.output"; None for no such name."""
+        """The first name of the same values in Hugging Face, such as "model.layers.3.output".
+
+        None if they have no name there.
+        """
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def names(self) -> list[str]:

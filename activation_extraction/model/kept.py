@@ -49,8 +49,8 @@ class KeptBlock(NamedTuple):
     """
 
     activations: dict[VectorType, Array]
-    indices_in_block: np.ndarray  # of the kept tokens, on axis 1 of `activations`
-    indices_among_kept: np.ndarray  # of the same tokens, among all kept tokens of the host
+    indices_in_block: np.ndarray  # indices of the kept tokens on axis 1 of `activations`
+    indices_among_kept: np.ndarray  # indices of the block's tokens in all kept tokens
 
 
 class KeptTokens(NamedTuple):
@@ -150,9 +150,9 @@ class _BlockPlan(NamedTuple):
             kept tokens of this host's rows.
     """
 
-    device_token_indices: np.ndarray  # tokens that each device gathers, (devices, N)
-    indices_in_block: np.ndarray  # of the kept tokens, in the gathered block
-    indices_among_kept: np.ndarray  # of the same tokens, among all kept tokens of the host
+    device_token_indices: np.ndarray  # indices of the tokens that each device gathers, (devices, N)
+    indices_in_block: np.ndarray  # indices of the kept tokens in the gathered block
+    indices_among_kept: np.ndarray  # indices of the block's tokens in all kept tokens
 
 
 def _block_plans(

@@ -479,7 +479,7 @@ class LoraAdapter:
         tensor_names_and_changes = []
         for expert_number in range(expert_count):
             tensor_names = [f"{name}.{matrix_name}_proj"]
-            # Without fused experts, gate and up are two tensors.
+            # If the experts are not fused, each has a tensor for gate and a tensor for up.
             if not fused_down_shape:
                 tensor_names = [
                     expert_tensor_pattern.format(expert=expert_number, projection=projection)

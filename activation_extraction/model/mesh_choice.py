@@ -260,7 +260,7 @@ def _weight_splits(cost: StepCost) -> list[int]:
     Args:
         cost: The cost of a step on a mesh, which contains the layout of the mesh.
     """
-    return [cost.layout.shape.get(axis, 1) for axis in ("model", "expert", "fsdp")]
+    return [cost.layout.shape.get(axis_name, 1) for axis_name in ("model", "expert", "fsdp")]
 
 
 def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:

@@ -49,7 +49,7 @@ LOGICAL_AXES = {
 # along this mesh axis. Most layers begin with a product with one of these weights, so devices can
 # compute this product while they gather the first weight that is split.
 NOT_GATHERED = "KHD", "JGD", "RD", "UD"
-# The largest number of values of a weight in NOT_GATHERED that is not split along the axis fsdp.
+# A weight in NOT_GATHERED is not split along the mesh axis fsdp if it has at most this many values.
 SMALL = 2**22
 # The Flax collection of variables with the weights of all layers, which `StackedWeight` reads.
 STACKS = "stacks"
@@ -71,8 +71,8 @@ def parameter(module: Any, name: str, letters: str) -> Array:
     Returns:
         The value of the parameter.
     """
-    logical_axes = tuple(LOGICAL_AXES[letter] for letter in letters)
-    parameter_shape = tuple(module.config.sizes[letter] for letter in letters)
+    logical_axes = tuple(LOGICAL_AXES[axis_letter] for axis_letter in letters)
+    parameter_shape = tuple(module.config.sizes[axis_letter] for axis_letter in letters)
     if len(letters) == 1 or (letters in NOT_GATHERED and math.prod(parameter_shape) <= SMALL):
         logical_axes = tuple(
             "hidden" if logical_axis == "embed" else logical_axis for logical_axis in logical_axes

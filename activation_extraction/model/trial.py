@@ -318,10 +318,9 @@ def expert_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Tri
 def delta_trials(config: Any, layout: Layout, dtype: jnp.dtype) -> Iterator[Trial]:
     """Yields a trial in which a kernel for the delta rule is compared with the exact function.
 
-    The exact function computes one token after the other.
-
-    Samples end within the chunks of tokens that kernels compute together, and the states of heads
-    decay at different rates.
+    The exact function computes one token after the other. In the random arrays of the trial, some
+    samples end within a chunk of tokens that kernels compute together, and the heads have different
+    decay rates.
 
     Args:
         config: The configuration of a model with a delta net.

@@ -336,8 +336,12 @@ def dropped_ids(
         InputError: If the tokenizer has no token of a name, if the model has no token of an id, or
             if all tokens of the model would be dropped.
     """
-    dropped_token_ids = {id_or_name for id_or_name in tokens if isinstance(id_or_name, int)}
-    dropped_token_names = [id_or_name for id_or_name in tokens if isinstance(id_or_name, str)]
+    dropped_token_ids = {
+        token_id_or_name for token_id_or_name in tokens if isinstance(token_id_or_name, int)
+    }
+    dropped_token_names = [
+        token_id_or_name for token_id_or_name in tokens if isinstance(token_id_or_name, str)
+    ]
     for dropped_token_name in dropped_token_names:
         # The tokenizer is None only with --ids_column, and cli/config.py refuses names of tokens
         # together with this flag.

@@ -120,7 +120,8 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
     else:
         check_text_inputs(text_of_run, present_config, identity)
         reread_function = partial(_read_again, text_of_run)
-    # A data set of token ids is read without a tokenizer. Then one is chosen here, to decode ids.
+    # If the data set contains token ids, it is read without a tokenizer. A tokenizer is needed here
+    # to decode the ids.
     chosen_tokenizer = text_of_run.chosen_tokenizer or choose_tokenizer(
         model_repository, adapter_repository, text_of_run.vocabulary_size
     )
@@ -201,20 +202,27 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
         sample_indices_by_worker_and_start[stored_sample.worker, num_samples_before].append(
             sample_index
         )
-    for (worker, _start), sample_indices in sample_indices_by_worker_and_start.items():
+    for (
+        worker,
+        _num_samples_before_mark,
+    ), sample_indices in sample_indices_by_worker_and_start.items():
         # The same sample may be in `stored_samples` several times.
-        indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
+        sample_indices_by_sample_idx: dict[int, list[int]] = defaultdict(list)
         for sample_index in sample_indices:
-            indices_by_sample_idx[stored_samples[sample_index].sample_idx].append(sample_index)
+            sample_indices_by_sample_idx[stored_samples[sample_index].sample_idx].append(
+                sample_index
+            )
         sample_stream = samples(
             text.documents(worker),
             text.tokenizer,
             text.sample_settings,
             start=stored_samples[sample_indices[0]].mark_before,
-            until=worker.number_of(max(indices_by_sample_idx)) + 1,
+            until=worker.number_of(max(sample_indices_by_sample_idx)) + 1,
         )
         for reread_sample in sample_stream:
-            for sample_index in indices_by_sample_idx.get(reread_sample.facts.sample_idx, ()):
+            for sample_index in sample_indices_by_sample_idx.get(
+                reread_sample.facts.sample_idx, ()
+            ):
                 token_ids_or_messages[sample_index] = _token_ids(
                     reread_sample, stored_samples[sample_index]
                 )

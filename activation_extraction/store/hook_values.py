@@ -327,7 +327,10 @@ class HookValues(ABC):
     @property
     @abstractmethod
     def min_token_bytes(self) -> int:
-        """The smallest number of bytes per token in a shard, before compression."""
+        """The smallest number of bytes that the values of a token can take in a shard.
+
+        Compression is left out. Codes take more bytes if features are active.
+        """
 
     @abstractmethod
     def expected_tensors(self, tokens: int) -> dict[str, tuple[np.dtype, Shape]]:
@@ -805,14 +808,14 @@ def slices_of(samples: Iterable[Any]) -> Iterator[slice]:
         Slices of consecutive samples whose values have about SLICE_BYTES bytes together.
     """
     start_sample_index = 0
-    slice_bytes = 0
+    num_slice_bytes = 0
     stop_sample_index = 0
     for stop_sample_index, sample_values in enumerate(samples, 1):
-        slice_bytes += sample_values.nbytes
-        if slice_bytes >= SLICE_BYTES:
+        num_slice_bytes += sample_values.nbytes
+        if num_slice_bytes >= SLICE_BYTES:
             yield slice(start_sample_index, stop_sample_index)
             start_sample_index = stop_sample_index
-            slice_bytes = 0
+            num_slice_bytes = 0
     if start_sample_index < stop_sample_index:
         yield slice(start_sample_index, stop_sample_index)
 

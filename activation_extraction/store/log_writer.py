@@ -163,7 +163,8 @@ class LogWriter:
             if not self.begin(self._plan.run_id or new_run_id, run_log.metadata_version):
                 continue
             run_log = RunLog.read(self.folder)
-            # Shard number -> version of the shard's JSON file, which a reservation will replace.
+            # Shard number -> version of the JSON file that a reservation will replace. None if
+            # there is no such file, or if the store has no versions.
             versions_to_withdraw: dict[int, str | None] = {}
             if overwrite:
                 # This process has begun the new run and has not stored a shard yet, so damaged JSON

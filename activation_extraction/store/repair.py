@@ -176,11 +176,14 @@ class Repair:
         if not self.gaps:
             return dict(new_metadata)
         revised_status = "complete" if self._was_complete else "interrupted"
-        changed_keys = ["written", "remote"]
+        changed_metadata_keys = ["written", "remote"]
         if new_metadata["status"] == "complete":
             revised_status = self.status(new_metadata["samples"])
-            changed_keys += [*COUNTED, *CUT, "hooks"]
-        changed_fields = {changed_key: new_metadata[changed_key] for changed_key in changed_keys}
+            changed_metadata_keys += [*COUNTED, *CUT, "hooks"]
+        changed_fields = {
+            changed_metadata_key: new_metadata[changed_metadata_key]
+            for changed_metadata_key in changed_metadata_keys
+        }
         return {
             **new_metadata,
             **self.previous_metadata,
@@ -414,36 +417,34 @@ class RepairPlanner:
             good_commit_by_number.values(), self._first_missing(good_shards)
         )
         if gap_shard_numbers:
-            plan_without_repair = StoragePlan(
+            continuation_plan = StoragePlan(
                 [*good_commit_by_number.values()],
                 run_id=run,
                 next_shard_number=last_good_shard_number + 1,
                 mark=continuation_mark,
             )
             return replace(
-                plan_without_repair,
+                continuation_plan,
                 repair=self._repair_of_gaps(
                     gap_shard_numbers,
                     withdrawn_json_versions,
-                    plan_without_repair,
+                    continuation_plan,
                     stored_metadata,
                 ),
             )
-        plan_without_repair = plan_rest(
-            replace(run_log, commits=good_commit_by_number), self.limits
-        )
-        has_wrong_totals = plan_without_repair.is_complete and any(
+        continuation_plan = plan_rest(replace(run_log, commits=good_commit_by_number), self.limits)
+        has_wrong_totals = continuation_plan.is_complete and any(
             total_problems(good_commit_by_number.values(), stored_metadata)
         )
         return replace(
-            plan_without_repair,
+            continuation_plan,
             run_id=run,
             mark=continuation_mark,
-            is_up_to_date=plan_without_repair.is_up_to_date
+            is_up_to_date=continuation_plan.is_up_to_date
             and not (withdrawn_json_versions or has_wrong_totals),
             repair=Repair(
                 withdrawn_json_versions,
-                num_samples_to_add=self._num_samples_to_add(plan_without_repair),
+                num_samples_to_add=self._num_samples_to_add(continuation_plan),
             ),
         )
 

@@ -136,9 +136,9 @@ class ShardBytes:
             return lambda: np.empty(0, np.uint8)
         if self._mapped_file is not None:
             requested_bytes = self._mapped_file[start:stop]
-            first_block, stop_block = start // MIB, -(-stop // MIB)
-            for block_number in first_block + np.flatnonzero(
-                self._is_mib_unchecked[first_block:stop_block]
+            first_block_number, stop_block_number = start // MIB, -(-stop // MIB)
+            for block_number in first_block_number + np.flatnonzero(
+                self._is_mib_unchecked[first_block_number:stop_block_number]
             ):
                 self._check(
                     self._mapped_file[block_number * MIB :][:MIB],
@@ -148,14 +148,16 @@ class ShardBytes:
                 self._is_mib_unchecked[block_number] = False
             return lambda: requested_bytes
         checked_blocks = blocks or self._mib_blocks
-        first_block = (start - checked_blocks.start) // checked_blocks.block_bytes
-        stop_block = -(-(stop - checked_blocks.start) // checked_blocks.block_bytes)
-        first_block_offset = checked_blocks.start + first_block * checked_blocks.block_bytes
-        num_requested_bytes = (stop_block - first_block) * checked_blocks.block_bytes
+        first_block_number = (start - checked_blocks.start) // checked_blocks.block_bytes
+        stop_block_number = -(-(stop - checked_blocks.start) // checked_blocks.block_bytes)
+        first_block_offset = checked_blocks.start + first_block_number * checked_blocks.block_bytes
+        num_requested_bytes = (stop_block_number - first_block_number) * checked_blocks.block_bytes
         request_count = max(num_requested_bytes // REQUEST_BYTES, 1)
         # Request i reads the blocks from number `request_boundaries[i]` to the next boundary.
         request_boundaries = np.linspace(
-            first_block, stop_block, min(request_count, stop_block - first_block) + 1
+            first_block_number,
+            stop_block_number,
+            min(request_count, stop_block_number - first_block_number) + 1,
         ).astype(int)
         submit_request = request_threads(
             os.getpid(), num_requested_bytes <= SMALL_REQUEST_BYTES
@@ -180,13 +182,13 @@ class ShardBytes:
 
         return wait
 
-    def _read(self, blocks: Blocks, first_block: int, stop_block: int) -> np.ndarray:
+    def _read(self, blocks: Blocks, first_block_number: int, stop_block_number: int) -> np.ndarray:
         """Reads consecutive blocks from a bucket, and compares each with its CRC-32C.
 
         Args:
             blocks: All blocks of the file or of a tensor.
-            first_block: Number of the first block to read, from 0.
-            stop_block: Number of the block after the last one to read.
+            first_block_number: Number of the first block to read, from 0.
+            stop_block_number: Number of the block after the last one to read.
 
         Returns:
             The bytes of the blocks that were read, uint8 (bytes,).
@@ -195,8 +197,8 @@ class ShardBytes:
             RunError: If the bytes are damaged, missing or replaced.
             FolderError: If the bytes cannot be read.
         """
-        start = blocks.start + first_block * blocks.block_bytes
-        stop = min(blocks.start + stop_block * blocks.block_bytes, blocks.stop)
+        start = blocks.start + first_block_number * blocks.block_bytes
+        stop = min(blocks.start + stop_block_number * blocks.block_bytes, blocks.stop)
         byte_range = {"start": start, "stop": stop}
         answer_bytes = _read(
             self._folder, self._commit, self._commit.file, self._file_location, **byte_range
@@ -204,10 +206,10 @@ class ShardBytes:
         if len(answer_bytes) != stop - start:
             raise RunError(f"{self._file_location}: is shorter than its JSON says")
         bytes_of_blocks = np.frombuffer(answer_bytes, np.uint8)
-        for block_number in range(first_block, stop_block):
-            block_content = bytes_of_blocks[(block_number - first_block) * blocks.block_bytes :][
-                : blocks.block_bytes
-            ]
+        for block_number in range(first_block_number, stop_block_number):
+            block_content = bytes_of_blocks[
+                (block_number - first_block_number) * blocks.block_bytes :
+            ][: blocks.block_bytes]
             self._check(block_content, blocks, block_number)
         return bytes_of_blocks
 

@@ -216,15 +216,15 @@ class CodeSums:
             codes: Codes of all tokens.
             token_mask: Mask of the tokens to sum over, bool (tokens,).
         """
-        features_per_token = np.diff(codes.indptr)[token_mask]
-        cut_features_per_token = np.zeros(1, np.int64)
+        num_stored_features_per_token = np.diff(codes.indptr)[token_mask]
+        num_cut_features_per_token = np.zeros(1, np.int64)
         if codes.active is not None:
-            cut_features_per_token = codes.active[token_mask] - features_per_token
+            num_cut_features_per_token = codes.active[token_mask] - num_stored_features_per_token
         return cls(
-            tokens=len(features_per_token),
-            features=int(features_per_token.sum()),
-            cut=int(cut_features_per_token.sum()),
-            cut_tokens=int((cut_features_per_token > 0).sum()),
+            tokens=len(num_stored_features_per_token),
+            features=int(num_stored_features_per_token.sum()),
+            cut=int(num_cut_features_per_token.sum()),
+            cut_tokens=int((num_cut_features_per_token > 0).sum()),
             error=float(codes.error[token_mask].astype(np.float64).sum()),
             square=float(np.square(codes.norm)[token_mask].astype(np.float64).sum()),
         )

@@ -253,8 +253,11 @@ class DocumentStream:
         self._num_sharing_workers *= len(share_indices_of_subset)
         if num_subsets > 1:
             # The new subset is a subset of the one that an earlier call has named.
-            names_outside_in = (self._name_of_partition_subset, f"{subset_index} of {num_subsets}")
-            self._name_of_partition_subset = ", ".join(filter(None, names_outside_in))
+            subset_names_outer_to_inner = (
+                self._name_of_partition_subset,
+                f"{subset_index} of {num_subsets}",
+            )
+            self._name_of_partition_subset = ", ".join(filter(None, subset_names_outer_to_inner))
 
     @property
     def beginning(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def _blocks(text: str) -> list[re.Match[str]]:
     ):
         raise UnusableRowError(f"the template writes no blocks of {START} and {END}")
     # If a message ends in "<|im_end|" and the template writes ">" after it, the text contains an
-    # additional <|im_end|>.
+    # <|im_end|> that does not end a block.
     if text.count(END) != len(block_matches):
         raise UnusableRowError(f"its rendered text contains {END} elsewhere than at a turn's end")
     return block_matches
