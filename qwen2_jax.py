@@ -630,7 +630,7 @@ def _interleaved_tensors(
     value_heads_per_key = delta.values_per_key
     num_key_rows_of_head = delta.key_size
     num_value_rows_of_head = value_heads_per_key * delta.value_size
-    for tensor_name, row_count_by_letter in (
+    for tensor_name, row_count_by_projection_letter in (
         (
             "in_proj_qkvz",
             {
@@ -643,14 +643,14 @@ def _interleaved_tensors(
         ("in_proj_ba", {"b": value_heads_per_key, "a": value_heads_per_key}),
     ):
         full_tensor_name = f"linear_attn.{tensor_name}.weight"
-        rows_per_key_head = sum(row_count_by_letter.values())
+        rows_per_key_head = sum(row_count_by_projection_letter.values())
         first_row_of_projection = 0
         # A quantised version of a model with fused projections may contain a separate tensor for
         # each projection, like Qwen3.5. In this case, each parameter is read from its own tensor.
         if not tensors or any(
             checkpoint_name.endswith(full_tensor_name) for checkpoint_name in tensors
         ):
-            for projection_letter, row_count in row_count_by_letter.items():
+            for projection_letter, row_count in row_count_by_projection_letter.items():
                 tensor_slice = TensorSlice(
                     0, first_row_of_projection, rows_per_key_head, is_per_head=True
                 )

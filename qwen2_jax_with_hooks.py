@@ -77,12 +77,12 @@ class HookedModel(nn.Module):
 
     @property
     def runs_to_the_end(self) -> bool:
-        """Returns whether any of `hooks` comes after the last layer."""
+        """Returns whether any of the hooks to store comes after the last layer."""
         return self.hooks[-1].kind.is_after_layers
 
     @property
     def predicts(self) -> bool:
-        """Returns whether any of `hooks` needs the logits of the next tokens."""
+        """Returns whether any of the hooks to store needs the logits of the next tokens."""
         return any(hook.kind.is_prediction for hook in self.hooks)
 
     def micro_batches(self, rows: int) -> int:

@@ -220,16 +220,16 @@ def same_experts(values: ValuesByHook, expected: ValuesByHook) -> np.ndarray:
         A mask of the tokens, bool (...). It is True for all tokens of a model without experts.
     """
     has_same_experts = np.ones(next(iter(values.values())).shape[:-1], bool)
-    for expert_hook in filter(_is_expert_hook, values):
-        sorted_experts = np.sort(values[expert_hook].astype(np.float32), axis=-1)
-        sorted_expected_experts = np.sort(expected[expert_hook].astype(np.float32), axis=-1)
+    for expert_hook_name in filter(_is_expert_hook, values):
+        sorted_experts = np.sort(values[expert_hook_name].astype(np.float32), axis=-1)
+        sorted_expected_experts = np.sort(expected[expert_hook_name].astype(np.float32), axis=-1)
         has_same_experts &= (sorted_experts == sorted_expected_experts).all(axis=-1)
     return has_same_experts
 
 
-def _is_expert_hook(hook: str) -> bool:
+def _is_expert_hook(hook_name: str) -> bool:
     """Returns whether a hook stores the numbers of the experts to which tokens are routed."""
-    return hook.endswith(CHOSEN.removeprefix("blocks.{}"))
+    return hook_name.endswith(CHOSEN.removeprefix("blocks.{}"))
 
 
 def few_more(count: int, reference_count: int) -> bool:

@@ -102,7 +102,9 @@ def messages_of(text: str) -> list[dict[str, str]]:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Writes tokenizer.json and an empty config.json, which replace the folder of a model.
+    """Writes tokenizer.json and an empty config.json, to measure without a model.
+
+    The folder takes the place of a model's folder. The measurement reads only the tokenizer.
 
     The tokenizer is the one of --demo, with special tokens for the start and end of messages.
 

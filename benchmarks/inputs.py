@@ -54,8 +54,8 @@ def evenly_spaced(count: int, depth: int) -> list[int]:
     """
     num_chosen_layers = min(count, depth)
     return [
-        depth * chosen_number // num_chosen_layers - 1
-        for chosen_number in range(1, num_chosen_layers + 1)
+        depth * chosen_layer_rank // num_chosen_layers - 1
+        for chosen_layer_rank in range(1, num_chosen_layers + 1)
     ]
 
 

@@ -74,39 +74,41 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
         mb_per_s: The MB of activations in batches per second of the second pass.
         peak_mb: The peak resident memory of this process in MB.
     """
-    start_time, server_counts_before = time.perf_counter(), server_counts()
+    start_time, server_totals_at_start = time.perf_counter(), server_counts()
     dataset = ActivationDataset(url, [hook])
     pass_figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
-    server_counts_after = server_counts()
+    server_totals_at_end = server_counts()
     pass_figures["opening_requests"] = (
-        server_counts_after["requests"] - server_counts_before["requests"]
+        server_totals_at_end["requests"] - server_totals_at_start["requests"]
     )
     pass_figures["opening_mb"] = (
-        server_counts_after["bytes"] - server_counts_before["bytes"]
+        server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
     ) / 1e6
-    start_time, server_counts_before = time.perf_counter(), server_counts_after
+    start_time, server_totals_at_start = time.perf_counter(), server_totals_at_end
     if keep < 1:
         options["where"] = mask_of(len(dataset), keep)
     first_pass_batches = dataset.batches(BATCH_TOKENS, **options)
     next(first_pass_batches)
     pass_figures["first_s"] = time.perf_counter() - start_time
-    server_counts_after = server_counts()
+    server_totals_at_end = server_counts()
     pass_figures["first_requests"] = (
-        server_counts_after["requests"] - server_counts_before["requests"]
+        server_totals_at_end["requests"] - server_totals_at_start["requests"]
     )
-    pass_figures["first_mb"] = (server_counts_after["bytes"] - server_counts_before["bytes"]) / 1e6
+    pass_figures["first_mb"] = (
+        server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
+    ) / 1e6
     # The rest of the first pass is not measured, because allocating the buffer slows it down.
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])
-    server_counts_before = server_counts()
+    server_totals_at_start = server_counts()
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
     activation_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH_TOKENS, **options))
     cpu_seconds = time.process_time() - cpu_start_time
     pass_seconds = time.perf_counter() - start_time
-    server_counts_after = server_counts()
-    answer_bytes = server_counts_after["bytes"] - server_counts_before["bytes"]
-    num_requests = server_counts_after["requests"] - server_counts_before["requests"]
+    server_totals_at_end = server_counts()
+    answer_bytes = server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
+    num_requests = server_totals_at_end["requests"] - server_totals_at_start["requests"]
     pass_figures["downloaded"] = answer_bytes / activation_bytes
     pass_figures["requests_per_gb"] = num_requests / activation_bytes * 1e9
     pass_figures["cpu_s_per_gb"] = cpu_seconds / activation_bytes * 1e9

@@ -587,10 +587,10 @@ class ProgramText:
         # another name: the users of the bitcast, or instructions in the called computation.
         if opcode == "bitcast" and "ROOT" not in instruction.line:
             candidate_readers = siblings
-            name_in_readers = instruction.name
+            operand_name_in_readers = instruction.name
         elif instruction.calls:
             candidate_readers = self.computations[instruction.calls]
-            name_in_readers = next(
+            operand_name_in_readers = next(
                 candidate_reader.name
                 for candidate_reader in candidate_readers
                 if f" parameter({position})" in candidate_reader.line
@@ -600,7 +600,7 @@ class ProgramText:
         read_bytes = 0
         for reading_instruction in candidate_readers:
             for position_in_reader, operand_name in enumerate(reading_instruction.operands):
-                if operand_name == name_in_readers:
+                if operand_name == operand_name_in_readers:
                     read_bytes += self._operand_bytes_read(
                         reading_instruction,
                         position_in_reader,

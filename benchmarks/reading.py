@@ -69,7 +69,7 @@ BARE, OF_16 = (32, 8 * MIB), (16, 2 * MIB)
 LENGTH = 2048
 # The messages of a conversation: the role of a message, and the median number of its tokens.
 TURNS = ("system", 40), *(("user", 60), ("assistant", 250)) * 8
-# The default latencies in milliseconds.
+# The default milliseconds for which the bucket's server waits before each answer.
 LATENCIES = 0.0, 10.0, 30.0, 100.0
 # The latency in milliseconds at which training is measured. It is not measured at other latencies,
 # because training takes long.

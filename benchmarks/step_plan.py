@@ -61,9 +61,9 @@ class StepPlan:
             bubble of a pipeline are not included. The operations of float32 autoencoders in a
             bfloat16 model are multiplied by the number of passes that a float32 product takes in a
             matrix unit.
-        kernel_flops: All operations of the kernel of gated delta nets. They include the padding of
-            its tiles, and all passes of its float32 products. `flops` counts the gated delta rule,
-            too, but only the products in its definition.
+        delta_kernel_flops: All operations of the kernel of gated delta nets. They include the
+            padding of its tiles, and all passes of its float32 products. `flops` counts the gated
+            delta rule, too, but only the products in its definition.
         hbm_bytes: Bytes of HBM that the device reads and writes. A Pallas kernel counts as reading
             each operand and writing its result once, except the kernels of experts (see
             `passes_of_expert_kernel`).
@@ -71,7 +71,7 @@ class StepPlan:
     """
 
     flops: float
-    kernel_flops: float
+    delta_kernel_flops: float
     hbm_bytes: float
     sent_by_axes: tuple[Sent, ...]  # one item for each set of mesh axes
 
@@ -81,7 +81,7 @@ class StepTimes(NamedTuple):
 
     Attributes:
         products: Seconds for the operations in `StepPlan.flops`.
-        kernel: Seconds for the operations in `StepPlan.kernel_flops`.
+        kernel: Seconds for the operations in `StepPlan.delta_kernel_flops`.
         hbm: Seconds for reading and writing HBM.
         hidden: Seconds for sending while matrix products or kernels run. It may be more than the
             seconds of these products and kernels.
@@ -129,7 +129,7 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         ) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
-        kernel=step.kernel_flops / chip.flops_per_second,
+        kernel=step.delta_kernel_flops / chip.flops_per_second,
         hbm=step.hbm_bytes / chip.memory_bytes_per_second,
         hidden=hidden_sending_seconds,
         exposed=exposed_sending_seconds,
@@ -180,7 +180,7 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
             overlapped_bytes_of_axes[move.axes] += move.sent_bytes * move.is_hidden
     return StepPlan(
         flops=step_flops / layout.mesh.size,
-        kernel_flops=_flops_of_delta_rule(program),
+        delta_kernel_flops=_flops_of_delta_rule(program),
         hbm_bytes=sum(move.hbm_bytes for move in moves),
         sent_by_axes=tuple(
             Sent(mesh_axes, sent_bytes_of_axes[mesh_axes], overlapped_bytes_of_axes[mesh_axes])
@@ -214,9 +214,10 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
     fractions_of_layer_types = [
         num_layers / sum(layer_counts_of_types) for num_layers in layer_counts_of_types
     ]
-    computed_share_of_pairs = 1 / program.layout.size("expert")
+    computed_share_of_token_expert_pairs = 1 / program.layout.size("expert")
     count_passes_of_kernel = partial(
-        passes_of_expert_kernel, computed_share_of_pairs=computed_share_of_pairs
+        passes_of_expert_kernel,
+        computed_share_of_token_expert_pairs=computed_share_of_token_expert_pairs,
     )
     return ProgramText(
         compiled.as_text() or "", mesh.shape, fractions_of_layer_types, count_passes_of_kernel
@@ -224,7 +225,7 @@ def text_of(program: Program, compiled: Any) -> ProgramText:
 
 
 def passes_of_expert_kernel(
-    name: str, shapes: list[list[int]], computed_share_of_pairs: float
+    name: str, shapes: list[list[int]], computed_share_of_token_expert_pairs: float
 ) -> list[float] | None:
     """Returns how often a kernel of expert_kernel.py reads its operands and writes its result.
 
@@ -235,8 +236,9 @@ def passes_of_expert_kernel(
     Args:
         name: The name of the kernel in the compiled text.
         shapes: The shapes of the operands, followed by the shape of the result.
-        computed_share_of_pairs: The fraction of all pairs of a token and one of its experts that
-            this device computes. It is estimated as if all experts got equally many tokens.
+        computed_share_of_token_expert_pairs: The fraction of all pairs of a token and one of its
+            experts that this device computes. It is estimated as if all experts got equally many
+            tokens.
 
     Returns:
         The average number of reads of each operand, followed by the number of writes of the result.
@@ -244,7 +246,9 @@ def passes_of_expert_kernel(
     """
     if name == ADDED:
         _, fetches_shape, expert_rows_shape, _ = shapes
-        num_rows_fetched = computed_share_of_pairs * fetches_shape[0] * fetches_shape[-1]
+        num_rows_fetched = (
+            computed_share_of_token_expert_pairs * fetches_shape[0] * fetches_shape[-1]
+        )
         return [1, 1, num_rows_fetched / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):
         return None
@@ -253,7 +257,9 @@ def passes_of_expert_kernel(
         (num_layers, num_experts, num_inputs, num_outputs),
         result_shape,
     ) = shapes
-    num_full_tiles = computed_share_of_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
+    num_full_tiles = (
+        computed_share_of_token_expert_pairs * (result_shape[0] - num_experts * ROWS) / ROWS
+    )
     # The last tile of each expert is half full on average.
     computed_share_of_rows = (num_full_tiles + num_experts / 2) * ROWS / result_shape[0]
     if name == WEIGHTED:

@@ -63,7 +63,7 @@ Figures = dict[str, float]
 
 
 class Case(NamedTuple):
-    """The kind of values that are stored, the number of hooks, and the format of the files.
+    """A case to measure: the kind of the stored values, the number of hooks, and the file format.
 
     Attributes:
         kind: CODES for codes, otherwise the dtype in which activations are stored: "bfloat16",
@@ -298,8 +298,8 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
     }
     figures_of_way: dict[str, list[Figures]] = {way_name: [] for way_name in function_of_way}
     for _ in range(num_rounds):
-        for way_name, measure_way in function_of_way.items():
-            figures_of_way[way_name].append(measure_way())
+        for way_name, measure_writing in function_of_way.items():
+            figures_of_way[way_name].append(measure_writing())
     median_figures_of_way = {
         way_name: medians(rounds_of_way) for way_name, rounds_of_way in figures_of_way.items()
     }

@@ -147,7 +147,7 @@ def address(typed: str) -> str:
 
 
 def positive(typed: str) -> float:
-    """Returns a positive finite number."""
+    """Parses a positive finite number."""
     typed_number = float(typed)
     if not 0 < typed_number < float("inf"):
         raise FlagValueError(f"{typed} is not a positive number")
@@ -155,7 +155,7 @@ def positive(typed: str) -> float:
 
 
 def positive_or_0(typed: str) -> float:
-    """Returns a finite number of at least 0."""
+    """Parses a finite number of at least 0."""
     return positive(typed) if float(typed) else 0.0
 
 

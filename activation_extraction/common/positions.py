@@ -117,7 +117,7 @@ def parse_positions(typed: str) -> Positions:
         typed: The text after the flag.
 
     Raises:
-        FlagValueError: If the text is none of the rules of --positions, such as "first:8".
+        FlagValueError: If the text is not a rule of --positions. An example of a rule is "first:8".
     """
     if typed == ALL:
         return Positions()

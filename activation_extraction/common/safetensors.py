@@ -159,7 +159,8 @@ def _parse_tensor(fields: Mapping[str, Any], header_end: int) -> Tensor:
     """Returns the description of a tensor in a header.
 
     Args:
-        fields: The fields of the tensor in the JSON of the header. The dtype is in DTYPES.
+        fields: The fields of the tensor in the JSON of the header. The caller has checked that the
+            dtype is a key of DTYPES.
         header_end: The offset of the byte after the header.
 
     Raises:

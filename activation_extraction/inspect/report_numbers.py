@@ -98,18 +98,20 @@ class TokenSample:
         start_token_index = max(token_index - max_neighbours, 0)
         stop_token_index = min(token_index + max_neighbours + 1, len(self.positions))
         # The difference between position and index is equal for two tokens if no token is missing
-        # between them.
+        # between them. Tokens of one document with an equal difference form a stretch.
         position_minus_index = self.positions[start_token_index:stop_token_index] - np.arange(
             start_token_index, stop_token_index
         )
-        is_connected = position_minus_index == position_minus_index[token_index - start_token_index]
-        is_connected &= (
+        is_in_same_stretch = (
+            position_minus_index == position_minus_index[token_index - start_token_index]
+        )
+        is_in_same_stretch &= (
             self.document_indices[start_token_index:stop_token_index]
             == self.document_indices[token_index]
         )
         return slice(
-            start_token_index + int(is_connected.argmax()),
-            stop_token_index - int(is_connected[::-1].argmax()),
+            start_token_index + int(is_in_same_stretch.argmax()),
+            stop_token_index - int(is_in_same_stretch[::-1].argmax()),
         )
 
 

@@ -12,9 +12,10 @@ hook in all rows, no row counts as wrong. Only the line that is printed about th
 mistake, because it names the wrong hook. The hook of the last layer always follows from the program
 that wrote the folder, which is speculators or SpecForge.
 
-Each wrong layer of a row is described. For this, the layer is compared with the states of the row's
-sample at all hooks first, and then with the states of other samples: the samples of the rows before
-and after this row, and of the other chosen rows.
+A layer of a row is wrong if its states differ from the recomputed states at its hook by more than
+rounding explains. Each wrong layer of a row is described. For this, the layer is compared with the
+states of the row's sample at all hooks first, and then with the states of other samples: the
+samples of the rows before and after this row, and of the other chosen rows.
 """
 
 import random
@@ -690,11 +691,11 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates)
         return ", before the final norm instead of after it"
     stream_names = streams_by_number([*_stream_names(model.num_layers)]).values()
     ordered_hook_names = [*stream_names, FINAL_NORM_HOOK]
-    actual_index = ordered_hook_names.index(actual_hook_name)
-    layer_distance = actual_index - ordered_hook_names.index(expected_hook_name)
+    index_of_actual_hook = ordered_hook_names.index(actual_hook_name)
+    layer_distance = index_of_actual_hook - ordered_hook_names.index(expected_hook_name)
     if expected_hook_name == FINAL_NORM_HOOK:
-        # The list counts the final norm as one more stream. But it is no layer, because it only
-        # normalises the output of the last block.
+        # In `ordered_hook_names`, the final norm follows the last stream like one more layer. But
+        # it is no layer, because it only normalises the output of the last block.
         layer_distance += 1
     elif actual_hook_name == FINAL_NORM_HOOK:
         layer_distance -= 1

@@ -210,9 +210,9 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     # tokens.
     places_in_group = group_sort_keys[:row_count] % rows_per_group
     token_indices_in_group = places_in_group // experts_per_token
-    buffer_places = places_in_group % experts_per_token * TOKENS + token_indices_in_group
+    row_indices_in_buffer = places_in_group % experts_per_token * TOKENS + token_indices_in_group
     fetched_row_numbers = tile_row_numbers_in_group_order[:row_count].reshape(-1, 1, rows_per_group)
-    buffer_places = buffer_places.reshape(-1, 1, rows_per_group)
+    row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_group)
     return Table(
         used_tile_count=(expert_by_tile < expert_count).sum(),
         expert_by_tile=jnp.minimum(expert_by_tile, expert_count - 1),
@@ -222,7 +222,7 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
         ).reshape(-1, 1, ROWS),
         weight_by_row=routing_weights.reshape(-1, 1, ROWS),
         row_numbers_and_places_by_group=jnp.concatenate(
-            [fetched_row_numbers, buffer_places], axis=1
+            [fetched_row_numbers, row_indices_in_buffer], axis=1
         ),
         fetch_count_by_group=(expert_by_row < expert_count).reshape(-1, rows_per_group).sum(axis=1),
     )

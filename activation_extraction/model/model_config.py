@@ -148,7 +148,8 @@ class ModelConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    sliding_window: int | None  # number of tokens that a token sees
+    # The number of tokens that a token sees in layers with a sliding window; None without windows.
+    sliding_window: int | None
     sliding_layers: tuple[int, ...]
     qkv_bias: bool  # whether q_proj, k_proj and v_proj have biases
     o_bias: bool  # whether o_proj has a bias

@@ -61,10 +61,10 @@ class StepCost(NamedTuple):
 
     layout: Layout
     memory_bytes: float  # bytes of memory that a device needs
-    product_seconds: float
-    hbm_seconds: float  # for reading and writing the device's memory
-    gather_seconds: float  # for gathering weights along the axis fsdp
-    exchange_seconds: float  # for exchanging activations
+    product_seconds: float  # duration of the matrix products
+    hbm_seconds: float  # duration of reading and writing the device's memory
+    gather_seconds: float  # duration of gathering weights along the mesh axis fsdp
+    exchange_seconds: float  # duration of exchanging activations between devices
 
     @property
     def seconds(self) -> float:
@@ -320,7 +320,7 @@ class CostModel:
     def _tokens_on_device(self, layout: Layout) -> float:
         """Returns the number of tokens that a device computes in a step.
 
-        The devices along `model` compute the same tokens together.
+        The devices along the mesh axis `model` compute the same tokens together.
         """
         return self.num_rows * self.row_length / layout.size(*RULES["batch"])
 

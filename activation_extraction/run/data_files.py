@@ -40,7 +40,7 @@ class RecordedFile:
             none.
     """
 
-    name: str  # name of the file in the rows' positions
+    name: str  # name of the file, by which stored positions of rows refer to it
     bytes: int  # number of bytes that the run reads
     fingerprint: str  # fingerprint of these bytes; for a URL, the file's version
 

@@ -19,7 +19,8 @@ from activation_extraction.model.weight_files import WeightFile
 
 # The fingerprint of a large file covers only some blocks of the file. A block has this many bytes.
 BLOCK_BYTES = 2**16
-# The number of these blocks. A file of at most BLOCK_BYTES * SAMPLED_BLOCKS bytes is read whole.
+# The number of blocks that the fingerprint of a large file covers. A file of at most
+# BLOCK_BYTES * SAMPLED_BLOCKS bytes is read whole.
 SAMPLED_BLOCKS = 64
 BLOCKS_AT_ONCE = 32  # number of blocks or files that are read at the same time
 

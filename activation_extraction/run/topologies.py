@@ -225,8 +225,8 @@ def _tpu_sides(
     requested_shape = shape or shape_by_number_in_name.get(number or "", "0")
     requested_sides = _sides_of_shape(requested_shape)
     num_chips = math.prod(requested_sides)
-    has_other_dimensions = len(requested_sides) != len(sides_of_largest_shape)
-    if has_other_dimensions or not 0 < num_chips <= math.prod(sides_of_largest_shape):
+    has_other_axis_count = len(requested_sides) != len(sides_of_largest_shape)
+    if has_other_axis_count or not 0 < num_chips <= math.prod(sides_of_largest_shape):
         machine_names = []
         for possible_number_in_name, possible_shape in shape_by_number_in_name.items():
             machine_names.append(

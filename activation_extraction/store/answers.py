@@ -105,7 +105,7 @@ class Failure(NamedTuple):
 
     kind: FailureKind  # kind of the reason
     reason: str  # reason in words, for the user
-    http_status: int = 0  # 0 if it is unknown
+    http_status: int = 0  # HTTP status of the answer; 0 if it is unknown
 
 
 def failure_kind_of(status: int, code: str = "") -> FailureKind:

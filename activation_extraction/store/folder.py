@@ -37,7 +37,7 @@ from activation_extraction.store.local_files import (
 from activation_extraction.store.sending import Patience, watched
 
 __all__ = ["ANY", "ChangedError", "FileEntry", "Folder", "FolderError"]
-PATIENCE = 300.0  # seconds for which a failing request is repeated by default
+PATIENCE = 300.0  # seconds for which a request is repeated after its first failure by default
 FIRST_PAUSE = 0.5  # seconds between the first two attempts at a request
 MAX_PAUSE = 30.0  # largest number of seconds between two attempts at a request
 UPLOAD_TIMEOUT = "--upload_timeout"  # flag that sets the patience of folders in a bucket
@@ -147,7 +147,7 @@ class Folder:
     def __init__(self, url: str, patience: float = PATIENCE, flag: str = "") -> None:
         self.full_url = url.rstrip("/")
         self.url = plain_url(self.full_url)
-        self.patience = patience  # in seconds
+        self.patience = patience  # seconds for which a request is repeated after its first failure
         self._patience_flag = flag
         self.flag_in_parentheses = f" ({flag})" if flag else ""
         self.retries = 0  # number of failed attempts so far, over all requests

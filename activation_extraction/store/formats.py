@@ -82,7 +82,7 @@ class FileFacts:
 
     bytes: int  # size of the file in bytes
     sha256: str
-    version: str | None = None  # None if the store has no versions
+    version: str | None = None  # version of the file; None if the store has none
     crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
     ranges: RangeChecksums | None = None  # checksums of short ranges of the file
 

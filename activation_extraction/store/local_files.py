@@ -278,7 +278,7 @@ class LocalFolder:
         path: Path of the folder, which need not exist.
     """
 
-    max_file_bytes: int | None = None  # no limit on the size of a file
+    max_file_bytes: int | None = None  # None: the size of a file is not limited
 
     def __init__(self, path: Path) -> None:
         self._folder_path = path

@@ -116,9 +116,9 @@ class Repair:
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
         """Returns the largest numbers of samples and of tokens to store during this repair.
 
-        If shards are missing or bad (`gaps`), these are the limits that metadata.json records, so
-        that the repair stores the same samples as the run. A limit that metadata.json does not
-        record is taken from `limits`. Otherwise, they are the same as `limits`.
+        If no shard is missing or bad (`gaps` is empty), they are the same as `limits`. Otherwise
+        they are the limits that metadata.json records, so that the repair stores the same samples
+        as the run did. A limit that metadata.json does not record is taken from `limits`.
 
         Args:
             limits: Limits of this process, by the names "max_samples" and "max_tokens"; None for no

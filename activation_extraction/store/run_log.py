@@ -230,7 +230,7 @@ class Commit:
     url: str = ""  # URL of the folder to which the shard was written
     identity: str = ""
     file: str = ""  # name of the file of activations
-    files: Mapping[str, FileFacts] = field(default_factory=dict)  # by the names of the files
+    files: Mapping[str, FileFacts] = field(default_factory=dict)  # file name -> its facts
     unpacked: int = 0  # bytes of the file of activations before compression
     first: int = 0  # `sample_idx` of the first sample
     last: int = 0  # `sample_idx` of the last sample

@@ -294,7 +294,7 @@ class SafetensorsFile:
             RunError: If the file is not a shard of this program, or its size does not match its
                 tensors.
         """
-        self._begin_bytes = begin
+        self._begin_read = begin
         self._file_location = where
         self._checksums = checksums
         # The first bytes of the file, uint8, contain the header, `sample_idx` and `offsets`. The
@@ -444,5 +444,5 @@ class SafetensorsFile:
         """
         front_content = self._first_bytes_of_file
         if stop > len(front_content):
-            return self._begin_bytes(start, stop, blocks)
+            return self._begin_read(start, stop, blocks)
         return lambda: front_content[start:stop]

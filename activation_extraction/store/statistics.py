@@ -159,8 +159,8 @@ class EncodingError:
     """
 
     tokens: int = 0
-    mean: float = 0.0  # mean relative error of these tokens
-    worst: float = 0.0  # largest relative error of a token
+    mean: float = 0.0  # mean relative error of the measured tokens
+    worst: float = 0.0  # largest relative error of a measured token
 
     @classmethod
     def of(cls, errors: np.ndarray) -> "EncodingError":

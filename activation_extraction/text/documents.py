@@ -231,7 +231,7 @@ class DocumentStream:
             self._rows_in_order = ShuffledRows(self._dataset, shuffle)
         self._row_schema = schema
         self._on_last_row_of_file = on_last_row_of_file
-        self._source_field_of_position = {} if source is None else {"source": source}
+        self._source_in_stored_position = {} if source is None else {"source": source}
 
     def _take_share(self, index: int, count: int) -> None:
         """Divides the rows of the stream into shares, and keeps only one of the shares.
@@ -252,7 +252,7 @@ class DocumentStream:
         share_indices_of_subset = range(subset_index, count, num_subsets)
         self._num_sharing_workers *= len(share_indices_of_subset)
         if num_subsets > 1:
-            # The new subset is a subset of the one that an earlier call has named.
+            # If an earlier call has already named a subset, the new subset is a part of it.
             subset_names_outer_to_inner = (
                 self._name_of_partition_subset,
                 f"{subset_index} of {num_subsets}",
@@ -362,7 +362,7 @@ class DocumentStream:
             if not self.skip_bad_rows:
                 raise unusable_row(skip_reason) from error
             return None, skip_reason
-        stored_position = {**self._source_field_of_position}
+        stored_position = {**self._source_in_stored_position}
         # A row of a hub data set is counted within the partitions that the worker reads, so its
         # position must also name these partitions.
         if self._name_of_partition_subset and "file" not in row.stored_position:

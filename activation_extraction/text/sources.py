@@ -169,7 +169,8 @@ class FilePartitions:
                 self._current_position = partition_index, num_rows_read
                 yield partition_row
             num_rows_to_skip = 0
-            self._current_position = partition_index + 1, 0  # no row of the next partition is read
+            # No row of the next partition was read yet.
+            self._current_position = partition_index + 1, 0
 
 
 def open_files(
