@@ -309,7 +309,7 @@ class HookedModel(nn.Module):
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
             (_, buffers), final_stream_by_tick = lax.scan(tick, (x, buffers), tick_numbers)
-        end_bits_by_kind: dict[HookKind, Array] = {}
+        bits_by_kind_after_layers: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
             assert final_stream_by_tick is not None
             x = from_bits(final_stream_by_tick[stage_count - 1 :], self.dtype).swapaxes(0, 1)
@@ -317,10 +317,12 @@ class HookedModel(nn.Module):
             bits_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
-            end_bits_by_kind = dict(
+            bits_by_kind_after_layers = dict(
                 zip(capture.plan_end().kinds, bits_of_kinds_after_last_layer, strict=True)
             )
-        return capture.values_of_stages(buffers, row_count, self.layers_per_stage, end_bits_by_kind)
+        return capture.values_of_stages(
+            buffers, row_count, self.layers_per_stage, bits_by_kind_after_layers
+        )
 
     def _loop(
         self,

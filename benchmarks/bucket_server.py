@@ -127,8 +127,10 @@ class Server(socketserver.ThreadingTCPServer):
         """
         # Entry of the page (the name of an object, or of a folder with the delimiter) -> its XML.
         xml_of_entry: dict[str, str] = {}
-        first_index = bisect_left(self.object_names, max(prefix, last_entry_of_previous_page))
-        for object_name in self.object_names[first_index:]:
+        first_object_index = bisect_left(
+            self.object_names, max(prefix, last_entry_of_previous_page)
+        )
+        for object_name in self.object_names[first_object_index:]:
             if len(xml_of_entry) > PAGE_ENTRIES or not object_name.startswith(prefix):
                 break
             entry_after_prefix, delimiter_of_entry, _ = object_name[len(prefix) :].partition(

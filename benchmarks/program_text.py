@@ -617,13 +617,13 @@ class ProgramText:
         that it updates.
         """
         aliasing_match = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.line)
-        # The positions of the results that use the memory of an operand, as text. For example,
+        # The indices of the results that use the memory of an operand, as text. For example,
         # "{1}: (0, {})" in the instruction means that result 1 of its tuple of results uses the
-        # memory of operand 0. The position is "" if the result is no tuple.
-        aliased_result_positions = (
+        # memory of operand 0. The index is "" if the result is no tuple.
+        aliased_result_index_texts = (
             re.findall(r"\{(\d*)\}: ", aliasing_match[1]) if aliasing_match else []
         )
-        if "" in aliased_result_positions:
+        if "" in aliased_result_index_texts:
             return 0
         result_array_matches = [*ARRAY.finditer(instruction.result)]
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
@@ -631,8 +631,8 @@ class ProgramText:
             # operands, which are not written.
             result_array_matches = result_array_matches[len(instruction.operands) :]
         written_bytes = 0
-        for result_position, result_array_match in enumerate(result_array_matches):
-            if str(result_position) not in aliased_result_positions:
+        for result_index, result_array_match in enumerate(result_array_matches):
+            if str(result_index) not in aliased_result_index_texts:
                 written_bytes += _padded_hbm_bytes(result_array_match)
         for instruction_or_callee in self._with_called(instruction):
             if instruction_or_callee.opcode == "dynamic-update-slice":

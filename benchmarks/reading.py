@@ -336,11 +336,11 @@ def bytes_of(batches: Iterable[Any], arrays_of: Callable[[Any], list[Any]]) -> i
     return sum(array.nbytes for batch in batches for array in arrays_of(batch))
 
 
-def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
+def step_of(hook_name: str, width: int, features: int) -> Callable[[Any], None]:
     """Makes an autoencoder, and returns a function that trains it as the README does.
 
     Args:
-        hook: The name of the hook on whose activations an autoencoder is trained.
+        hook_name: The name of the hook on whose activations an autoencoder is trained.
         width: The width of the activations.
         features: The number of features of the autoencoder.
 
@@ -351,7 +351,7 @@ def step_of(hook: str, width: int, features: int) -> Callable[[Any], None]:
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
 
     def step(batch: Any) -> None:
-        activations = batch[hook]
+        activations = batch[hook_name]
         features_of_tokens = encoder(activations).relu()
         loss = (
             decoder(features_of_tokens) - activations

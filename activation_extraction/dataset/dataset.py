@@ -103,6 +103,7 @@ class ActivationDataset(Samples):
             for metadata in reversed(all_metadata)
             for file_record in metadata.get("data_files", ())
         ]
+        # Name of a file -> (its size in bytes, its fingerprint).
         self.data_files = {
             file_record["name"]: (file_record["bytes"], file_record["fingerprint"])
             for file_record in data_file_records

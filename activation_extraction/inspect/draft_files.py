@@ -280,13 +280,13 @@ class SpeculatorsFormat(DraftFormat):
             "seq_len": int64_type,
         }
         arrow_folder = ArrowFolder(folder, column_types, "torch")
-        stream_hooks = streams_by_number(hooks).values()
+        stream_hook_names = streams_by_number(hooks).values()
         stores_float8 = self._stores_float8(dataset)
         written_token_count = 0
         sample_iterator = training_samples(dataset, chunks)
         for row_index, (token_ids, loss_mask, values_by_hook) in enumerate(sample_iterator):
             hidden_states = np.stack(
-                [values_by_hook[hook_name] for hook_name in stream_hooks], axis=1
+                [values_by_hook[hook_name] for hook_name in stream_hook_names], axis=1
             )
             tensors_of_file = {"hidden_states": hidden_states, "token_ids": token_ids}
             if stores_float8:

@@ -115,13 +115,13 @@ class DelphiFormat(ExportFormat):
         # Name of a hook -> range of features (first, stop) -> path of the file. While tokens
         # are read, a file contains values of the dtype ENTRY in the order of the tokens. After the
         # last token, the tensors of the format replace them.
-        path_by_range_by_hook: dict[str, dict[FeatureRange, Path]] = {}
+        path_by_range_by_hook_name: dict[str, dict[FeatureRange, Path]] = {}
         for hook_name in hooks:
             (folder / hook_name).mkdir()
-            path_by_range_by_hook[hook_name] = {}
+            path_by_range_by_hook_name[hook_name] = {}
             for first_feature, stop_feature in pairwise(_feature_boundaries(dataset, hook_name)):
                 file_name = f"{first_feature}_{stop_feature - 1}.safetensors"
-                path_by_range_by_hook[hook_name][first_feature, stop_feature] = (
+                path_by_range_by_hook_name[hook_name][first_feature, stop_feature] = (
                     folder / hook_name / file_name
                 )
         for token_batch in chunks:
@@ -153,8 +153,8 @@ class DelphiFormat(ExportFormat):
                     hook_codes.data[is_kept_value],
                 ]
                 value_entries = np.rec.fromarrays(entry_columns, dtype=ENTRY)
-                path_by_range = path_by_range_by_hook[hook_name]
-                for (first_feature, stop_feature), file_path in path_by_range.items():
+                path_by_feature_range = path_by_range_by_hook_name[hook_name]
+                for (first_feature, stop_feature), file_path in path_by_feature_range.items():
                     feature_of_value = value_entries["latent"]
                     is_in_file = (feature_of_value >= first_feature) & (
                         feature_of_value < stop_feature
@@ -165,7 +165,7 @@ class DelphiFormat(ExportFormat):
             row_token_count += int(is_in_whole_row.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)
         for hook_name in hooks:
-            for (first_feature, _), file_path in path_by_range_by_hook[hook_name].items():
+            for (first_feature, _), file_path in path_by_range_by_hook_name[hook_name].items():
                 sorted_entries = np.fromfile(file_path, ENTRY)
                 sorted_entries = sorted_entries[np.argsort(sorted_entries["latent"], kind="stable")]
                 sorted_entries["latent"] -= first_feature
@@ -187,7 +187,7 @@ class DelphiFormat(ExportFormat):
                 "cache_ctx_len": self.tokens_per_row,
                 "ctx_len": self.tokens_per_row,
                 "n_tokens": token_ids_of_rows.size,
-                "n_splits": len(path_by_range_by_hook[hook_name]),
+                "n_splits": len(path_by_range_by_hook_name[hook_name]),
             }
             (folder / hook_name / "config.json").write_text(json.dumps(delphi_settings, indent=2))
         omissions_in_words = [

@@ -293,7 +293,11 @@ class Capture:
         return values_by_vector_type
 
     def values_of_stages(
-        self, buffers: Buffers, rows: int, length: int, end_bits_by_kind: Mapping[HookKind, Array]
+        self,
+        buffers: Buffers,
+        rows: int,
+        length: int,
+        bits_by_kind_after_layers: Mapping[HookKind, Array],
     ) -> dict[VectorType, Array]:
         """Returns the values at all hooks after all stages of a pipeline have run their layers.
 
@@ -301,7 +305,7 @@ class Capture:
             buffers: The buffers of all stages, to which all layers have written.
             rows: The number of rows of all micro-batches together.
             length: The number of layers in a stage.
-            end_bits_by_kind: Kind of hook after the last layer -> the bits of its values,
+            bits_by_kind_after_layers: Kind of hook after the last layer -> the bits of its values,
                 (rows, T, width).
 
         Returns:
@@ -327,7 +331,9 @@ class Capture:
                 ]
             for hook in hooks_of_type:
                 if hook.kind.is_after_layers:
-                    value_bits = self.layout.constrain(end_bits_by_kind[hook.kind], *LEAVING_AXES)
+                    value_bits = self.layout.constrain(
+                        bits_by_kind_after_layers[hook.kind], *LEAVING_AXES
+                    )
                     bit_arrays_to_join.append(value_bits[None])
             values_by_vector_type[vector_type] = lax.bitcast_convert_type(
                 jnp.concatenate(bit_arrays_to_join), vector_type.dtype

@@ -396,10 +396,14 @@ def _inverse(matrices: Array) -> Array:
         second_blocks -= _product(
             "IC,CJ->IJ", second_times_lower, _block_diagonal(inverse_matrices)
         )
-        blocks_of_pairs = [
-            x.reshape(-1, 1, block_size, TWO_CHUNKS) for x in (first_blocks, second_blocks)
+        # The first and the second block of each pair, (pairs, 1, block_size, 2C) each.
+        first_and_second_blocks = [
+            half_of_rows.reshape(-1, 1, block_size, TWO_CHUNKS)
+            for half_of_rows in (first_blocks, second_blocks)
         ]
-        inverse_matrices = jnp.concatenate(blocks_of_pairs, axis=1).reshape(CHUNK, TWO_CHUNKS)
+        inverse_matrices = jnp.concatenate(first_and_second_blocks, axis=1).reshape(
+            CHUNK, TWO_CHUNKS
+        )
         block_size *= 2
     return inverse_matrices
 

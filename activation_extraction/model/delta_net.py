@@ -417,12 +417,12 @@ def _inverse(matrices: Array) -> Array:
     Returns:
         The inverses, (N, B, K, G, I, J).
     """
-    token_numbers = np.arange(CHUNK)
+    token_indices_in_chunk = np.arange(CHUNK)
     block_inverses = jnp.eye(CHUNK)
     multiply_matrices = partial(einsum, "NBKGIC,NBKGCJ->NBKGIJ")
     for log2_block_size in range(CHUNK.bit_length() - 1):
-        block_numbers = token_numbers >> log2_block_size
-        joined_block_numbers = token_numbers >> (log2_block_size + 1)
+        block_numbers = token_indices_in_chunk >> log2_block_size
+        joined_block_numbers = token_indices_in_chunk >> (log2_block_size + 1)
         is_in_joined_block = joined_block_numbers[:, None] == joined_block_numbers
         is_in_lower_block = block_numbers[:, None] > block_numbers
         lower_left_values = jnp.where(is_in_joined_block & is_in_lower_block, matrices, 0)

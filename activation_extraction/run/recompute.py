@@ -89,7 +89,7 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
         for batch in pack(samples_of(readable_token_ids), *prepared_model.batch_shape):
             with device_errors():
                 activations = prepared_model.receive(compiled_step(batch, [False] * 3)[0])
-            values_by_hook = {
+            values_by_hook_name = {
                 str(hook_name): activation_values
                 for hook_name, activation_values in activations.items()
             }
@@ -99,7 +99,9 @@ def load_for_recomputing(config: Config, metadata: dict[str, Any]) -> Recompute:
                 indices_in_row = placed_sample.start_in_row + kept_positions
                 values_or_message_of_sample[sample_index] = {
                     stored_hook.name: stored_hook.for_user(
-                        values_by_hook[stored_hook.name][placed_sample.row_index, indices_in_row]
+                        values_by_hook_name[stored_hook.name][
+                            placed_sample.row_index, indices_in_row
+                        ]
                     )
                     for stored_hook in chosen_samples[sample_index].hooks
                 }
