@@ -484,12 +484,12 @@ def weight_table(model: nn.Module, tensors: Collection[str] = ()) -> WeightTable
     # The shapes of parameters do not depend on kernels or on the mesh. The default kernels run on
     # this machine, even if the kernels of `model` only run on another platform.
     local_model = model.clone(kernels=Kernels(), layout=Layout(), parent=None)
-    box_by_path = declared(local_model)
+    parameter_box_by_path = declared(local_model)
     return {
         parameter_path: _weight_spec(
             parameter_path, parameter_box, model, tensor_and_slice_by_parameter
         )
-        for parameter_path, parameter_box in box_by_path.items()
+        for parameter_path, parameter_box in parameter_box_by_path.items()
     }
 
 

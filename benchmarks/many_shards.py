@@ -100,12 +100,12 @@ def multiply(source: Path, folder: Path, num_shards: int) -> None:
         return
     folder.mkdir()
     source_commit = unseal((source / commit_name(1)).read_bytes(), commit_name(1))
-    file_facts = source_commit["files"]
+    facts_by_file_name = source_commit["files"]
     for shard_number in range(1, num_shards + 1):
         # Name of a file of the only shard in `source` -> name of the link to this file.
         link_name_of_file = {
             file_name: file_name.replace("_0001", f"_{shard_number:04d}")
-            for file_name in file_facts
+            for file_name in facts_by_file_name
         }
         for file_name, link_name in link_name_of_file.items():
             os.link(source / file_name, folder / link_name)
@@ -114,7 +114,8 @@ def multiply(source: Path, folder: Path, num_shards: int) -> None:
             "number": shard_number,
             "file": link_name_of_file[source_commit["file"]],
             "files": {
-                link_name_of_file[file_name]: file_facts[file_name] for file_name in file_facts
+                link_name_of_file[file_name]: facts_by_file_name[file_name]
+                for file_name in facts_by_file_name
             },
         }
         (folder / commit_name(shard_number)).write_bytes(seal(new_commit))

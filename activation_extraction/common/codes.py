@@ -90,7 +90,7 @@ class Codes:
 
     indptr: Any  # index in `indices` and `data` of each token's first entry
     indices: Any  # id of the feature of each entry
-    data: Any  # value of the feature of each entry
+    data: Any  # value of each entry's feature
     error: Any  # squared norm of each token's reconstruction error
     norm: Any  # norm of each token's activation
     features: int  # number of all features of the autoencoder

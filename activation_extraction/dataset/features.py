@@ -208,15 +208,17 @@ def _contexts(
         shard_reader = dataset.shards.get(shard_number)
         listed_indices_of_shard = np.flatnonzero(shard_number_of_token == shard_number)
         token_fields = shard_reader.begin_tokens(0, dataset.shards.commits[shard_number].tokens)()
-        tokens_in_shard = (
+        token_indices_in_shard = (
             listed_tokens[listed_indices_of_shard] - first_token_index_of_shard[shard_number]
         )
-        sample_index_of_token = np.searchsorted(shard_reader.offsets, tokens_in_shard, "right") - 1
+        sample_index_of_token = (
+            np.searchsorted(shard_reader.offsets, token_indices_in_shard, "right") - 1
+        )
         context_starts = np.maximum(
-            shard_reader.offsets[sample_index_of_token], tokens_in_shard - around
+            shard_reader.offsets[sample_index_of_token], token_indices_in_shard - around
         )
         context_stops = np.minimum(
-            shard_reader.offsets[sample_index_of_token + 1], tokens_in_shard + around + 1
+            shard_reader.offsets[sample_index_of_token + 1], token_indices_in_shard + around + 1
         )
         context_ids = [
             token_fields["token_ids"][context_start:context_stop]
@@ -225,9 +227,9 @@ def _contexts(
         context_columns = {
             "value": listed_values[listed_indices_of_shard],
             "sample_idx": shard_reader.sample_idx[sample_index_of_token],
-            "position": token_fields["position"][tokens_in_shard],
+            "position": token_fields["position"][token_indices_in_shard],
             "token_ids": context_ids,
-            "token": tokens_in_shard - context_starts,
+            "token": token_indices_in_shard - context_starts,
             "text": [
                 decode_ids and decode_ids(context_token_ids) for context_token_ids in context_ids
             ],

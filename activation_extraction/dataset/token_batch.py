@@ -426,12 +426,12 @@ def _at_hook(tokens: TokenBatch | SampleActivations, name: str) -> Any:
         return tokens.activations[name]
     except KeyError:
         if name in vars(tokens) or name == "positions":
-            location_of_name = f"its attribute .{name}"
+            place_in_words = f"its attribute .{name}"
         elif name in tokens.columns:
-            location_of_name = f".columns[{name!r}]"
+            place_in_words = f".columns[{name!r}]"
         else:
             raise
-    raise KeyError(f"{name!r} is no hook; read {location_of_name}")
+    raise KeyError(f"{name!r} is no hook; read {place_in_words}")
 
 
 class Samples(Sequence[SampleActivations]):

@@ -144,7 +144,7 @@ class Windows:
             The window. None if there are no tokens after the position.
         """
         chunk_index = begin_position.chunk
-        first_wanted_index = begin_position.row
+        first_index_in_wanted_rows = begin_position.row
         num_filled_tokens = 0
         window_batches = self._batches_of_even_and_odd_windows[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
@@ -161,15 +161,17 @@ class Windows:
         ):
             # A block of this chunk for each run.
             chunk_blocks = self._blocks(chunk_index, thread_pool)
-            stop_wanted_index = min(
-                first_wanted_index + self.max_window_tokens - num_filled_tokens,
+            stop_index_in_wanted_rows = min(
+                first_index_in_wanted_rows + self.max_window_tokens - num_filled_tokens,
                 len(chunk_blocks[0].wanted_rows),
             )
-            num_part_tokens = stop_wanted_index - first_wanted_index
+            num_part_tokens = stop_index_in_wanted_rows - first_index_in_wanted_rows
             if num_part_tokens > 0:
                 part_blocks = [
                     run_block._replace(
-                        wanted_rows=run_block.wanted_rows[first_wanted_index:stop_wanted_index]
+                        wanted_rows=run_block.wanted_rows[
+                            first_index_in_wanted_rows:stop_index_in_wanted_rows
+                        ]
                     )
                     for run_block in chunk_blocks
                 ]
@@ -187,10 +189,10 @@ class Windows:
                     ]
                 blocks_of_chunk_parts.append(part_blocks)
                 num_filled_tokens += num_part_tokens
-                first_wanted_index = stop_wanted_index
-            if first_wanted_index >= len(chunk_blocks[0].wanted_rows):
+                first_index_in_wanted_rows = stop_index_in_wanted_rows
+            if first_index_in_wanted_rows >= len(chunk_blocks[0].wanted_rows):
                 chunk_index += 1
-                first_wanted_index = 0
+                first_index_in_wanted_rows = 0
         if not num_filled_tokens:
             return None
         if self.seed is not None:
@@ -203,7 +205,7 @@ class Windows:
         return Window(
             [*zip(*blocks_of_chunk_parts, strict=True)],
             num_filled_tokens,
-            Position(begin_position.window + 1, chunk_index, first_wanted_index),
+            Position(begin_position.window + 1, chunk_index, first_index_in_wanted_rows),
         )
 
     def _blocks(self, chunk_index: int, thread_pool: ThreadPoolExecutor) -> tuple[Block, ...]:

@@ -65,17 +65,19 @@ def with_texts(
     current_sample_number = -1
     current_token_ids = np.empty(0, np.int32)
     for token_batch in chunks:
-        truncated_texts = np.empty(len(token_batch), object)
+        text_up_to_each_token = np.empty(len(token_batch), object)
         sample_numbers_and_positions = zip(
             token_batch.sample_idx.tolist(), token_batch.position.tolist(), strict=True
         )
         for token_index, (sample_number, token_position) in enumerate(sample_numbers_and_positions):
             while current_sample_number != sample_number:
                 current_sample_number, current_token_ids = next(sample_numbers_and_token_ids)
-            truncated_texts[token_index] = run_text.decode_token_ids(
+            text_up_to_each_token[token_index] = run_text.decode_token_ids(
                 current_token_ids[: token_position + 1]
             )
-        yield replace(token_batch, columns={**token_batch.columns, TEXT_COLUMN: truncated_texts})
+        yield replace(
+            token_batch, columns={**token_batch.columns, TEXT_COLUMN: text_up_to_each_token}
+        )
 
 
 def _token_ids(

@@ -146,10 +146,10 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
             np.random.default_rng(shard_index).integers(max_first_index_in_shard + 1)
         )
         first_chosen_document = first_document_of_shard[shard_index] + first_index_in_shard
-        stop_chosen_document = min(
+        stop_of_chosen_documents = min(
             first_chosen_document + documents_per_shard, first_document_of_shard[shard_index + 1]
         )
-        is_chosen_document[first_chosen_document:stop_chosen_document] = True
+        is_chosen_document[first_chosen_document:stop_of_chosen_documents] = True
         document_table = dataset.shards.sample_table(shard_index).slice(
             first_index_in_shard, documents_per_shard
         )

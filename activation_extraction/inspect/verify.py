@@ -341,11 +341,11 @@ def check_numbers(
         expected_sample_numbers = worker.sample_idx(0) + worker.stride * np.arange(
             len(sample_numbers)
         )
-        wrong_indices = np.flatnonzero(sample_numbers != expected_sample_numbers)
-        if wrong_indices.size:
-            first_wrong_index = wrong_indices[0]
-            sample_number = sample_numbers[first_wrong_index]
-            expected_sample_number = expected_sample_numbers[first_wrong_index]
+        indices_of_wrong_numbers = np.flatnonzero(sample_numbers != expected_sample_numbers)
+        if indices_of_wrong_numbers.size:
+            index_of_first_wrong_number = indices_of_wrong_numbers[0]
+            sample_number = sample_numbers[index_of_first_wrong_number]
+            expected_sample_number = expected_sample_numbers[index_of_first_wrong_number]
             folder_in_words = shown_name(folder_name)
             if sample_number > expected_sample_number:
                 yield f"{folder_in_words}: sample {expected_sample_number} is missing"

@@ -539,12 +539,12 @@ def sparsify(files: AutoencoderFiles, config: Config, tensors: Tensors) -> Field
             "is a transcoder in a folder without the name of a module, such as layers.10.mlp: "
             "nothing else says which hook it reconstructs"
         )
-    input_hook = f"model.{module_folder_match[1]}.input" if module_folder_match else ""
-    output_hook = f"model.{module_folder_match[1]}.output" if module_folder_match else ""
+    input_hook_name = f"model.{module_folder_match[1]}.input" if module_folder_match else ""
+    output_hook_name = f"model.{module_folder_match[1]}.output" if module_folder_match else ""
     return {
         **tensors,
-        "hook": input_hook if is_transcoder else output_hook,
-        "target_hook": output_hook,
+        "hook": input_hook_name if is_transcoder else output_hook_name,
+        "target_hook": output_hook_name,
         "k": config["k"],
         "subtracts_b_dec": not is_transcoder,
     }
@@ -564,11 +564,11 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
         Name of a field of `Autoencoder` -> value.
     """
     files.supported_setting(config, "sae_type", "sae")
-    activation_function = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
-    input_hook = config["hook_point_in"]
-    output_hook = config["hook_point_out"]
+    activation_function_name = files.supported_setting(config, "act_fn", "relu", "jumprelu", "topk")
+    input_hook_name = config["hook_point_in"]
+    output_hook_name = config["hook_point_out"]
     supported_norms = ["dataset-wise", "inference"]
-    if input_hook == output_hook:
+    if input_hook_name == output_hook_name:
         supported_norms.append("token-wise")
     norm_setting = files.supported_setting(config, "norm_activation", *supported_norms)
     average_norm_by_hook = {}
@@ -579,7 +579,7 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
             )
     weights_dtype = tensors["W_enc"].dtype
     output_width = tensors["W_dec"].shape[1]
-    if activation_function == "jumprelu":
+    if activation_function_name == "jumprelu":
         tensors["threshold"] = np.exp(tensors.pop(LOG_THRESHOLD).astype(np.float32))
     if config.get("sparsity_include_decoder_norm", True):
         tensors["score_factor"] = np.linalg.norm(tensors["W_dec"].astype(np.float32), axis=1)
@@ -588,18 +588,20 @@ def llamascopium(files: AutoencoderFiles, config: Config, tensors: Tensors) -> F
     # With this setting, training scales the activations at the input hook and at the output hook to
     # an average norm of sqrt(output_width). The factors are folded into the weights.
     if norm_setting == "dataset-wise":
-        input_norm_factor = np.float32(output_width**0.5 / average_norm_by_hook[input_hook].item())
+        input_norm_factor = np.float32(
+            output_width**0.5 / average_norm_by_hook[input_hook_name].item()
+        )
         output_norm_factor = np.float32(
-            output_width**0.5 / average_norm_by_hook[output_hook].item()
+            output_width**0.5 / average_norm_by_hook[output_hook_name].item()
         )
         tensors["W_enc"] = tensors["W_enc"] * input_norm_factor
         tensors["W_dec"] = tensors["W_dec"] / output_norm_factor
         tensors["b_dec"] = tensors["b_dec"] / output_norm_factor
     return {
         **tensors,
-        "hook": input_hook,
-        "target_hook": output_hook,
-        "k": config["top_k"] if activation_function == "topk" else None,
+        "hook": input_hook_name,
+        "target_hook": output_hook_name,
+        "k": config["top_k"] if activation_function_name == "topk" else None,
         "normalisation": "constant_norm_rescale" if norm_setting == "token-wise" else "none",
         "dtype": weights_dtype,
     }

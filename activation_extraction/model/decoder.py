@@ -227,14 +227,14 @@ class Decoder:
             apply_layer = partial(jax.lax.switch, type_number, branches_in_type_order)
             return body(apply_layer, carry, body_input), None
 
-        arrays_by_layer = (
+        arrays_with_layer_axis = (
             type_number_by_layer,
             stack_row_by_layer,
             single_type_params,
             has_window_by_layer,
             per_layer,
         )
-        carry, _ = jax.lax.scan(step, carry, arrays_by_layer)
+        carry, _ = jax.lax.scan(step, carry, arrays_with_layer_axis)
         return carry
 
     def _separate(self, layer_type: str, params: Any) -> tuple[dict[ParamPath, Array], Any]:

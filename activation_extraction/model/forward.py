@@ -132,14 +132,14 @@ class Program:
         return bytes_by_hook
 
     def with_codes(
-        self, hook_stacks: dict[VectorType, Array], weights_by_encoder: Sequence[Weights]
+        self, hook_stacks: dict[VectorType, Array], weights_of_encoders: Sequence[Weights]
     ) -> dict[VectorType, Array]:
         """Computes the codes of autoencoders, and selects the arrays of the hooks that are stored.
 
         Args:
             hook_stacks: Vector type -> the activations at the model's hooks of this type, (hooks of
                 the type, rows of all hosts, T, width).
-            weights_by_encoder: The weights of each autoencoder, in the order of `encoders`.
+            weights_of_encoders: The weights of each autoencoder, in the order of `encoders`.
 
         Returns:
             Vector type -> the activations and codes at the stored hooks of this type, (hooks of the
@@ -154,7 +154,7 @@ class Program:
             hook: next(array_iterator_by_vector_type[self.vector_type(hook)])
             for hook in self.model.hooks
         }
-        for encoder, encoder_weights in zip(self.encoders, weights_by_encoder, strict=True):
+        for encoder, encoder_weights in zip(self.encoders, weights_of_encoders, strict=True):
             source_values = activations_by_hook[encoder.source_hook]
             target_values = activations_by_hook[encoder.target_hook]
             encoder_codes = encode(
@@ -236,8 +236,8 @@ def compile_step(forward: Forward) -> Step:
     """
     host_rows = forward.rows
     model_weights = read_weights(forward)
-    weights_by_encoder = [encoder.weights(forward.layout) for encoder in forward.encoders]
-    step_params = model_weights, weights_by_encoder
+    weights_of_encoders = [encoder.weights(forward.layout) for encoder in forward.encoders]
+    step_params = model_weights, weights_of_encoders
     start_time = time.perf_counter()
     with watch_compiling() as check_cache_hit:
         compiled_program = _compile(forward, step_params)

@@ -258,7 +258,7 @@ def _record_of_file(file: DataFile) -> RecordedFile:
     """Returns the record of a file for metadata.json.
 
     Args:
-        file: The file, whose `size` determines how many bytes the record covers.
+        file: The file, whose `byte_count` determines how many bytes the record covers.
 
     Raises:
         InputError: If a local file cannot be read.

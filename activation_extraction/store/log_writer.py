@@ -122,7 +122,7 @@ class LogWriter:
         self.new_commits: list[Commit] = []
         self._run_description = description
         self._local_folder = local_folder
-        self._keeps_shards = keeps_shards
+        self._keeps_local_shards = keeps_shards
         self._reserved_file_name = ""
         self.follow(StoragePlan())
 
@@ -318,7 +318,7 @@ class LogWriter:
         Returns:
             The version of the file; None if the store has no versions.
         """
-        if self._local_folder is not None and self._keeps_shards:
+        if self._local_folder is not None and self._keeps_local_shards:
             self._local_folder.write(name, buffers, ANY)
         _, file_version = self._write(name, buffers)
         return file_version
@@ -383,7 +383,7 @@ class LogWriter:
             The commit that was written.
         """
         commit = replace(commit, run=self.run_id, owner=self.id, url=self.folder.url)
-        if self._local_folder is not None and self._keeps_shards:
+        if self._local_folder is not None and self._keeps_local_shards:
             self._local_folder.write(commit.name, seal(commit.to_json()), ANY)
         commit_already_stored = self._write_json(commit.name, commit.to_json())
         if commit_already_stored is not None:

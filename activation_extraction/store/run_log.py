@@ -225,10 +225,10 @@ class Commit:
     number: int
     began: float  # Unix time at which the writing process began
     mark: Mark | None  # point from which reading continues after this shard
-    run: str = ""
-    owner: str = ""
+    run: str = ""  # id of the run
+    owner: str = ""  # id of the process that committed the shard
     url: str = ""  # URL of the folder to which the shard was written
-    identity: str = ""
+    identity: str = ""  # digest of the run's identity
     file: str = ""  # name of the file of activations
     files: Mapping[str, FileFacts] = field(default_factory=dict)  # file name -> its facts
     unpacked: int = 0  # bytes of the file of activations before compression

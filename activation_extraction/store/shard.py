@@ -138,12 +138,12 @@ class Shard:
                 self._refuse_not_finite(hook_key)
             hook_description = self.hooks[hook_key].to_json(self.values[hook_key][0])
             hook_descriptions.append(hook_description | hook_statistics.to_json())
-        sums_by_name = {
+        sums_by_hook_name = {
             hook_values.name: sums_by_key[hook_key]
             for hook_key, hook_values in self.hooks.items()
             if hook_values.is_array
         }
-        return hook_descriptions, sums_by_name
+        return hook_descriptions, sums_by_hook_name
 
     def _sums(self, key: Key, sample_slice: slice) -> Sums | SumsOfCodes:
         """Returns the sums for the statistics of some samples at one hook.

@@ -188,7 +188,7 @@ class ShardWriter:
         """Encodes and packs a shard, and writes its files.
 
         Args:
-            shard: Shard, whose values may not be encoded yet.
+            shard: The shard. Its values are encoded here if they are not encoded yet.
             mark: Mark for the commit.
             number: Number of the shard.
             queued_shard: Shard in the queue, whose phase is set.
