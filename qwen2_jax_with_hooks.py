@@ -103,8 +103,8 @@ class HookedModel(nn.Module):
         """
         total_flops = 0.0
         for layer in range(self.num_layers):
-            weights_per_token = _weights_per_token(self.config, layer)
-            total_flops += self.config.flops_of(layer, weights_per_token, lengths)
+            num_weights_per_token = _weights_per_token(self.config, layer)
+            total_flops += self.config.flops_of(layer, num_weights_per_token, lengths)
         if self.predicts:
             total_flops += 2.0 * self.config.hidden_size * self.config.vocab_size * sum(lengths)
         return total_flops

@@ -70,7 +70,7 @@ class Counts(NamedTuple):
     """
 
     requests: int  # number of answered requests
-    bytes: int
+    bytes: int  # number of bytes of the listings and objects that were asked for
 
 
 class Server(socketserver.ThreadingTCPServer):

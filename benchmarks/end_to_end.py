@@ -500,9 +500,9 @@ def report(
     """
     print(HEADER)
     figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
-    for contender, round_figures_of_dtype in figures_of_rounds.items():
+    for contender, figures_of_rounds_of_dtype in figures_of_rounds.items():
         sampling = bench.sampling(contender)
-        for dtype, round_figures in round_figures_of_dtype.items():
+        for dtype, round_figures in figures_of_rounds_of_dtype.items():
             summarised_figures = summarise(bench, round_figures, peaks["best"][dtype])
             figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
             print(table_line(contender, dtype, summarised_figures, sampling))

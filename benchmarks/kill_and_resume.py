@@ -134,6 +134,7 @@ class Extraction:
 
     folder: Path
     flags: Sequence[str]
+    # Environment variables that are added to the variables of this process.
     environment: Mapping[str, str] = field(default_factory=dict)
     varies_settings: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))

@@ -202,9 +202,9 @@ def main(argv: list[str] | None = None) -> None:
         parsed_flags.shard_mb = 60.0
         parsed_flags.mb = 20.0  # MB of activations in a pass
         parsed_flags.rounds = 1
-    checkout_of_reader = {"this": ROOT}
+    checkout_path_of_reader = {"this": ROOT}
     if parsed_flags.against:
-        checkout_of_reader = {"other": parsed_flags.against.resolve(), "this": ROOT}
+        checkout_path_of_reader = {"other": parsed_flags.against.resolve(), "this": ROOT}
     table_rows = []
     figures_of_scenario: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary_folder:
@@ -237,12 +237,14 @@ def main(argv: list[str] | None = None) -> None:
         with bucket_server(root_folder, parsed_flags.latency, RATE):
             for scenario_name, scenario in chosen_scenarios.items():
                 figures_of_reader: dict[str, list[dict[str, float]]] = {
-                    reader_name: [] for reader_name in checkout_of_reader
+                    reader_name: [] for reader_name in checkout_path_of_reader
                 }
                 for round_number in range(parsed_flags.rounds):
-                    for reader_name in sorted(checkout_of_reader, reverse=round_number % 2 == 1):
+                    for reader_name in sorted(
+                        checkout_path_of_reader, reverse=round_number % 2 == 1
+                    ):
                         reader_figures = measure_reader(
-                            checkout_of_reader[reader_name],
+                            checkout_path_of_reader[reader_name],
                             scenario,
                             folder_of_scenario[scenario_name],
                             num_workers_of_scenario[scenario_name],

@@ -77,9 +77,9 @@ class FinishedProcess:
 
     stdout: str
     timed_stderr_lines: list[tuple[float, str]]
-    seconds: float  # from the start of the process to its end
+    seconds: float  # duration of the process from its start to its end
     peak_bytes: int  # peak resident memory of the process
-    disturbed_fraction: float
+    disturbed_fraction: float  # fraction of processor time that other processes used meanwhile
 
     @property
     def result(self) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def passes_of_expert_kernel(
     if name not in (GATED, WEIGHTED):
         return None
     (
-        *shapes_before_last_weights,
+        *shapes_before_last_weight_stack,
         (num_layers, num_experts, num_inputs, num_outputs),
         result_shape,
     ) = shapes
@@ -265,16 +265,16 @@ def passes_of_expert_kernel(
     if name == WEIGHTED:
         num_column_blocks = num_outputs // columns_per_block(num_outputs, num_inputs * 2)
         num_reads_of_rows = num_column_blocks * computed_share_of_rows
-        return [1] * (len(shapes_before_last_weights) - 1) + [
+        return [1] * (len(shapes_before_last_weight_stack) - 1) + [
             num_reads_of_rows,
             1 / num_layers,
             computed_share_of_rows,
         ]
     num_column_blocks = num_outputs // columns_per_block(num_outputs, 2 * num_inputs * 2)
     # The last two shapes are the shapes of the tokens and of the gate's weights.
-    *shapes_before_tokens, token_shape, _ = shapes_before_last_weights
-    num_reads_of_tokens = num_column_blocks * num_full_tiles * ROWS / token_shape[0]
-    return [1] * len(shapes_before_tokens) + [
+    *shapes_before_token_array, token_array_shape, _ = shapes_before_last_weight_stack
+    num_reads_of_tokens = num_column_blocks * num_full_tiles * ROWS / token_array_shape[0]
+    return [1] * len(shapes_before_token_array) + [
         num_reads_of_tokens,
         1 / num_layers,
         1 / num_layers,

@@ -83,9 +83,11 @@ class StrongestTokens:
             feature_ids, return_index=True, return_counts=True
         )
         # Rank of each added value among the added values of its feature, 0 for the largest value.
-        value_ranks = np.arange(len(feature_ids)) - np.repeat(first_indices, value_counts)
+        ranks_among_added_values = np.arange(len(feature_ids)) - np.repeat(
+            first_indices, value_counts
+        )
         candidate_row_of_value = np.repeat(np.arange(len(updated_features)), value_counts)
-        is_candidate = value_ranks < tokens_per_feature
+        is_candidate = ranks_among_added_values < tokens_per_feature
         # The left half of the columns contains the values that were kept so far, and the right half
         # contains added values. A stable sort prefers the left half among equal values.
         candidate_values = np.full(
@@ -96,7 +98,7 @@ class StrongestTokens:
         candidate_token_numbers[:, :tokens_per_feature] = self.token_numbers[updated_features]
         indices_in_right_half = (
             candidate_row_of_value[is_candidate],
-            tokens_per_feature + value_ranks[is_candidate],
+            tokens_per_feature + ranks_among_added_values[is_candidate],
         )
         candidate_values[indices_in_right_half] = added_values[is_candidate]
         candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate]

@@ -497,8 +497,8 @@ def _joined_hooks(values_of_runs: Sequence[ByHook[Any]]) -> ByHook[Any]:
     """
     joined_values = ByHook[Any]({})
     for values_of_run in values_of_runs:
-        for hook in filter(joined_values.__contains__, values_of_run):
-            raise ValueError(f"hook {hook!r} is in more than one of the runs")
+        for hook_name in filter(joined_values.__contains__, values_of_run):
+            raise ValueError(f"hook {hook_name!r} is in more than one of the runs")
         joined_values.update(values_of_run)
         joined_values.aliases.update(values_of_run.aliases)
     return joined_values

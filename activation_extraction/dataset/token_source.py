@@ -167,7 +167,7 @@ class ShardTokens(NamedTuple):
     shard_number: int
     token_indices: np.ndarray
     tokens: TokenBatch
-    sample_indices: np.ndarray
+    sample_indices: np.ndarray  # for each token, the index of its sample in the run
     is_wanted: np.ndarray  # whether each token passes the filters except `max_norm`
 
 
@@ -187,6 +187,7 @@ class TokenSource:
 
     shards: OpenShards
     options: BatchOptions
+    # Whether the tokens of each sample of the run are wanted; None if all samples are wanted.
     sample_mask: np.ndarray | None = None
 
     @cached_property

@@ -304,7 +304,7 @@ class SpeculatorsFormat(DraftFormat):
         return Exported(written_token_count, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell command with which speculators trains a draft model on the files.
+        """Returns the lines of the shell command with which speculators trains on the files.
 
         Args:
             folder: The path of the exported folder.
@@ -433,7 +433,7 @@ class SpecForgeFormat(DraftFormat):
         return Exported(written_token_count, _empty_samples_in_words(dataset))
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell commands that configure SpecForge and train a draft model.
+        """Returns the lines of shell commands that configure SpecForge and train a draft model.
 
         Args:
             folder: The path of the exported folder.

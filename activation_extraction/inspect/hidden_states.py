@@ -66,7 +66,7 @@ class StoredRow:
     """
 
     token_ids: np.ndarray
-    states_by_layer: Sequence[np.ndarray]
+    states_by_layer: Sequence[np.ndarray]  # hidden states of each layer, (states, width)
     scale_of_token: np.ndarray | None = None  # None if the states are not float8
 
     @property
@@ -319,20 +319,25 @@ class SpecForgeFolder(StatesFolder):
             )
             _check_states(file_path, tensor_name, unbatched_states, ("tokens", "width"))
             states_by_tensor_name[tensor_name] = unbatched_states
-        last_layer = states_by_tensor_name["hidden_state"]
+        states_of_last_layer = states_by_tensor_name["hidden_state"]
         concatenated_streams = states_by_tensor_name["aux_hidden_state"]
-        stream_count, remaining_width = divmod(concatenated_streams.shape[1], last_layer.shape[1])
+        stream_count, remaining_width = divmod(
+            concatenated_streams.shape[1], states_of_last_layer.shape[1]
+        )
         if (
             remaining_width
             or not stream_count
-            or len(concatenated_streams) != len(last_layer)
-            or concatenated_streams.dtype != last_layer.dtype
+            or len(concatenated_streams) != len(states_of_last_layer)
+            or concatenated_streams.dtype != states_of_last_layer.dtype
         ):
             raise RunError(
                 f"{file_path}: aux_hidden_state is {_described(concatenated_streams)}, "
-                f"which does not fit hidden_state, {_described(last_layer)}"
+                f"which does not fit hidden_state, {_described(states_of_last_layer)}"
             )
-        states_by_layer = [*np.split(concatenated_streams, stream_count, axis=1), last_layer]
+        states_by_layer = [
+            *np.split(concatenated_streams, stream_count, axis=1),
+            states_of_last_layer,
+        ]
         return StoredRow(tensors_by_name["input_ids"].reshape(-1).astype(np.int64), states_by_layer)
 
 

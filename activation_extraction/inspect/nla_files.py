@@ -217,7 +217,7 @@ class NlaFormat(ExportFormat):
         return Exported(written_row_count)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the shell command with which the package nla reads the exported file.
+        """Returns the lines of the shell command with which nla reads the exported file.
 
         Args:
             folder: The folder of the export.

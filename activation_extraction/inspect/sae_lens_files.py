@@ -66,13 +66,13 @@ class SaeLensFormat(ExportFormat):
             folder_by_hook[hook_name] = ArrowFolder(folder / hook_name, column_types)
         for token_batch in chunks:
             row_count = len(token_batch) // self.tokens_per_row
-            tokens_in_rows = row_count * self.tokens_per_row
-            token_id_rows = token_batch.token_ids[:tokens_in_rows].reshape(
+            num_tokens_in_rows = row_count * self.tokens_per_row
+            token_id_rows = token_batch.token_ids[:num_tokens_in_rows].reshape(
                 row_count, self.tokens_per_row
             )
             for hook_name, hook_activations in token_batch.items():
                 width = hook_activations.shape[1]
-                activation_rows = hook_activations[:tokens_in_rows].reshape(
+                activation_rows = hook_activations[:num_tokens_in_rows].reshape(
                     row_count, self.tokens_per_row, width
                 )
                 activation_rows = activation_rows.astype(
@@ -81,13 +81,13 @@ class SaeLensFormat(ExportFormat):
                 folder_by_hook[hook_name].write(
                     {hook_name: activation_rows, "token_ids": token_id_rows}
                 )
-            written_token_count += tokens_in_rows
+            written_token_count += num_tokens_in_rows
         for arrow_folder in folder_by_hook.values():
             arrow_folder.finalize()
         return Exported(written_token_count)
 
     def read_with(self, folder: str, dataset: ActivationDataset, hooks: Sequence[str]) -> list[str]:
-        """Returns the Python call that makes SAELens train on the first hook.
+        """Returns the lines of the Python call that makes SAELens train on the first hook.
 
         Args:
             folder: The path of the exported folder.

@@ -164,10 +164,10 @@ def attention_pattern(
     attention_weights = jnp.moveaxis(_probabilities(q, k, sees_key), 3, 1)  # shape (B, T, K, G, S)
     attention_weights = attention_weights.reshape(*q.shape[:3], k.shape[1]).astype(q.dtype)
     is_same_segment = segments.q[..., :, None] == segments.k[..., None, :]
-    segment_starts = jnp.argmax(is_same_segment, axis=-1)
+    segment_start_of_query = jnp.argmax(is_same_segment, axis=-1)
     # Column j of a query is the key j tokens after the start of the query's segment. Where this key
     # lies in another segment, its weight is 0.
-    key_index_of_column = segment_starts[..., None] + jnp.arange(k.shape[1])
+    key_index_of_column = segment_start_of_query[..., None] + jnp.arange(k.shape[1])
     return jnp.take_along_axis(
         attention_weights, key_index_of_column[:, :, None] % k.shape[1], axis=-1
     )

@@ -76,7 +76,7 @@ class Table(NamedTuple):
     """
 
     used_tile_count: Array
-    expert_by_tile: Array
+    expert_by_tile: Array  # number of the expert of each tile
     row_count_by_tile: Array
     token_by_row: Array
     weight_by_row: Array
@@ -191,11 +191,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     )
     # The second sort orders the rows by group and token. Rows that are not fetched come last in
     # their group.
-    places_in_group = row_numbers_in_expert_order % rows_per_group
+    row_indices_in_group = row_numbers_in_expert_order % rows_per_group
     expert_by_tile = expert_sort_keys[::ROWS] // 2
     group_sort_keys = (
         2 * row_numbers_in_expert_order
-        - places_in_group
+        - row_indices_in_group
         + jnp.where(is_row_fetched, 0, rows_per_group)
     )
     group_sort_keys = jnp.where(
@@ -208,9 +208,11 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     # of its experts. The first rows of all tokens come first in the buffer, then the second rows,
     # and so on, so that `_add_fetched` can add TOKENS consecutive rows to the sums of the TOKENS
     # tokens.
-    places_in_group = group_sort_keys[:row_count] % rows_per_group
-    token_indices_in_group = places_in_group // experts_per_token
-    row_indices_in_buffer = places_in_group % experts_per_token * TOKENS + token_indices_in_group
+    row_indices_in_group = group_sort_keys[:row_count] % rows_per_group
+    token_indices_in_group = row_indices_in_group // experts_per_token
+    row_indices_in_buffer = (
+        row_indices_in_group % experts_per_token * TOKENS + token_indices_in_group
+    )
     fetched_row_numbers = tile_row_numbers_in_group_order[:row_count].reshape(-1, 1, rows_per_group)
     row_indices_in_buffer = row_indices_in_buffer.reshape(-1, 1, rows_per_group)
     return Table(

@@ -282,8 +282,8 @@ def _costs(cost_model: CostModel, devices: Sequence[Any]) -> list[StepCost]:
                 layout, cost_model.num_rows, cost_model.row_length, model_config.sizes
             )
         except InputError as error:
-            is_last_shape = mesh_shape.get("model", 1) == len(devices)
-            if is_last_shape and not step_costs:
+            has_all_devices_along_model = mesh_shape.get("model", 1) == len(devices)
+            if has_all_devices_along_model and not step_costs:
                 raise InputError(
                     f"--batch_size: the {cost_model.num_rows} rows of all hosts can be split on no "
                     f"mesh: {error}"

@@ -71,7 +71,7 @@ class StepRequest:
     model: ModelOptions
     hooks: HookOptions
     computing: ComputingOptions
-    batch_shape: tuple[int, int]
+    batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
     has_several_hosts: bool = False
     device_memory_bytes: float | None = None
     planned_devices: Sequence[Any] | None = None

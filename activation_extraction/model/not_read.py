@@ -86,7 +86,7 @@ def no_weights(
     safetensors_names = sorted(
         file_name for file_name in names if file_name.endswith(".safetensors")
     )
-    other_weight_names = sorted(
+    other_weight_files = sorted(
         file_name for file_name in names if OTHER_WEIGHTS.fullmatch(file_name)
     )
     weights_remark = ""
@@ -95,9 +95,9 @@ def no_weights(
             f" and no {INDEX_FILE}, but {safetensors_names[0]}; copy the index from where the "
             "shards come from: it tells which shard contains a tensor"
         )
-    elif other_weight_names:
+    elif other_weight_files:
         weights_remark = (
-            f", but {other_weight_names[0]}; only safetensors are read: load the {description} and "
+            f", but {other_weight_files[0]}; only safetensors are read: load the {description} and "
             "store it with save_pretrained"
         )
     return InputError(f"{flag_and_path}: has no {weights}{weights_remark}")

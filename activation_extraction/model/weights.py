@@ -53,7 +53,7 @@ class TensorSlice(NamedTuple):
             parameter has an axis of heads directly after its stacked axes.
     """
 
-    axis: int
+    axis: int  # axis of the tensor along which the parameters are concatenated
     start: int  # index on this axis at which the slice begins
     axis_size: int  # size of the tensor along `axis`
     is_per_head: bool = False  # whether `axis` contains one head after the other

@@ -65,6 +65,7 @@ class Prefetch(Generic[T, R]):
                 skipped.
         """
         self.result: R | None = None
+        # An event that the generator sets for each stored sample that it skips.
         self._skip_event = skipping
         self._patience_seconds = patience
         self._peeked_item: T | None = None

@@ -140,22 +140,22 @@ def _reading_lines(url: str, totals: Totals) -> list[str]:
             and the lines for a batch are left out if no token is stored.
     """
     first_hook_name = next(iter(totals.statistics))
-    code_lines = [
+    python_lines = [
         "from activation_extraction import ActivationDataset",
         f"dataset = ActivationDataset({url!r})",
     ]
     if totals.samples:
-        code_lines.append("sample = dataset[0]")
-        code_lines.append(
+        python_lines.append("sample = dataset[0]")
+        python_lines.append(
             "print(sample.text_preview[:40], sample.token_ids[:8], "
             f"sample[{first_hook_name!r}].shape)"
         )
     if totals.tokens:
-        code_lines.append("batch = next(dataset.batches(1024))  # shuffle=0 shuffles the tokens")
-        code_lines.append(
+        python_lines.append("batch = next(dataset.batches(1024))  # shuffle=0 shuffles the tokens")
+        python_lines.append(
             f"print(batch.sample_idx[:8], batch.position[:8], batch[{first_hook_name!r}].shape)"
         )
-    return [f"  {code_line}" for code_line in code_lines]
+    return [f"  {python_line}" for python_line in python_lines]
 
 
 def _shortfall_message(run: Run) -> str:

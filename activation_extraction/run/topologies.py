@@ -99,8 +99,8 @@ class Topology:
 
     name: str
     chip_kind: ChipKind
-    num_hosts: int
-    num_chips: int
+    num_hosts: int  # number of hosts of the machine
+    num_chips: int  # number of chips on all hosts together
 
     @property
     def is_tpu(self) -> bool:

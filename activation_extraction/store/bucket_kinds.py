@@ -49,7 +49,7 @@ class BucketKind(NamedTuple):
     max_request_bytes: int
     permission_help: str  # text about the permissions that a run needs
     credential_help: str  # text about the ways to provide credentials
-    address_help: str
+    address_help: str  # text about the settings of the region and the address
 
 
 def _google_settings(bucket: str) -> dict[str, Any]:

@@ -238,9 +238,12 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
     identity = run_log.identity
     assert identity is not None
     metadata = run_log.metadata or {}
-    metadata_hook_by_name = {hook["name"]: hook for hook in metadata.get("hooks", ())}
+    # Hook name -> facts about the hook in metadata.json.
+    metadata_facts_by_hook = {
+        hook_facts["name"]: hook_facts for hook_facts in metadata.get("hooks", ())
+    }
     recorded_hooks = []
-    for shard_hook in commit.hooks:
-        metadata_hook = metadata_hook_by_name.get(shard_hook["name"], {})
-        recorded_hooks.append(identity.recorded_hook(shard_hook | metadata_hook))
+    for shard_facts in commit.hooks:
+        metadata_facts = metadata_facts_by_hook.get(shard_facts["name"], {})
+        recorded_hooks.append(identity.recorded_hook(shard_facts | metadata_facts))
     return recorded_hooks

@@ -718,17 +718,19 @@ class CodeValues(HookValues):
         if start == stop:
             return lambda: np.empty(0, self.row_dtype)
         feature_offsets = file.begin_rows(f"{self.name}.offsets", start, stop + 1)()
-        start_feature, stop_feature = feature_offsets[[0, -1]].tolist()
-        wait_for_feature_ids = file.begin_rows(f"{self.name}.ids", start_feature, stop_feature)
+        first_value_index, stop_value_index = feature_offsets[[0, -1]].tolist()
+        wait_for_feature_ids = file.begin_rows(
+            f"{self.name}.ids", first_value_index, stop_value_index
+        )
         wait_for_feature_values = file.begin_rows(
-            f"{self.name}.values", start_feature, stop_feature
+            f"{self.name}.values", first_value_index, stop_value_index
         )
         wait_for_error_rows = file.begin_rows(f"{self.name}.error", start, stop)
         wait_for_norm_rows = file.begin_rows(f"{self.name}.norm", start, stop)
 
         def wait() -> np.ndarray:
             # Offsets of the tokens' first features, counted from the first feature that is read.
-            offsets_in_read_features = feature_offsets - start_feature
+            offsets_in_read_features = feature_offsets - first_value_index
             row_codes = Codes(
                 offsets_in_read_features,
                 wait_for_feature_ids(),

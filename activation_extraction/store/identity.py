@@ -322,10 +322,10 @@ class Identity:
         stored_fields = stored.to_json()
         for field_name, field_value in self.to_json().items():
             if shared_only:
-                may_differ = field_name in PER_HOST | MAY_TURN_ON
+                may_field_differ = field_name in PER_HOST | MAY_TURN_ON
             else:
-                may_differ = field_name in MAY_TURN_ON and bool(field_value)
-            if field_value != stored_fields[field_name] and not may_differ:
+                may_field_differ = field_name in MAY_TURN_ON and bool(field_value)
+            if field_value != stored_fields[field_name] and not may_field_differ:
                 return Difference(field_name, stored_fields[field_name], field_value)
         return None
 

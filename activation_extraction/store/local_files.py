@@ -136,10 +136,10 @@ def write_synced(file: IO[bytes], buffers: Sequence[bytes | memoryview]) -> None
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether a path still leads to a file that was opened there.
+    """Returns whether a path still leads to the file that was opened at this path.
 
-    It may lead to another file: on a file system without locks, another process may have begun to
-    write a file of the same name.
+    The path may lead to another file by now: on a file system without locks, another process may
+    have begun to write a file of the same name.
     """
     try:
         return os.path.samestat(os.lstat(path), os.fstat(file.fileno()))

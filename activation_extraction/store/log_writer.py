@@ -134,7 +134,7 @@ class LogWriter:
                 these shards become `totals`.
         """
         self._plan = plan
-        self.totals = plan.totals  # over the shards that are stored already
+        self.totals = plan.totals  # totals over the shards that are stored already
 
     def take_over(self, planner: Planner, overwrite: bool) -> StoragePlan:
         """Makes this process the owner of the folder, and reserves the number of its first shard.

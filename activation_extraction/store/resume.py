@@ -69,8 +69,8 @@ class StoragePlan:
     mark: Mark | None = None  # the point from which the run continues
     is_complete: bool = False  # whether no sample is left to store
     is_up_to_date: bool = False  # whether nothing is left to do
-    skipped_rows: int = 0  # number of skipped rows of a complete run, otherwise 0
-    empty_rows: int = 0  # number of rows without text of a complete run, otherwise 0
+    skipped_rows: int = 0  # number of skipped rows if the run is complete, otherwise 0
+    empty_rows: int = 0  # number of rows without text if the run is complete, otherwise 0
     repair: "Repair | None" = None
 
     @property

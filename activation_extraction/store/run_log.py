@@ -236,7 +236,7 @@ class Commit:
     last: int = 0  # `sample_idx` of the last sample
     count: int = 0  # number of samples
     tokens: int = 0  # number of stored tokens
-    hooks: list[dict[str, Any]] = field(default_factory=list)
+    hooks: list[dict[str, Any]] = field(default_factory=list)  # facts about each hook
     committed: float = 0.0  # Unix time of the commit
     cut_samples: int = 0  # number of samples that were cut at their end
     cut_tokens: int = 0  # number of tokens that were cut off

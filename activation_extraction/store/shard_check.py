@@ -119,8 +119,8 @@ def _check_sizes(store: Folder, run_log: RunLog, commit: Commit) -> None:
         actual_bytes = run_log.file_sizes.get(file_name)
         # The folder was listed earlier, so a size that differs may be outdated and is read again.
         if actual_bytes != recorded_facts.bytes:
-            current_entry = store.head(file_name)
-            actual_bytes = None if current_entry is None else current_entry.byte_count
+            current_file_entry = store.head(file_name)
+            actual_bytes = None if current_file_entry is None else current_file_entry.byte_count
         if actual_bytes is None:
             upload_url = run_log.moved_to
             upload_note = f" here, it was uploaded to {upload_url}" if upload_url else ""

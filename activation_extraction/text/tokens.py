@@ -57,7 +57,8 @@ class Tokens:
 
     ids: np.ndarray  # token ids
     num_document_tokens: int
-    start_offsets: np.ndarray | None = None  # where each token begins in the text, in characters
+    # For each token, the index of its first character in the text; None if it was not computed.
+    start_offsets: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
 
 
