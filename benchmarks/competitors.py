@@ -148,13 +148,13 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
     return forward
 
 
-def layer_of(hook: str) -> int:
-    return int(hook.split(".")[1])
+def layer_of(hook_name: str) -> int:
+    return int(hook_name.split(".")[1])
 
 
-def is_expert_hook(hook: str) -> bool:
+def is_expert_hook(hook_name: str) -> bool:
     """Returns whether a hook stores the numbers of the tokens' experts, not the residual stream."""
-    return hook.endswith("mlp.hook_expert_indices")
+    return hook_name.endswith("mlp.hook_expert_indices")
 
 
 def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -249,7 +249,8 @@ class Sample(NamedTuple):
         activations_by_hook_key: Key of a hook -> activations (tokens, width).
     """
 
-    ids_and_positions: tuple[list[int], list[int]]  # of the stored tokens
+    # Token ids and positions of the sample's stored tokens.
+    ids_and_positions: tuple[list[int], list[int]]
     facts: SampleFacts
     activations_by_hook_key: Mapping[Any, Any]
 

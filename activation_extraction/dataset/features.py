@@ -132,8 +132,8 @@ def feature_table(
 
     hook_name = dataset.hooks.aliases.get(hook, hook)
     names_of_code_hooks = [
-        hook_name
-        for hook_name, hook_values in dataset.shards.hooks.items()
+        name_of_read_hook
+        for name_of_read_hook, hook_values in dataset.shards.hooks.items()
         if not hook_values.is_array
     ]
     if not dataset.identity.code_hooks:

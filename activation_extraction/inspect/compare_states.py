@@ -209,12 +209,14 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     may_have_other_experts = np.zeros(len(errors), bool)
     if not limits.max_other_expert_fraction or len(errors) < 2:
         return may_have_other_experts
-    candidate_tokens = np.flatnonzero(
+    candidate_token_indices = np.flatnonzero(
         (errors > limits.row_error) & (errors <= MAX_OTHER_EXPERTS_ERROR)
     )
     max_other_expert_tokens = max(int(limits.max_other_expert_fraction * len(errors)), 1)
-    candidates_by_error = candidate_tokens[np.argsort(-errors[candidate_tokens])]
-    may_have_other_experts[candidates_by_error[:max_other_expert_tokens]] = True
+    candidate_indices_by_error = candidate_token_indices[
+        np.argsort(-errors[candidate_token_indices])
+    ]
+    may_have_other_experts[candidate_indices_by_error[:max_other_expert_tokens]] = True
     return may_have_other_experts
 
 

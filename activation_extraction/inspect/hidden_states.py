@@ -138,7 +138,7 @@ class StatesFolder(ABC):
 
     @abstractmethod
     def last_hook(self, depth: int) -> str:
-        """Returns the name of the hook whose values are the last layer of each file.
+        """Returns the name of the hook whose values each file contains as its last layer.
 
         Args:
             depth: Number of blocks of the model.

@@ -88,7 +88,7 @@ def show_status(root: Folder, writes_totals: bool, as_json: bool = False) -> int
 
     Args:
         root: The folder with the output of all hosts.
-        writes_totals: Whether to write the totals to the output.
+        writes_totals: Whether to write the totals to aggregated_metadata.json in `root`, too.
         as_json: Whether to print one JSON object instead of a table and lines.
 
     Returns:

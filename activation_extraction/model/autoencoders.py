@@ -109,11 +109,11 @@ class Autoencoder:
     name: str  # the autoencoder as the user gave it to --encode
     hook: str  # name of the hook that is read
     target_hook: str  # name of the hook that is reconstructed
-    hook_name_in_files: str | None  # the hook that is read, according to the files
-    W_enc: np.ndarray  # (F, D)
-    b_enc: np.ndarray  # (F,)
-    W_dec: np.ndarray  # (F, O)
-    b_dec: np.ndarray  # (O,)
+    hook_name_in_files: str | None  # name of the hook that is read, according to the files
+    W_enc: np.ndarray  # (F, D) for F features and D values of the hook that is read
+    b_enc: np.ndarray  # (F,), one value for each feature
+    W_dec: np.ndarray  # (F, O) for F features and O values of the hook that is reconstructed
+    b_dec: np.ndarray  # (O,), one for each value of the hook that is reconstructed
     files: tuple[Path, ...]  # the local paths of the files that were read
     repository: Repository
     dtype: np.dtype  # dtype of matrix products
@@ -121,8 +121,10 @@ class Autoencoder:
     uses_relu: bool = True
     threshold: np.ndarray | None = None  # threshold of each feature, (F,)
     score_factor: np.ndarray | None = None  # factor of each feature's `pre` in `score`, (F,)
-    W_skip: np.ndarray | None = None  # (O, D)
+    # (O, D) for O values of the hook that is reconstructed and D values of the hook that is read.
+    W_skip: np.ndarray | None = None
     subtracts_b_dec: bool = False
+    # Normalisation of the input: "none", "constant_norm_rescale" or "layer_norm".
     normalisation: str = "none"
 
     @property

@@ -82,10 +82,10 @@ class Capture:
         return kind.vector_type(self.size_of_axis_letter, self.dtype)
 
     def hooks_by_type(self) -> dict[VectorType, list[Hook]]:
-        """Groups the hooks by their vector type.
+        """Groups the hooks by their vector type, which is a width and a dtype.
 
         Returns:
-            Vector type -> its hooks, in the order in which they are computed.
+            Vector type -> the hooks of this type, in the order in which they are computed.
         """
         hooks_by_type: dict[VectorType, list[Hook]] = {}
         for hook in self.hooks:

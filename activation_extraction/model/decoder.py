@@ -428,14 +428,14 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     """
 
     def compute(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        x, kept_arrays = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
-        return to_bits(x), kept_arrays
+        x, other_results = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
+        return to_bits(x), other_results
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, shapes_of_kept_arrays = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        _, shapes_of_other_results = jax.eval_shape(compute, x_bits, rotary, segment_ids)
         zero_arrays = jax.tree.map(
             lambda array_shape: jnp.zeros(array_shape.shape, array_shape.dtype),
-            shapes_of_kept_arrays,
+            shapes_of_other_results,
         )
         return x_bits, zero_arrays
 
@@ -453,9 +453,9 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
             lambda array: array.reshape(-1, rows_per_pass, *array.shape[1:]), layer_inputs
         )
         results_by_pass = jax.lax.map(run_rows, inputs_by_pass)
-        x_bits, kept_arrays = jax.tree.map(
+        x_bits, other_results = jax.tree.map(
             lambda array: array.reshape(-1, *array.shape[2:]), results_by_pass
         )
-        return from_bits(x_bits, module.dtype), kept_arrays
+        return from_bits(x_bits, module.dtype), other_results
 
     return apply

@@ -386,9 +386,9 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     Returns:
         The result of each row's expert, (n, D) in the dtype of x. See `RunSortedRows`.
     """
-    layer_number, gate, up, down = stacks
+    layer_number, gate_stack, up_stack, down_stack = stacks
     dot_precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    layer_count, expert_count = gate.shape[:2]
+    layer_count, expert_count = gate_stack.shape[:2]
     row_counts_of_all_experts = (
         jnp.zeros((layer_count, expert_count), jnp.int32)
         .at[layer_number]
@@ -401,8 +401,10 @@ def _run_with_ragged_dot(x: Array, row_counts: Array, stacks: Stacks) -> Array:
         dot_options: Any = dict(precision=dot_precision, preferred_element_type=dtype)
         return lax.ragged_dot(x, matrices_of_all_layers, row_counts_of_all_experts, **dot_options)
 
-    gated_values = jax.nn.silu(product(x, gate, jnp.float32)) * product(x, up, jnp.float32)
-    return product(gated_values.astype(x.dtype), down, x.dtype)
+    gated_values = jax.nn.silu(product(x, gate_stack, jnp.float32)) * product(
+        x, up_stack, jnp.float32
+    )
+    return product(gated_values.astype(x.dtype), down_stack, x.dtype)
 
 
 def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
@@ -427,22 +429,25 @@ def _run_in_tiles(x: Array, row_counts: Array, stacks: Stacks) -> Array:
     first_row_by_expert = jnp.cumsum(row_counts) - row_counts
     layer_number, *bits_of_stacks = map(to_bits, stacks)
 
-    def compute_tile(y: Array, start: Array, gate: Array, up: Array, down: Array) -> Array:
+    def compute_tile(
+        y: Array, start: Array, gate_weights: Array, up_weights: Array, down_weights: Array
+    ) -> Array:
         tile_rows = from_bits(lax.dynamic_slice_in_dim(padded_row_bits, start, TILE), x.dtype)
-        gated_values = jax.nn.silu(einsum("nD,DM->nM", tile_rows, gate)) * einsum(
-            "nD,DM->nM", tile_rows, up
+        gated_values = jax.nn.silu(einsum("nD,DM->nM", tile_rows, gate_weights)) * einsum(
+            "nD,DM->nM", tile_rows, up_weights
         )
-        tile_results = einsum("nM,MD->nD", gated_values.astype(x.dtype), down).astype(x.dtype)
+        tile_results = einsum("nM,MD->nD", gated_values.astype(x.dtype), down_weights)
+        tile_results = tile_results.astype(x.dtype)
         return lax.dynamic_update_slice_in_dim(y, to_bits(tile_results), start, 0)
 
     def compute_expert(expert: Array, y: Array) -> Array:
-        gate, up, down = (
+        weights_of_expert = tuple(
             from_bits(stack[layer_number, expert], x.dtype) for stack in bits_of_stacks
         )
         tile_count = (row_counts[expert] + TILE - 1) // TILE
 
         def compute_next_tile(tile: Array, y: Array) -> Array:
-            return compute_tile(y, first_row_by_expert[expert] + tile * TILE, gate, up, down)
+            return compute_tile(y, first_row_by_expert[expert] + tile * TILE, *weights_of_expert)
 
         return lax.fori_loop(0, tile_count, compute_next_tile, y)
 
@@ -477,15 +482,19 @@ def one_expert_after_the_other(
     Returns:
         The sums, (T, D) float32.
     """
-    layer_number, gate, up, down = stacks
+    layer_number, gate_stack, up_stack, down_stack = stacks
     expert_sums = jnp.zeros(x.shape, jnp.float32)
-    for expert_number in range(gate.shape[1]):
-        gate_activations = jax.nn.silu(einsum("TD,DM->TM", x, gate[layer_number, expert_number]))
-        gated_values = gate_activations * einsum("TD,DM->TM", x, up[layer_number, expert_number])
+    for expert_number in range(gate_stack.shape[1]):
+        gate_activations = jax.nn.silu(
+            einsum("TD,DM->TM", x, gate_stack[layer_number, expert_number])
+        )
+        gated_values = gate_activations * einsum(
+            "TD,DM->TM", x, up_stack[layer_number, expert_number]
+        )
         expert_weight = jnp.where(chosen_experts == expert_number, routing_weights, 0).sum(
             axis=-1, keepdims=True
         )
         expert_sums += expert_weight * einsum(
-            "TM,MD->TD", gated_values, down[layer_number, expert_number]
+            "TM,MD->TD", gated_values, down_stack[layer_number, expert_number]
         )
     return expert_sums

@@ -108,9 +108,10 @@ class HookKind:
     modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
     aliases: tuple[str, ...] = ()  # other names in TransformerLens
     is_after_layers: bool = False
-    type_words: tuple[str, ...] = ()  # words of the types of layers that have the hook
+    # A layer has the hook if its type contains one of these words. () if every layer has it.
+    type_words: tuple[str, ...] = ()
     dtype: str | None = None  # None for activations, whose dtype the user chooses
-    width_factor: int = 1  # factor of the width of a hook that has no letter
+    width_factor: int = 1  # factor of the width that none of the letters stands for
 
     @property
     def is_prediction(self) -> bool:

@@ -56,7 +56,8 @@ class Rope:
     # Range of blended frequencies: indices of frequencies with YaRN, numbers of turns with Llama
     # 3.1. None for other types.
     blended: tuple[float, float] | None = None
-    trained: float = 0.0  # number of tokens in the context before scaling; 0 for other types
+    # Number of tokens in the context before scaling. 0 for types of scaling that do not need it.
+    trained: float = 0.0
     share: float = 1.0  # share of a head's dimensions that are rotated
     attn_factor: Any = None
 

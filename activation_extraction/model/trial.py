@@ -62,7 +62,7 @@ class Trial(NamedTuple):
     """
 
     exact_function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # arguments of the exact function and of the candidate
+    arguments: tuple[Any, ...]  # arguments of `exact_function` and of the kernel to be tried
     compared_mask: Array
 
 

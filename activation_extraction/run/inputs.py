@@ -300,7 +300,9 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def step_of(forward: Forward) -> dict[str, Any]:
-    """Returns the properties of a step that must be the same on all hosts before they compile it.
+    """Returns the properties of a step that must be the same on all hosts.
+
+    The hosts compare these properties before they compile the step.
 
     Args:
         forward: The model on its mesh.

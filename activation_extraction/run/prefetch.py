@@ -104,11 +104,11 @@ class Prefetch(Generic[T, R]):
         return self.until(lambda: False)
 
     def until(self, stopped: Callable[[], object]) -> Iterator[T | None]:
-        """Yields items until the end, or until the caller is asked to stop.
+        """Yields items until the generator ends, or until `stopped` returns a true value.
 
         Args:
-            stopped: A function that returns a true value to end the iteration. It is called
-                several times a second.
+            stopped: A function that tells whether to end the iteration. It is called several times
+                a second.
 
         Yields:
             The next item, or None if it is not ready because the generator is skipping stored

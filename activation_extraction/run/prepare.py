@@ -234,7 +234,7 @@ class CommitChoice(NamedTuple):
         commit: The commit that the host would use.
     """
 
-    is_new: bool
+    is_new: bool  # whether the run has not recorded this commit yet
     commit: str  # git commit of the model on the hub
 
 
@@ -413,8 +413,9 @@ def step_request(
     """
     computing_options = config.computing
     tokens_per_row = config.text.max_seq_length
-    autoencoders_of_hooks = tuple(
-        read_autoencoder(hook, autoencoder_name) for hook, autoencoder_name in config.hooks.encode
+    autoencoders = tuple(
+        read_autoencoder(hook_name, autoencoder_name)
+        for hook_name, autoencoder_name in config.hooks.encode
     )
     batch_size = computing_options.batch_size
     if not isinstance(batch_size, int):
@@ -430,7 +431,7 @@ def step_request(
         has_several_hosts=config.hosts.multihost,
         device_memory_bytes=device_memory_bytes,
         planned_devices=planned,
-        autoencoders=autoencoders_of_hooks,
+        autoencoders=autoencoders,
     )
 
 

@@ -108,8 +108,8 @@ class ShardWriter:
         encodes_values = any(
             hook_values.is_encoded for hook_values in self._hook_values_by_key.values()
         )
-        copies_in_memory = 1 + self.format.is_compressed + encodes_values
-        self.queue.take(batch_bytes * copies_in_memory)
+        num_copies_in_memory = 1 + self.format.is_compressed + encodes_values
+        self.queue.take(batch_bytes * num_copies_in_memory)
 
     def add(self, sample: ShardSample, values: Mapping[Key, Any], mark: Mark | None = None) -> None:
         """Adds a sample. If it does not fit into the current shard, that shard is submitted first.

@@ -293,8 +293,8 @@ class Statistics:
     overall_variance: float = 0.0
     mean_norm: float = 0.0  # mean norm of the tokens
     max_norm: float = 0.0  # largest norm of a token
-    error: ErrorByTokenKind = field(default_factory=dict)  # kind of token -> errors
-    codes: dict[str, CodeSums] = field(default_factory=dict)  # kind of token -> sums
+    error: ErrorByTokenKind = field(default_factory=dict)  # "sinks" or "others" -> encoding errors
+    codes: dict[str, CodeSums] = field(default_factory=dict)  # "sinks" or "others" -> sums
 
     @property
     def finite(self) -> bool:

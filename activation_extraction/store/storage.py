@@ -434,7 +434,7 @@ class ActivationStorage:
                 store none.
 
         Raises:
-            KeyError: If `hooks` has no such key.
+            KeyError: If the run has no hook with the key `layer_idx`.
             ValueError: If `sample_idx` is not the next number, or this activation was already
                 added.
             ValueError: If the run is already complete.

@@ -69,13 +69,13 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
     block_headers = [block_match[1].strip() for block_match in block_matches]
     turns_of_blocks = _turns(block_headers, messages)
     text_spans = [Span(0, TEMPLATE, 0)]
-    end_of_last_block = 0
+    end_offset_of_last_block = 0
     for turn_number, (block_match, turn) in enumerate(
         zip(block_matches, turns_of_blocks, strict=True)
     ):
         content_start = block_match.start(2)
         content_end = block_match.end(2)
-        end_of_last_block = block_match.end()
+        end_offset_of_last_block = block_match.end()
         text_spans.append(Span(block_match.start(), TEMPLATE, turn_number))
         if turn.role == "assistant" and marks_thinking:
             if thinking_match := THINKING.match(block_match[2]):
@@ -83,8 +83,8 @@ def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bo
                 content_start += thinking_match.end()
         require_texts(turn.messages, marks_thinking, text, content_start, content_end)
         text_spans.append(Span(content_start, ROLES.index(turn.role), turn_number))
-        text_spans.append(Span(end_of_last_block, TEMPLATE, turn_number))
-    prompt_start = text.find(START, end_of_last_block)
+        text_spans.append(Span(end_offset_of_last_block, TEMPLATE, turn_number))
+    prompt_start = text.find(START, end_offset_of_last_block)
     if prompt_start >= 0:  # the template opens the turn that a model would generate
         text_spans.append(Span(prompt_start, TEMPLATE, len(block_matches)))
     return text_spans
@@ -108,8 +108,8 @@ def _blocks(text: str) -> list[re.Match[str]]:
     if START not in text:
         raise UnusableRowError(f"the template writes no turns that begin with {START}")
     block_matches = list(BLOCK.finditer(text))
-    end_of_last_block = block_matches[-1].end() if block_matches else 0
-    num_start_markers_after_blocks = text.count(START, end_of_last_block)
+    end_offset_of_last_block = block_matches[-1].end() if block_matches else 0
+    num_start_markers_after_blocks = text.count(START, end_offset_of_last_block)
     if (
         text.count(START) - len(block_matches) != num_start_markers_after_blocks
         or num_start_markers_after_blocks > 1
