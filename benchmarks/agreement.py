@@ -163,7 +163,7 @@ class Agreement:
         """
         self._token_ids_of_documents = documents
         # (dtype, number of a document) -> values of the reference.
-        self._reference_values: dict[tuple[str, int], ValuesByHook] = {}
+        self._reference_values_by_dtype_and_document: dict[tuple[str, int], ValuesByHook] = {}
 
     def check(self, folder: Path, dtype: str, tokens: int) -> Comparison:
         """Compares the shards of one contender with the documents and with the reference.
@@ -193,10 +193,12 @@ class Agreement:
                 raise Disagreement(f"{folder.name}: document {document_number} has other tokens")
             num_tokens_of_hook.update(dict.fromkeys(values_by_hook, num_tokens))
             if num_tokens <= MAX_COMPARED_TOKENS:
-                reference_values = self._reference_values.setdefault(
+                reference_values = self._reference_values_by_dtype_and_document.setdefault(
                     (dtype, document_number), values_by_hook
                 )
-                exact_values = self._reference_values.get(("float32", document_number))
+                exact_values = self._reference_values_by_dtype_and_document.get(
+                    ("float32", document_number)
+                )
                 comparison.add(values_by_hook, reference_values, exact_values)
         if set(num_tokens_of_hook.values()) != {tokens}:
             raise Disagreement(

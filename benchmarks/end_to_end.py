@@ -82,7 +82,8 @@ class Sampling(NamedTuple):
 
 
 EVERYTHING = Sampling(1, 1)
-# Contender -> its sampling without --whole.
+# Name of a contender -> which of its batches it computes, and which documents it writes, if --whole
+# is not set.
 SAMPLINGS = {
     "ours": EVERYTHING,
     "alone": Sampling(4, 1),

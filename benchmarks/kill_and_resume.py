@@ -334,7 +334,8 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
         ]
         return np.concatenate(values_of_samples).astype(np.float64)
 
-    largest_deviation = 0.0  # largest difference at any hook, divided by the RMS at this hook
+    # Largest absolute difference at any hook, divided by the root mean square of the values there.
+    largest_deviation = 0.0
     for hook in next(iter(undisturbed.values())).activations_by_hook_key:
         expected_values = values_at(hook, undisturbed)
         largest_difference = abs(values_at(hook, disturbed) - expected_values).max()

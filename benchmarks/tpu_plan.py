@@ -71,7 +71,7 @@ class Compiled(NamedTuple):
     program: Program
     step_plan: StepPlan
     program_text: ProgramText
-    memory_analysis: Any  # as JAX returns it
+    memory_analysis: Any  # memory analysis of the compiler, as JAX returns it
 
     @property
     def model(self) -> HookedModel:

@@ -37,7 +37,7 @@ class Variables:
             command line.
     """
 
-    variable_names: tuple[str, ...]
+    variable_names: tuple[str, ...]  # names of environment variables; the first that is set is used
     required_flag: str = ""
     excluding_flags: tuple[str, ...] = ()
 
@@ -82,7 +82,8 @@ class Flag:
     needs: str = ""  # names of other flags, of which this flag needs one
     excluded_flags: tuple[str, ...] = ()  # names of flags that cannot be used with this flag
     variables: Variables | None = None
-    opposite_name_and_help: tuple[str, str] | None = None  # of the flag that sets False
+    # Name and help text of the flag that sets the field to False; None if there is no such flag.
+    opposite_name_and_help: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False
     may_differ_by_host: bool = False

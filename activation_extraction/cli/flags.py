@@ -3,9 +3,9 @@
 `Config` describes a run as its user asks for it. It consists of parts, which are frozen dataclasses
 of flags. Each part is passed unchanged to the package that uses it. Every flag is declared once,
 with its meaning and its default, as a field of a part. Flags that select the action of the program
-or its logging are fields of `Config` itself. config.py makes the command line and --help from this
-table, and checks whether flags are consistent. Every package may import the parts from here, so
-this module imports neither argparse nor NumPy.
+or its logging are fields of `Config` itself. config.py makes the command line and --help from these
+declarations, and checks whether flags are consistent. Every package may import the parts from here,
+so this module imports neither argparse nor NumPy.
 """
 
 import os

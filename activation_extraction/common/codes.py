@@ -94,7 +94,7 @@ class Codes:
     error: Any  # squared norm of each token's reconstruction error
     norm: Any  # norm of each token's activation
     features: int  # number of all features of the autoencoder
-    active: np.ndarray | None = None
+    active: np.ndarray | None = None  # number of active features of each token; None if unknown
 
     @classmethod
     def of(cls, records: np.ndarray, features: int, dtype: Any = np.float32) -> "Codes":

@@ -29,13 +29,13 @@ class _FileNames(NamedTuple):
         limit_file: Name of the file with the limit in bytes. Without a limit, the file contains
             "max" in version 2, and a number near 2**63 in version 1.
         usage_file: Name of the file with the bytes that the group uses, including its file cache.
-        reclaimable_field: Name of the field with the bytes of the file cache that the kernel
+        reclaimable_field_name: Name of the field with the bytes of the file cache that the kernel
             reclaims first.
     """
 
     limit_file: str  # name of the file with the limit in bytes
     usage_file: str  # name of the file with the bytes in use
-    reclaimable_field: str
+    reclaimable_field_name: str
 
 
 # Type of the file system as which a hierarchy of control groups (cgroups) is mounted -> names of
@@ -54,8 +54,8 @@ class _LimitedGroup(NamedTuple):
         used_bytes: Bytes that the group uses, without the file cache that can be reclaimed.
     """
 
-    limit_bytes: int  # limit of the group's memory
-    used_bytes: int
+    limit_bytes: int  # largest number of bytes that the control group may use
+    used_bytes: int  # bytes that the control group uses now, without reclaimable file cache
 
 
 class _MountedGroup(NamedTuple):
@@ -120,7 +120,7 @@ def _limited_groups() -> Iterator[_LimitedGroup]:
                 stat_lines = _kernel_file(searched_folder / "memory.stat").splitlines()
                 number_by_stat_field = dict(stat_line.split()[:2] for stat_line in stat_lines)
                 reclaimable_bytes = int(
-                    number_by_stat_field.get(memory_file_names.reclaimable_field, 0)
+                    number_by_stat_field.get(memory_file_names.reclaimable_field_name, 0)
                 )
                 used_bytes = max(int(usage_text or 0) - reclaimable_bytes, 0)
                 yield _LimitedGroup(int(limit_text), used_bytes)

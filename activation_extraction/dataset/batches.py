@@ -103,14 +103,14 @@ class Batches(Iterator[T]):
         self._current_window: Window | None = None
         # A byte of memory that is shared with forked workers. It is 1 if workers of a DataLoader
         # have read batches since `restore`, otherwise 0. None until `torch` is called.
-        self._workers_have_read_flag: mmap.mmap | None = None
+        self._have_workers_read_byte: mmap.mmap | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
             "_following_windows": None,
             "_current_window": None,
-            "_workers_have_read_flag": None,
+            "_have_workers_read_byte": None,
         }
 
     def state(self) -> dict[str, Any]:
@@ -127,8 +127,8 @@ class Batches(Iterator[T]):
         """
         if (
             _loader_worker_and_count() is None
-            and self._workers_have_read_flag
-            and self._workers_have_read_flag[0]
+            and self._have_workers_read_byte
+            and self._have_workers_read_byte[0]
         ):
             raise ValueError(
                 "workers of a DataLoader have read these batches, and only they know where they "
@@ -169,8 +169,8 @@ class Batches(Iterator[T]):
         self._position = position
         self._loader_worker_and_count = _loader_worker_and_count()
         self._has_looped = False
-        if self._workers_have_read_flag is not None and _loader_worker_and_count() is None:
-            self._workers_have_read_flag[0] = 0
+        if self._have_workers_read_byte is not None and _loader_worker_and_count() is None:
+            self._have_workers_read_byte[0] = 0
 
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
@@ -229,9 +229,9 @@ class Batches(Iterator[T]):
         """
         from torch.utils.data import IterableDataset
 
-        if self._workers_have_read_flag is None:
-            self._workers_have_read_flag = mmap.mmap(-1, 1)
-        workers_have_read_flag = self._workers_have_read_flag
+        if self._have_workers_read_byte is None:
+            self._have_workers_read_byte = mmap.mmap(-1, 1)
+        have_workers_read_byte = self._have_workers_read_byte
 
         class TorchBatches(IterableDataset):
             def __init__(self, batches: Batches[Any]) -> None:
@@ -255,7 +255,7 @@ class Batches(Iterator[T]):
                 if get_spawning_popen() is not None:
                     # The process that starts the worker sets the byte here, because a spawned
                     # worker does not share the memory of this process.
-                    workers_have_read_flag[0] = 1
+                    have_workers_read_byte[0] = 1
                 return Batches.torch, (self._batches,)
 
         return TorchBatches(self)
@@ -276,8 +276,8 @@ class Batches(Iterator[T]):
             # them would never end. So reading ahead starts anew.
             self.close()
             self._loader_worker_and_count = loader_worker_and_count
-            if loader_worker_and_count is not None and self._workers_have_read_flag is not None:
-                self._workers_have_read_flag[0] = 1
+            if loader_worker_and_count is not None and self._have_workers_read_byte is not None:
+                self._have_workers_read_byte[0] = 1
         if self._current_window is None:
             self._current_window = self._next_window()
         window = self._current_window

@@ -145,7 +145,7 @@ class Windows:
         """
         chunk_index = begin_position.chunk
         first_index_in_wanted_rows = begin_position.row
-        num_filled_tokens = 0
+        num_window_tokens = 0
         window_batches = self._batches_of_even_and_odd_windows[begin_position.window % 2]
         # For each chunk of which a part is in the window, a list with the block of each run, which
         # contains the tokens of this part.
@@ -155,14 +155,14 @@ class Windows:
         if self.seed is not None:
             np.random.default_rng([self.seed, begin_position.window]).shuffle(memory_row_indices)
         while (
-            num_filled_tokens < self.max_window_tokens
+            num_window_tokens < self.max_window_tokens
             and chunk_index < len(self.chunks)
             and not self._is_stopped
         ):
             # A block of this chunk for each run.
             chunk_blocks = self._blocks(chunk_index, thread_pool)
             stop_index_in_wanted_rows = min(
-                first_index_in_wanted_rows + self.max_window_tokens - num_filled_tokens,
+                first_index_in_wanted_rows + self.max_window_tokens - num_window_tokens,
                 len(chunk_blocks[0].wanted_rows),
             )
             num_part_tokens = stop_index_in_wanted_rows - first_index_in_wanted_rows
@@ -181,30 +181,30 @@ class Windows:
                             empty_batch(run_block.tokens, self.max_window_tokens)
                             for run_block in part_blocks
                         ]
-                    target_row_indices = memory_row_indices[num_filled_tokens:][:num_part_tokens]
+                    target_row_indices = memory_row_indices[num_window_tokens:][:num_part_tokens]
                     for run_block, window_batch in zip(part_blocks, window_batches, strict=True):
                         copy_rows(run_block, target_row_indices, window_batch)
                     part_blocks = [
                         Block(window_batch, target_row_indices) for window_batch in window_batches
                     ]
                 blocks_of_chunk_parts.append(part_blocks)
-                num_filled_tokens += num_part_tokens
+                num_window_tokens += num_part_tokens
                 first_index_in_wanted_rows = stop_index_in_wanted_rows
             if first_index_in_wanted_rows >= len(chunk_blocks[0].wanted_rows):
                 chunk_index += 1
                 first_index_in_wanted_rows = 0
-        if not num_filled_tokens:
+        if not num_window_tokens:
             return None
         if self.seed is not None:
             blocks_of_chunk_parts = [
                 [
-                    Block(window_batch, np.sort(memory_row_indices[:num_filled_tokens]))
+                    Block(window_batch, np.sort(memory_row_indices[:num_window_tokens]))
                     for window_batch in window_batches
                 ]
             ]
         return Window(
             [*zip(*blocks_of_chunk_parts, strict=True)],
-            num_filled_tokens,
+            num_window_tokens,
             Position(begin_position.window + 1, chunk_index, first_index_in_wanted_rows),
         )
 

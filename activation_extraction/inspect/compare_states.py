@@ -176,15 +176,15 @@ def match_hooks(
             errors_by_token = token_errors(
                 stored_states[first_state_index:stop_state_index], expected_states
             )
-            has_other_experts = _tokens_with_other_experts(errors_by_token, limits)
-            errors_by_token = errors_by_token[~has_other_experts]
+            may_have_other_experts = _tokens_with_other_experts(errors_by_token, limits)
+            errors_by_token = errors_by_token[~may_have_other_experts]
             row_error = float(np.sqrt(np.mean(errors_by_token**2)))
             match_by_hook_and_offset[hook_name, token_offset] = HookMatch(
                 row_error,
                 float(errors_by_token.max()),
                 hook_name,
                 token_offset,
-                int(has_other_experts.sum()),
+                int(may_have_other_experts.sum()),
             )
     return match_by_hook_and_offset
 

@@ -169,15 +169,15 @@ def read_sample(dataset: ActivationDataset, hooks: Sequence[str]) -> TokenSample
     )
     for token_batch in tqdm(token_batches, "reading", unit=" batches", disable=None):
         for hook_name, hook_values in token_batch.items():
-            batch_norms = np.linalg.norm(hook_values.astype(np.float64), axis=1)
-            is_damaged_token = ~(batch_norms < MAX_NORM)  # this condition is also true for NaN
+            token_norms = np.linalg.norm(hook_values.astype(np.float64), axis=1)
+            is_damaged_token = ~(token_norms < MAX_NORM)  # this condition is also true for NaN
             damaged_sample_numbers = token_batch.sample_idx[is_damaged_token]
             if len(damaged_sample_numbers):
                 raise OSError(
                     f"{dataset.url}: sample {damaged_sample_numbers[0]}, {hook_name}: NaN or huge "
                     "values"
                 )
-            norms_by_hook[hook_name].append(batch_norms)
+            norms_by_hook[hook_name].append(token_norms)
             batch_sums = sums_of(
                 hook_values.__getitem__, hook_values.shape[1], token_batch.position
             )

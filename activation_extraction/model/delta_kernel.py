@@ -81,7 +81,7 @@ def pallas_delta_rule(
     decays_and_betas = jnp.concatenate([log_decay, beta.astype(jnp.float32)], axis=-1)
     decays_and_betas = jnp.moveaxis(
         _whole_blocks(decays_and_betas), 1, 3
-    )  # (rows, key heads, 2G, T)
+    )  # shape (rows, key heads, 2G, T), with G value heads for each key head
     # The shapes are q (B, K, T, D), k (B, K, T, D) and v (B, K, G, T, U).
     qkv_heads_first = [jnp.moveaxis(_whole_blocks(x), 1, -2) for x in (q, k, v)]
 

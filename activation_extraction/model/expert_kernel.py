@@ -137,10 +137,10 @@ def make_table(routing_weights: Array, chosen_experts: Array, expert_count: int)
     """Assigns rows to tiles and to groups of tokens, by sorting the rows twice.
 
     A row is a pair of a token and one of its experts, a tile is ROWS rows of the same expert, and a
-    group is TOKENS consecutive tokens. The first sort orders them by
-    expert, together with the rows of padding that fill the tiles, so it puts every row into its
-    place in a tile without lookups. TPUs sort fast, but look numbers up one by one. The second sort
-    orders the rows by group.
+    group is TOKENS consecutive tokens. The first sort orders the rows by expert, together with the
+    rows of padding that fill the tiles, so it puts every row into its place in a tile without
+    lookups. TPUs sort fast, but look numbers up one by one. The second sort orders the rows by
+    group.
 
     Letters: T tokens, E experts, X experts of a token.
 

@@ -80,6 +80,7 @@ def _run_in_kernels(x: Array, row_counts: Array, stacks: Stacks, interpret: bool
         layer_stack.reshape(-1, *layer_stack.shape[2:]) for layer_stack in layer_stacks
     )
     first_expert_index_in_stacks = layer_number * len(row_counts)
+    # silu(gate projection) * up projection of each row.
     gated_values = _product(
         x, [gate_stack, up_stack], row_counts, first_expert_index_in_stacks, interpret
     )

@@ -488,25 +488,25 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """
     delta_config, experts_config = config.delta, config.experts
     type_words_of_attention = () if delta_config is None else (ATTENTION,)
-    type_words_by_first_column: dict[str, tuple[str, ...]] = {
+    type_words_by_layer_word: dict[str, tuple[str, ...]] = {
         EVERY: (),
         ATTENTION: type_words_of_attention,
     }
-    type_words_by_first_column[DENSE] = () if experts_config is None else (DENSE,)
+    type_words_by_layer_word[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words_by_first_column[NORMED] = type_words_of_attention
+        type_words_by_layer_word[NORMED] = type_words_of_attention
     if config.q_gate:
-        type_words_by_first_column[GATED] = type_words_of_attention
+        type_words_by_layer_word[GATED] = type_words_of_attention
     if delta_config is not None:
-        type_words_by_first_column[LINEAR] = (LINEAR,)
+        type_words_by_layer_word[LINEAR] = (LINEAR,)
         # In HOOK_KINDS, rows with APART and rows with INTERLEAVED have different names in Hugging
         # Face, where a projection is the output of a module only if it is stored separately.
-        type_words_by_first_column[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+        type_words_by_layer_word[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
-        type_words_by_first_column[SPARSE] = (SPARSE,)
+        type_words_by_layer_word[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            type_words_by_first_column[SHARED] = (SPARSE,)
-    return type_words_by_first_column
+            type_words_by_layer_word[SHARED] = (SPARSE,)
+    return type_words_by_layer_word
 
 
 def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:

@@ -83,7 +83,7 @@ class Change(NamedTuple):
 
     a_key: str
     b_key: str
-    scale: float
+    scale: float  # factor of B @ A
     has_exchanged_factors: bool = False
     expert_number: int = 0
     expert_count: int = 1
@@ -259,23 +259,23 @@ class LoraAdapter:
             merged_values = (merged_values * row_scales[:, None])[:, column_range]
         return merged_values
 
-    def _add(self, change: Change, values_of_part: np.ndarray, index: Index) -> None:
+    def _add(self, change: Change, tensor_part: np.ndarray, index: Index) -> None:
         """Adds a change to a part of a tensor of the base model.
 
         Args:
             change: The change. If the part does not contain the expert of the change, nothing is
                 added.
-            values_of_part: The values of the part, float32, which are changed in place.
+            tensor_part: The values of the part, float32, which are changed in place.
             index: The slice of the part on each axis of the tensor.
         """
         if len(index) == 3:
             if not index[0].start <= change.expert_number < index[0].stop:
                 return
-            values_of_part = values_of_part[change.expert_number - index[0].start]
+            tensor_part = tensor_part[change.expert_number - index[0].start]
         row_range, column_range = index[-2:]
         if change.is_transposed:
             row_range, column_range = column_range, row_range
-            values_of_part = values_of_part.T
+            tensor_part = tensor_part.T
         a = self._read_factor(change.a_key)
         b = self._read_factor(change.b_key)
         a = a.reshape(change.expert_count, -1, a.shape[1])[change.expert_number]
@@ -283,7 +283,7 @@ class LoraAdapter:
         if change.has_exchanged_factors:
             a, b = b.T, a.T
         b = b[change.first_row_of_b + row_range.start : change.first_row_of_b + row_range.stop]
-        values_of_part += np.float32(change.scale) * (b @ a[:, column_range])
+        tensor_part += np.float32(change.scale) * (b @ a[:, column_range])
 
     def _read_whole(self, key: str) -> np.ndarray:
         """Reads a whole tensor of the adapter.

@@ -341,13 +341,15 @@ def _blended_indices(
         inverse_frequency = trained_length / (turns * 2 * math.pi)
         return num_rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
 
-    turns_at_ends_of_range: list[float] = []
+    num_turns_at_ends_of_blended_range: list[float] = []
     for beta_field, default_num_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):
-        turns_at_ends_of_range.append(
+        num_turns_at_ends_of_blended_range.append(
             positive_field(rope, beta_field, source) if rope.get(beta_field) else default_num_turns
         )
     try:
-        first_blended_index, last_blended_index = map(index_with_turns, turns_at_ends_of_range)
+        first_blended_index, last_blended_index = map(
+            index_with_turns, num_turns_at_ends_of_blended_range
+        )
         if rope.get("truncate", True):
             first_blended_index = math.floor(first_blended_index)
             last_blended_index = math.ceil(last_blended_index)

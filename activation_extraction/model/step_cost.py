@@ -235,9 +235,9 @@ class CostModel:
             num_moved_values += num_values_before_gather + num_gathered_values
         num_layers, *weight_axis_sizes = weight_spec.shape
         if path[0] == "layers" and len(weight_axis_sizes) > 1 and hidden_size in weight_axis_sizes:
-            num_token_products = num_layers * self._tokens_on_device(layout)
+            num_products_on_device = num_layers * self._tokens_on_device(layout)
             if experts_config is not None and "experts" in path:
-                num_token_products *= experts_config.per_token
+                num_products_on_device *= experts_config.per_token
                 weight_axis_sizes = weight_axis_sizes[1:]
             # For each token, a product with a weight matrix reads its input from memory and writes
             # its output to memory. One of the two has the hidden size, and the length of the other
@@ -247,7 +247,9 @@ class CostModel:
             if "up_proj" not in path:
                 input_and_output_values_per_token += hidden_size
             num_moved_values += (
-                num_token_products * input_and_output_values_per_token / layout.size(*MODEL_AXES)
+                num_products_on_device
+                * input_and_output_values_per_token
+                / layout.size(*MODEL_AXES)
             )
         return self.model.dtype.itemsize * num_moved_values
 

@@ -168,10 +168,10 @@ def _largest_fitting(
         )
         # The message is the same on all hosts, so either all hosts compile the step or none does.
         if not shortage_message:
-            shortage_on_device = together(
+            device_shortage_message = together(
                 host, partial(_shortage_on_device, candidate_forward, usable_bytes)
             )
-            shortage_message = next(filter(None, gather(host, shortage_on_device)), "")
+            shortage_message = next(filter(None, gather(host, device_shortage_message)), "")
         if shortage_message:
             return largest_fitting_forward, shortage_message
         largest_fitting_forward = candidate_forward

@@ -36,7 +36,7 @@ class ChipKind(NamedTuple):
     """
 
     chip_name: str
-    machine_shapes: str  # such as "2x2 4x4", separated by spaces; "" for GPUs
+    machine_shapes: str  # shapes of machines with this chip, such as "2x2 4x4"; "" for GPUs
     number_in_name_per_chip: int  # such as 2 if v4-32 has 16 chips
     devices_per_chip: int
 

@@ -192,13 +192,13 @@ def commit_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Commit:
-    """An entry of the log that commits a shard.
+    """The content of the JSON file that commits a shard.
 
     The fields have the same names in the JSON file, except that `first`, `last` and `count` are in
     the object `samples` there.
 
     Attributes:
-        number: Number of the entry and of the shard, from 1.
+        number: Number of the shard, from 1, which is also in the name of the JSON file.
         began: Unix time at which the process that stored the shard began.
         mark: Point in the host's stream of samples. When this shard and all earlier shards are
             committed, all samples before the mark are stored. None for the beginning of the data,

@@ -305,11 +305,15 @@ def _in_memory(shard: Shard, where: str) -> SafetensorsFile:
         first_buffer_index, last_buffer_index = np.searchsorted(
             buffer_ends, [start, stop], "right"
         ).tolist()
-        joined_start_offset = int(buffer_ends[first_buffer_index - 1]) if first_buffer_index else 0
+        file_offset_of_joined_buffers = (
+            int(buffer_ends[first_buffer_index - 1]) if first_buffer_index else 0
+        )
         joined_buffers = np.frombuffer(
             b"".join(file_buffers[first_buffer_index : last_buffer_index + 1]), np.uint8
         )
-        return lambda: joined_buffers[start - joined_start_offset : stop - joined_start_offset]
+        return lambda: joined_buffers[
+            start - file_offset_of_joined_buffers : stop - file_offset_of_joined_buffers
+        ]
 
     return SafetensorsFile(begin, int(buffer_ends[-1]), where)
 

@@ -86,7 +86,7 @@ class ShardWriter:
         Args:
             plan: Plan of this process, with the numbers of the shards to store.
         """
-        self._plan = plan
+        self._storage_plan = plan
         self._shard_numbers = ShardNumbers(plan)
         self._mark_of_next_shard = plan.mark
         self._clear_pending()
@@ -121,12 +121,14 @@ class ShardWriter:
             mark: Place in the data from which the run continues when this sample and all samples
                 before it are stored. None if a program with a loop of its own adds the sample.
         """
-        sample_bytes = sum(self._hook_values_by_key[key].bytes_of(values[key]) for key in values)
+        sample_bytes = sum(
+            self._hook_values_by_key[hook_key].bytes_of(values[hook_key]) for hook_key in values
+        )
         if self._pending_samples and self._pending_bytes + sample_bytes > self._max_shard_bytes:
             self._submit_pending(self._shard_numbers.take())
         self._pending_samples.append((sample, values))
         self._pending_bytes += sample_bytes
-        self._mark_of_next_shard = self._plan.mark_after(mark)
+        self._mark_of_next_shard = self._storage_plan.mark_after(mark)
 
     def finish(self, complete: bool) -> None:
         """Stores the last samples as a shard, and waits until all shards are committed.

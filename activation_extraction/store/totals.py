@@ -38,8 +38,8 @@ class Totals:
 
     # The names of the counts are also keys in metadata.json.
     shards: int = 0  # number of shards
-    samples: int = 0
-    tokens: int = 0
+    samples: int = 0  # number of samples
+    tokens: int = 0  # number of stored tokens
     bytes: int = 0  # total size of the files of activations
     skipped_rows: int = 0  # number of rows of the data set that were skipped
     empty_rows: int = 0  # number of rows of the data set without text

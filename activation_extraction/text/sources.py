@@ -100,10 +100,10 @@ class FilePartitions:
         """
         self._partitions = tuple(partitions)
         self._row_schema = schema
-        # A position in the stream is a tuple of the index of a partition and the number of the
-        # partition's rows that were read.
-        self._start_position = (0, 0)
-        self._current_position = self._start_position
+        # Tuples of the index of a partition, and the number of the partition's rows that were read
+        # (which is the index of the next row).
+        self._start_partition_and_row = (0, 0)
+        self._current_partition_and_row = self._start_partition_and_row
 
     @property
     def num_shards(self) -> int:
@@ -141,23 +141,23 @@ class FilePartitions:
         number of the partition's rows that were read. Marks in stored runs contain these keys,
         which `datasets` uses as well.
         """
-        partition_index, num_rows_read = self._current_position
+        partition_index, num_rows_read = self._current_partition_and_row
         return {
             "examples_iterable": {"shard_idx": partition_index, "shard_example_idx": num_rows_read}
         }
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Makes the next iteration continue from a state that `state_dict` has returned."""
-        stored_position = state["examples_iterable"]
-        self._start_position = (
-            stored_position["shard_idx"],
-            stored_position["shard_example_idx"],
+        partition_state = state["examples_iterable"]
+        self._start_partition_and_row = (
+            partition_state["shard_idx"],
+            partition_state["shard_example_idx"],
         )
-        self._current_position = self._start_position
+        self._current_partition_and_row = self._start_partition_and_row
 
     def __iter__(self) -> Iterator[SourceRow]:
-        first_partition_index, num_rows_to_skip = self._start_position
-        self._current_position = self._start_position
+        first_partition_index, num_rows_to_skip = self._start_partition_and_row
+        self._current_partition_and_row = self._start_partition_and_row
         for partition_index in range(first_partition_index, len(self._partitions)):
             data_file, row_group_number = self._partitions[partition_index]
             partition_rows = islice(
@@ -166,11 +166,11 @@ class FilePartitions:
             for num_rows_read, partition_row in enumerate(
                 partition_rows, start=num_rows_to_skip + 1
             ):
-                self._current_position = partition_index, num_rows_read
+                self._current_partition_and_row = partition_index, num_rows_read
                 yield partition_row
             num_rows_to_skip = 0
             # No row of the next partition was read yet.
-            self._current_position = partition_index + 1, 0
+            self._current_partition_and_row = partition_index + 1, 0
 
 
 def open_files(
@@ -355,12 +355,12 @@ class ShuffledRows:
                             f"row {row_number_in_partition} of shard {partition_index} "
                             "(both from 0)"
                         )
-                        stored_position = {"shard": partition_index, "row": row_number_in_partition}
+                        row_position = {"shard": partition_index, "row": row_number_in_partition}
                         source_row = hub_row(
                             row_or_dict,
                             partition_rows.features,
                             location_in_words,
-                            stored_position,
+                            row_position,
                         )
                     yield source_row
                 block_number += 1

@@ -356,6 +356,8 @@ def _labels_of_tokens(content: Content, offsets: np.ndarray) -> dict[str, np.nda
     last_character_offsets = np.maximum(offsets[:, 1] - 1, first_character_offsets)
     first_span_indices = np.searchsorted(span_starts, first_character_offsets, "right") - 1
     last_span_indices = np.searchsorted(span_starts, last_character_offsets, "right") - 1
-    begins_in_template = span_roles[first_span_indices] == TEMPLATE
-    span_indices_of_tokens = np.where(begins_in_template, last_span_indices, first_span_indices)
+    token_begins_in_template = span_roles[first_span_indices] == TEMPLATE
+    span_indices_of_tokens = np.where(
+        token_begins_in_template, last_span_indices, first_span_indices
+    )
     return {"role": span_roles[span_indices_of_tokens], "turn": span_turns[span_indices_of_tokens]}
