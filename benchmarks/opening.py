@@ -41,7 +41,9 @@ from benchmarks.bucket_server import BUCKET, RATE, bucket_server, counts
 from benchmarks.processes import print_result
 
 LAYERS = 14
-HOOKS: dict[int | str, str] = {layer: f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)}
+HOOK_NAME_BY_LAYER: dict[int | str, str] = {
+    layer: f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)
+}
 # The number of values of one token at a hook.
 WIDTH = 4
 # The number of tokens of a sample.
@@ -63,7 +65,7 @@ def identity_of_host(host: int, hosts: int) -> Identity:
         data="files",
         activation_dtype="bfloat16",
         storage=OPTIONS,
-        hooks=tuple(HOOKS.values()),
+        hooks=tuple(HOOK_NAME_BY_LAYER.values()),
         worker=worker,
     )
 
@@ -79,12 +81,14 @@ def store_host(root: Path, shards: int, hosts: int, host: int) -> None:
     """
     host_identity = identity_of_host(host, hosts)
     host_folder = root / RUN / folder_name(host_identity.worker, in_bucket=True)
-    run_facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOKS})
+    run_facts = RunFacts(hooks={layer: {"width": WIDTH} for layer in HOOK_NAME_BY_LAYER})
     activation = np.ones((TOKENS, WIDTH), ml_dtypes.bfloat16)
     token_ids = np.arange(TOKENS, dtype=np.int32)
-    with ActivationStorage(host_folder, HOOKS, OPTIONS, host_identity, facts=run_facts) as storage:
+    with ActivationStorage(
+        host_folder, HOOK_NAME_BY_LAYER, OPTIONS, host_identity, facts=run_facts
+    ) as storage:
         for sample_number in range(0 if storage.complete else shards):
-            for layer in HOOKS:
+            for layer in HOOK_NAME_BY_LAYER:
                 storage.add_activation(layer, activation, sample_number, "", token_ids)
 
 
@@ -128,7 +132,7 @@ def plan_continued_run(url: str, hosts: int) -> None:
         run_folders.check_stale_folders(overwrite=False)
         run_folders.earlier()
         storage = ActivationStorage(
-            local_folder, HOOKS, OPTIONS, first_host_identity, run_folders.remote
+            local_folder, HOOK_NAME_BY_LAYER, OPTIONS, first_host_identity, run_folders.remote
         )
         run_folders.check_siblings(first_host_identity)
         assert storage.complete and storage.plan.mark is None

@@ -131,6 +131,7 @@ class Move(NamedTuple):
     sent_bytes: int = 0  # bytes that the instruction sends to other chips
     is_hidden: bool = False  # whether products or kernels run while the instruction sends
     axes: tuple[str, ...] = ()  # mesh axes along which the instruction sends
+    # Operations of the matrix products of the instruction, or that run while the instruction sends.
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":

@@ -84,7 +84,7 @@ class Window(NamedTuple):
 
     blocks_of_runs: list[tuple[Block, ...]]
     token_count: int  # number of tokens in the window
-    end: Position
+    end: Position  # position after the window
 
 
 @dataclass

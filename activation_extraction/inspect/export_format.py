@@ -25,7 +25,7 @@ class Exported(NamedTuple):
             "3 samples without tokens".
     """
 
-    num_tokens: int
+    num_tokens: int  # number of tokens in the exported files
     omissions: tuple[str, ...] = ()  # phrases about data that the files do not contain
 
 

@@ -240,6 +240,7 @@ class HookReport:
         if layer_match:
             self.kind, self.layer = layer_match[2], int(layer_match[1])
         else:
+            # The charts order hooks of a kind by `layer`. Here it is the number of the hook.
             self.kind, self.layer = OTHER, hook_number
         self.norm_quantiles = np.quantile(hook_norms, LEVELS)
         median_norms = [

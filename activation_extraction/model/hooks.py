@@ -482,9 +482,10 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
         config: The configuration of the model.
 
     Returns:
-        Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows with this word.
-        A layer has the hooks of these rows if its type contains one of the type words, or if the
-        type words are (). The dict lacks the words of rows whose hooks no layer has.
+        A dict. A key is a word in the first column of HOOK_KINDS. Its value is the field
+        `HookKind.type_words` of all kinds in the rows with this word. A layer has hooks of these
+        kinds if its type contains one of the type words, or if the type words are (), which means
+        all layers. The dict lacks the word if no layer of the model has hooks of these kinds.
     """
     delta_config, experts_config = config.delta, config.experts
     type_words_of_attention = () if delta_config is None else (ATTENTION,)
@@ -522,7 +523,7 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
     for (
         layers_word,
         kind_name,
-        letters,
+        width_letters,
         intermediate_path,
         joined_module_names,
         joined_alias_names,
@@ -538,7 +539,7 @@ def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[H
         hook_kinds.append(
             HookKind(
                 f"blocks.{{}}.{kind_name}",
-                letters,
+                width_letters,
                 intermediate_path,
                 tuple(
                     f"model.layers.{{}}.{module_name}"

@@ -71,7 +71,7 @@ class Device:
     id: int  # the number of the device in its machine
     platform: str
     device_kind: str
-    process_index: int
+    process_index: int  # the number of the host of the device
 
     def memory_stats(self) -> dict[str, float]:
         """Returns the statistics of memory that JAX would report for the device.

@@ -37,8 +37,8 @@ class StoredTokens:
 
     worker: Worker
     sample_idx: int
-    token_ids: np.ndarray
-    positions: np.ndarray
+    token_ids: np.ndarray  # ids of the stored tokens
+    positions: np.ndarray  # positions of the stored tokens in the sample
     mark_before: Mark | None
 
 

@@ -81,7 +81,7 @@ class FileFacts:
     """
 
     bytes: int  # size of the file in bytes
-    sha256: str
+    sha256: str  # SHA-256 of the file's content, in hexadecimal digits
     version: str | None = None  # version of the file; None if the store has none
     crc32c: str = ""  # CRC-32C of every MiB of the file, in hexadecimal digits
     ranges: RangeChecksums | None = None  # checksums of short ranges of the file
@@ -152,7 +152,7 @@ class PackedFile(NamedTuple):
 
     buffers: list[bytes | memoryview]
     facts: FileFacts
-    uncompressed_bytes: int
+    uncompressed_bytes: int  # size of the content before compression
 
 
 @dataclass(frozen=True)

@@ -111,10 +111,10 @@ class Identity:
 
     model_digest: str = ""
     lora_digest: str = ""
-    autoencoder_digest: str = ""
-    tokenizer_digest: str = ""
+    autoencoder_digest: str = ""  # SHA-256 of the autoencoders; "" for none
+    tokenizer_digest: str = ""  # SHA-256 of the tokenizer's files; "" for none
     data: str = ""  # name of the data set; "files" for files
-    data_revision: str = ""
+    data_revision: str = ""  # commit of the data set on the hub; "" for files
     chat_template: str = ""
     special_tokens: str = ""
     text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)

@@ -222,7 +222,7 @@ class Commit:
         empty_samples: Number of samples without a stored token.
     """
 
-    number: int
+    number: int  # number of the shard, from 1
     began: float  # Unix time at which the writing process began
     mark: Mark | None  # point from which reading continues after this shard
     run: str = ""  # id of the run

@@ -73,7 +73,7 @@ class DataFile:
 
     url: str
     name: str  # path relative to the folder of the data set
-    byte_count: int
+    byte_count: int  # size of the file
     version: str = ""  # checksum, version or modification time of the content; "" if unknown
 
     @property

@@ -93,7 +93,7 @@ class Content:
             None if the activations of all tokens may be stored.
     """
 
-    text: str = ""
+    text: str = ""  # text of the document; "" for token ids
     spans: Sequence[Span] = ()  # spans of the text with their roles
     token_ids: np.ndarray | None = None
     storable_token_mask: np.ndarray | None = None
