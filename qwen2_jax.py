@@ -562,7 +562,7 @@ def _weight_spec(
 def _tensors_by_parameter(
     config: ModelConfig, has_fused_experts: bool
 ) -> dict[str, tuple[str, TensorSlice | None]]:
-    """Returns the checkpoint tensors of the parameters that have other names than their tensors.
+    """Maps parameters to the tensors of the checkpoint, where their names differ.
 
     Args:
         config: The configuration of the model.

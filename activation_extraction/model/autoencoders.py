@@ -163,7 +163,7 @@ class AutoencoderFiles:
     repository: Repository
     folder_in_repository: str
     layer_digits: str  # the number of the layer as text; "" if it is unknown
-    paths_read: list[Path] = field(default_factory=list)
+    paths_read: list[Path] = field(default_factory=list)  # local paths of the files read so far
 
     @property
     def path(self) -> str:

@@ -216,7 +216,8 @@ def _attend(
             key_weight_sums * rescale_factors + key_weights.sum(axis=1),
         )
 
-    # Before the first key, the weighted sums of values, the largest scores and the sums of weights.
+    # The state before any key is added: for each query, the weighted sum of values, the largest
+    # score and the sum of weights.
     initial_state = jnp.zeros(q.shape, jnp.float32), jnp.full(QUERIES, UNSEEN), jnp.zeros(QUERIES)
     weighted_value_sums, _, key_weight_sums = lax.fori_loop(
         begin_ref[0], end_ref[0], add_keys, initial_state

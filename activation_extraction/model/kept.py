@@ -245,8 +245,8 @@ def take(mesh: Mesh, activations: Array, device_token_indices: Array) -> Array:
         flat_vector_indices = (
             jnp.arange(num_hooks)[:, None] * (num_rows * tokens_per_row) + token_indices
         )
-        vectors = device_part.reshape(-1, width)
-        taken_vectors = jnp.take(vectors, flat_vector_indices.reshape(-1), axis=0, mode="clip")
+        vector_table = device_part.reshape(-1, width)
+        taken_vectors = jnp.take(vector_table, flat_vector_indices.reshape(-1), axis=0, mode="clip")
         return taken_vectors.reshape(num_hooks, -1, width)
 
     take_on_devices = jax.shard_map(

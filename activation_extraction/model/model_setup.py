@@ -138,13 +138,13 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
         for spec in weight_table(Qwen2(model_config), checkpoint.tensors).values():
             tensor_names_of_model.update(spec.hf_names)
         adapter.check_read(tensor_names_of_model)
-    stored_hook_of_key, encoders = choose_hooks(request, model_config)
+    stored_hook_by_key, encoders = choose_hooks(request, model_config)
     return Forward(
         model,
         oriented_weight_specs,
         host_rows,
         request.batch_shape,
-        stored_hook_of_key,
+        stored_hook_by_key,
         encoders,
         checkpoint,
         kernels,
@@ -282,9 +282,9 @@ def _computed_hooks(
                 reconstruct, sorted. Hooks of codes are not among them.
             The encoders.
     """
-    stored_hook_of_key, encoders = choose_hooks(request, config)
+    stored_hook_by_key, encoders = choose_hooks(request, config)
     hooks_with_codes = {encoder.hook for encoder in encoders}
-    computed_hooks = set(stored_hook_of_key.values()) - hooks_with_codes
+    computed_hooks = set(stored_hook_by_key.values()) - hooks_with_codes
     for encoder in encoders:
         computed_hooks |= {encoder.source_hook, encoder.target_hook}
     return sorted(computed_hooks), encoders
@@ -364,21 +364,21 @@ def choose_hooks(
     encoders = make_encoders(
         request.autoencoders, hook_options.encode_most, hooks_of_model, num_layers, size_of_letter
     )
-    hook_of_key: dict[Key, Hook] = {}
+    hook_by_key: dict[Key, Hook] = {}
     if (
         not encoders
         or hook_options.hook_names is not None
         or hook_options.layers_to_extract is not None
     ):
-        hook_of_key = _requested_hooks(hook_options, config, hooks_of_model)
+        hook_by_key = _requested_hooks(hook_options, config, hooks_of_model)
     for encoder in encoders:
         source_hook = encoder.source_hook
         if not hook_options.keep_activations:
-            hook_of_key = {key: hook for key, hook in hook_of_key.items() if hook != source_hook}
-        elif source_hook not in hook_of_key.values():
-            hook_of_key[source_hook.name] = source_hook
-    hook_of_key |= {encoder.hook.name: encoder.hook for encoder in encoders}
-    return hook_of_key, encoders
+            hook_by_key = {key: hook for key, hook in hook_by_key.items() if hook != source_hook}
+        elif source_hook not in hook_by_key.values():
+            hook_by_key[source_hook.name] = source_hook
+    hook_by_key |= {encoder.hook.name: encoder.hook for encoder in encoders}
+    return hook_by_key, encoders
 
 
 def _requested_hooks(

@@ -142,7 +142,7 @@ def _hooks_as_stored(
     recorded_config = Config.from_json(metadata.get("configuration", {}))
     # Stored float8 values are decoded to float32 before they are compared.
     stores_float8 = identity.activation_dtype == FLOAT8
-    hook_names_of_codes = {hook_name.removesuffix(CODES) for hook_name in identity.code_hooks}
+    encoded_hook_names = {hook_name.removesuffix(CODES) for hook_name in identity.code_hooks}
     activation_hook_names = tuple(
         hook_name for hook_name in identity.hooks if hook_name not in identity.code_hooks
     )
@@ -151,7 +151,7 @@ def _hooks_as_stored(
         layers_to_extract=None,
         hook_names=activation_hook_names or None,
         encode_most=recorded_config.hooks.encode_most,
-        keep_activations=not hook_names_of_codes.isdisjoint(activation_hook_names),
+        keep_activations=not encoded_hook_names.isdisjoint(activation_hook_names),
         top_logits=identity.top_logits or options.top_logits,
         activation_dtype="float32" if stores_float8 else identity.activation_dtype,
     )

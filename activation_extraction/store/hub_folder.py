@@ -46,8 +46,9 @@ class HubFolder:
     """A folder in a repository of the Hugging Face hub, which can be read but not written.
 
     The methods do the same as the methods of `LocalFolder` (local_files.py), whose docstrings
-    describe them. They raise FolderError, or another exception if there was no answer. Files have
-    no versions, because the files of a commit never change.
+    describe them. They raise FolderError if the hub refuses a request. If the hub does not answer,
+    the exception of the HTTP client may be passed on. Files have no versions, because the files of
+    a commit never change.
 
     Args:
         url: URL of the folder, for which `is_repository` is True.

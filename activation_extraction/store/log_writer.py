@@ -165,7 +165,7 @@ class LogWriter:
             run_log = RunLog.read(self.folder)
             # Shard number -> version of the JSON file that a reservation will replace. None if
             # there is no such file, or if the store has no versions.
-            versions_to_withdraw: dict[int, str | None] = {}
+            json_version_by_withdrawn_shard: dict[int, str | None] = {}
             if overwrite:
                 # This process has begun the new run and has not stored a shard yet, so damaged JSON
                 # files are left over from the old run. They are replaced by reservations and hidden
@@ -173,12 +173,12 @@ class LogWriter:
                 for shard_json_name in run_log.damaged_files:
                     if shard_json_name != METADATA:
                         json_version = run_log.shard_json_versions[shard_json_name]
-                        versions_to_withdraw[number_of(shard_json_name)] = json_version
+                        json_version_by_withdrawn_shard[number_of(shard_json_name)] = json_version
                 run_log = replace(run_log, damaged_files={})
             self.follow(planner(run_log))
             if self._plan.repair is not None:
-                versions_to_withdraw |= self._plan.repair.withdrawn_json_versions
-            if not self._withdraw_all(versions_to_withdraw):
+                json_version_by_withdrawn_shard |= self._plan.repair.withdrawn_json_versions
+            if not self._withdraw_all(json_version_by_withdrawn_shard):
                 continue  # a JSON file has changed, so the log is read and checked again
             if self._plan.is_complete or self.reserve(self._plan.next_shard_number):
                 return self._plan

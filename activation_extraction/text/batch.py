@@ -160,7 +160,7 @@ class Batch:
     segment_ids: np.ndarray  # number of each token's sample in its row, (B, T)
     positions: np.ndarray  # position of each token in its sample, (B, T)
     samples: tuple[PlacedSample, ...]
-    kept_mask: np.ndarray | None = None  # (B, T); None if all tokens are kept
+    kept_mask: np.ndarray | None = None  # mask of kept tokens, (B, T); None if all are kept
 
     @property
     def lengths(self) -> list[int]:

@@ -119,6 +119,9 @@ def read_pretrained(path: Path) -> Any:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer.json without the other files of the tokenizer.
 
+    Args:
+        path: The local path of tokenizer.json.
+
     Raises:
         InputError: If the file cannot be read.
     """
