@@ -98,7 +98,8 @@ class Batches(Iterator[T]):
         # tuple of the number of the worker, from 0, and the number of all workers. None if
         # `_position` refers to all data of this process.
         self._loader_worker_and_count: tuple[int, int] | None = None
-        self._has_looped = False  # whether a loop over `torch()` has begun since `restore`
+        # Whether a loop over `torch()` has begun since `restore`.
+        self._has_torch_loop_begun = False
         self._following_windows: Generator[Window, None, None] | None = None
         self._current_window: Window | None = None
         # A byte of memory that is shared with forked workers. It is 1 if workers of a DataLoader
@@ -168,7 +169,7 @@ class Batches(Iterator[T]):
         self.close()
         self._position = position
         self._loader_worker_and_count = _loader_worker_and_count()
-        self._has_looped = False
+        self._has_torch_loop_begun = False
         if self._have_workers_read_byte is not None and _loader_worker_and_count() is None:
             self._have_workers_read_byte[0] = 0
 
@@ -239,9 +240,9 @@ class Batches(Iterator[T]):
 
             def __iter__(self) -> Iterator[Any]:
                 batches = self._batches
-                if batches._has_looped:
+                if batches._has_torch_loop_begun:
                     batches._begin(Position())
-                batches._has_looped = True
+                batches._has_torch_loop_begun = True
                 return (batch.torch() for batch in batches)
 
             def state_dict(self) -> dict[str, Any]:

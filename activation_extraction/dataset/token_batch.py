@@ -483,9 +483,9 @@ def piece_of(row: Mapping[str, Any] | None) -> tuple[int, int, dict[str, Any]] |
     """
     row_position = dict(row or {})
     piece_number = row_position.pop("piece", None)
-    first_position = row_position.pop("start", None)
+    piece_start = row_position.pop("start", None)
     return (
         None
-        if piece_number is None or first_position is None
-        else (piece_number, first_position, row_position)
+        if piece_number is None or piece_start is None
+        else (piece_number, piece_start, row_position)
     )

@@ -60,7 +60,7 @@ class TokenSample:
     """
 
     documents: Sequence[StoredSample]
-    document_indices: np.ndarray
+    document_indices: np.ndarray  # index in `documents` of each token's document
     token_ids: np.ndarray
     positions: np.ndarray  # position of each token in its document
     norms_by_hook: Mapping[str, np.ndarray]

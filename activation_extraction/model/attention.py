@@ -310,8 +310,8 @@ def _branch_numbers(
     """
     # The span of keys that a block of queries reads begins with the first key of the segment that
     # contains the block's first query.
-    first_segment_of_block = segments.q[:, ::QUERY_BLOCK, None]
-    first_key_of_span = jnp.argmax(segments.k[:, None, :] == first_segment_of_block, axis=-1)
+    first_query_segment_by_block = segments.q[:, ::QUERY_BLOCK, None]
+    first_key_of_span = jnp.argmax(segments.k[:, None, :] == first_query_segment_by_block, axis=-1)
     end_key_of_span = first_query + QUERY_BLOCK * jnp.arange(1, first_key_of_span.shape[1] + 1)
     if window is not None:
         first_key_of_span = jnp.maximum(

@@ -150,7 +150,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     # The number of tokens that a token sees in layers with a sliding window; None without windows.
     sliding_window: int | None
-    sliding_layers: tuple[int, ...]
+    sliding_layers: tuple[int, ...]  # numbers of the layers whose attention has a window
     qkv_bias: bool  # whether q_proj, k_proj and v_proj have biases
     o_bias: bool  # whether o_proj has a bias
     qk_norm: bool  # whether queries and keys are normalised

@@ -338,8 +338,8 @@ def _blended_indices(
         Args:
             turns: The number of turns.
         """
-        inverse_frequency = trained_length / (turns * 2 * math.pi)
-        return num_rotated_dims * math.log(inverse_frequency) / (2 * math.log(theta))
+        tokens_per_radian = trained_length / (turns * 2 * math.pi)
+        return num_rotated_dims * math.log(tokens_per_radian) / (2 * math.log(theta))
 
     num_turns_at_ends_of_blended_range: list[float] = []
     for beta_field, default_num_turns in (("beta_fast", BETA_FAST), ("beta_slow", BETA_SLOW)):

@@ -103,8 +103,8 @@ class CostModel:
         num_linked_devices = linked_devices(devices)
         seconds_on_one_device = 0.0
         for num_operations, dtype in self._operations:
-            chip_at_dtype = at_dtype(chip, dtype, devices[0].platform)
-            seconds_on_one_device += num_operations / chip_at_dtype.flops_per_second
+            chip_with_speed_for_dtype = at_dtype(chip, dtype, devices[0].platform)
+            seconds_on_one_device += num_operations / chip_with_speed_for_dtype.flops_per_second
         bytes_per_second_of_axis = {
             axis: link_speed(layout, axis, chip, num_linked_devices) for axis in AXES
         }

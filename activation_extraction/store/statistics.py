@@ -382,9 +382,9 @@ class Statistics:
 
 # Names of the fields of Statistics, by their keys in the JSON files.
 STATISTICS = {
-    attribute.name.removeprefix("overall_"): attribute.name
-    for attribute in fields(Statistics)
-    if attribute.name not in ("error", "codes")
+    statistics_field.name.removeprefix("overall_"): statistics_field.name
+    for statistics_field in fields(Statistics)
+    if statistics_field.name not in ("error", "codes")
 }
 
 
