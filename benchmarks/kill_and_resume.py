@@ -336,9 +336,9 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
 
     # Largest absolute difference at any hook, divided by the root mean square of the values there.
     largest_deviation = 0.0
-    for hook in next(iter(undisturbed.values())).activations_by_hook_key:
-        expected_values = values_at(hook, undisturbed)
-        largest_difference = abs(values_at(hook, disturbed) - expected_values).max()
+    for hook_key in next(iter(undisturbed.values())).activations_by_hook_key:
+        expected_values = values_at(hook_key, undisturbed)
+        largest_difference = abs(values_at(hook_key, disturbed) - expected_values).max()
         root_mean_square = np.sqrt((expected_values**2).mean())
         largest_deviation = max(largest_deviation, float(largest_difference / root_mean_square))
     return largest_deviation
@@ -357,7 +357,7 @@ def make_texts() -> list[str]:
 
 
 def make_inputs(folder: Path) -> dict[str, list[str]]:
-    """Writes two models and several data sets, and combines them to ten inputs of runs.
+    """Writes two models and several data sets, and combines them into ten inputs for runs.
 
     Args:
         folder: The folder to which the models and data sets are written.

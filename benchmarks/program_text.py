@@ -494,8 +494,8 @@ class ProgramText:
         """
         if not self.mesh:
             return []
-        # One array for each mesh axis: the coordinates of all devices along the axis, (groups,
-        # devices of a group).
+        # One array for each mesh axis: the coordinate of each device on this axis. The arrays have
+        # the shape (groups of the collective, devices of a group).
         device_coordinates_of_axes = np.unravel_index(
             device_groups(collective.line), [*self.mesh.values()]
         )

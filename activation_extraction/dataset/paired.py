@@ -368,16 +368,16 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
     def read(chunk: Chunk) -> tuple[Block, ...]:
         aligned_chunk = first_source.whole(chunk.shard_number) if needs_whole_shards else chunk
         first_run_tokens, partner_blocks = align(aligned_chunk)
-        start_row = chunk.start - aligned_chunk.start
-        stop_row = start_row + len(chunk)
+        start_in_aligned_chunk = chunk.start - aligned_chunk.start
+        stop_in_aligned_chunk = start_in_aligned_chunk + len(chunk)
         is_in_all_runs = np.all(
             [
-                partner_block.wanted_rows[start_row:stop_row] >= 0
+                partner_block.wanted_rows[start_in_aligned_chunk:stop_in_aligned_chunk] >= 0
                 for partner_block in partner_blocks
             ],
             axis=0,
         )
-        row_indices_in_all_runs = start_row + np.flatnonzero(is_in_all_runs)
+        row_indices_in_all_runs = start_in_aligned_chunk + np.flatnonzero(is_in_all_runs)
         first_run_block = first_source.with_activations(first_run_tokens, row_indices_in_all_runs)
         is_within_limits = first_source.are_within_limits(first_run_block)
         blocks_of_runs = (

@@ -240,11 +240,11 @@ class TokenPair(NamedTuple):
     second: TokenBatch  # batch of the second run
 
     def torch(self) -> "TokenPair":
-        """Returns both batches as PyTorch tensors, which share the memory of the arrays."""
+        """Returns the batches of both runs as PyTorch tensors, which share the arrays' memory."""
         return TokenPair(*(batch.torch() for batch in self))
 
     def jax(self) -> "TokenPair":
-        """Returns both batches as JAX arrays (see TokenBatch.jax)."""
+        """Returns the batches of both runs as JAX arrays (see TokenBatch.jax)."""
         return TokenPair(*(batch.jax() for batch in self))
 
 

@@ -147,7 +147,7 @@ def match_hooks(
 
     Args:
         row: Content of the row's file.
-        layer: Index of the layer in the file.
+        layer: Index of the layer in `row.states_by_layer`.
         computed: States that the model computes for the tokens of the row at each hook, by the name
             of the hook, float32 (tokens, width).
         limits: Largest differences that rounding explains.
@@ -257,7 +257,7 @@ def align(
 
     Args:
         row: Content of the file with the stored states.
-        layer: Index of the layer in the file.
+        layer: Index of the layer in `row.states_by_layer`.
         row_number: Number of the row whose sample was computed. `row` may be the content of
             another row's file.
         hook: Name of the hook at which the states were computed.
@@ -284,14 +284,14 @@ def align(
         )
     is_match &= computed_squared_norms > 0
     state_indices, token_indices = np.nonzero(is_match)
-    offset_of_match = token_indices - state_indices
-    distinct_offsets, counts_of_offsets = np.unique(offset_of_match, return_counts=True)
+    offsets_of_matches = token_indices - state_indices
+    distinct_offsets, counts_of_offsets = np.unique(offsets_of_matches, return_counts=True)
     order_by_frequency = np.lexsort((np.abs(distinct_offsets), -counts_of_offsets))
     most_frequent_offsets = distinct_offsets[order_by_frequency[:MAX_PARTS]]
     alignments: list[Alignment] = []
     for token_offset in most_frequent_offsets.tolist():
         is_matching_state = np.zeros(len(stored_states), bool)
-        is_matching_state[state_indices[offset_of_match == token_offset]] = True
+        is_matching_state[state_indices[offsets_of_matches == token_offset]] = True
         alignments.append(Alignment(row_number, hook, token_offset, is_matching_state))
     return alignments
 

@@ -819,8 +819,10 @@ def _part_in_words(
     is_same_row = alignment.row_number == layer_row_number
     if is_same_row and not alignment.token_offset and not other_hook_in_words:
         return f"the right states in {_tokens_in_words(alignment.is_matching_state)}"
-    state_indices = np.flatnonzero(alignment.is_matching_state)
-    first_token_index, last_token_index = (state_indices[[0, -1]] + alignment.token_offset).tolist()
+    matching_state_indices = np.flatnonzero(alignment.is_matching_state)
+    first_token_index, last_token_index = (
+        matching_state_indices[[0, -1]] + alignment.token_offset
+    ).tolist()
     row_in_words = "" if is_same_row else f" of row {alignment.row_number}"
     if is_whole_layer and not is_same_row and not alignment.token_offset:
         return f"the states{row_in_words}{other_hook_in_words}"

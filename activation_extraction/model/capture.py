@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     """
 
     kinds: tuple[HookKind, ...]
-    slots_by_kind: tuple[Any, ...]  # for each item of `kinds`, the slots of its hooks
+    slots_by_kind: tuple[Any, ...]  # for each kind, the indices of its hooks in a buffer
 
     def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
         """Returns a plan for the same kinds of hooks in other layers, for example in one stage.
@@ -261,13 +261,15 @@ class Capture:
             The buffers, which now contain these values.
         """
         buffers = dict(buffers)
-        for hook_kind, slot_of_kind, kind_bits in zip(
+        for hook_kind, slot_of_kind, bits_of_kind in zip(
             plan.kinds, plan.slots_by_kind, bits_by_kind, strict=True
         ):
             vector_type_of_kind = self.vector_type(hook_kind)
-            kind_bits = self.layout.constrain(kind_bits, *CAPTURED_AXES)
+            bits_of_kind = self.layout.constrain(bits_of_kind, *CAPTURED_AXES)
             buffer_index = (slot_of_kind,) if micro_batch is None else (slot_of_kind, micro_batch)
-            bits_with_buffer_axes = kind_bits.reshape(*[1] * len(buffer_index), *kind_bits.shape)
+            bits_with_buffer_axes = bits_of_kind.reshape(
+                *[1] * len(buffer_index), *bits_of_kind.shape
+            )
             buffer_of_type = buffers[vector_type_of_kind]
             buffers[vector_type_of_kind] = lax.dynamic_update_slice(
                 buffer_of_type, bits_with_buffer_axes, (*buffer_index, 0, 0, 0)

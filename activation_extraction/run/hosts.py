@@ -521,6 +521,7 @@ class Lockstep:
         is_run_ending = is_any_host_stopping or (
             has_any_host_failed and not any(has_any_host_data_at_steps)
         )
+        # For each of the next steps, whether all hosts take it.
         self._decisions_to_take_steps = deque([] if is_run_ending else has_any_host_data_at_steps)
 
     def __iter__(self) -> Iterator[Batch | None]:

@@ -200,7 +200,8 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         logs_by_name: Log of each host's folder in an output folder, by its name.
     """
     expected_folder_names = expected_names(logs_by_name)
-    host_count_by_machine: dict[int, int] = {}  # numbers of hosts, by the numbers of the machines
+    # Number of a machine -> number of hosts of this machine.
+    host_count_by_machine: dict[int, int] = {}
     names_and_identities = [
         (name_of_folder, run_log.identity)
         for name_of_folder, run_log in logs_by_name.items()
