@@ -224,7 +224,7 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
     Returns:
         dtype -> FLOP/s of the fastest product in the faster library.
     """
-    peak_of_dtype: dict[str, float] = defaultdict(float)
+    peak_flops_of_dtype: dict[str, float] = defaultdict(float)
     pythons_and_libraries = [(sys.executable, "jax")]
     if set(options.only) != {"ours"}:
         pythons_and_libraries.append((str(options.competitors), "torch"))
@@ -238,8 +238,8 @@ def measure_peaks(options: argparse.Namespace) -> dict[str, float]:
         ]
         peak_process = run([*peak_command, "--seconds", str(options.peak_seconds)])
         for dtype, flops_per_second in best(peak_process.result).items():
-            peak_of_dtype[dtype] = max(peak_of_dtype[dtype], flops_per_second)
-    return dict(peak_of_dtype)
+            peak_flops_of_dtype[dtype] = max(peak_flops_of_dtype[dtype], flops_per_second)
+    return dict(peak_flops_of_dtype)
 
 
 def run_ours(bench: Bench, dtype: str, output: Path) -> Figures:

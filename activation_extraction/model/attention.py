@@ -250,13 +250,13 @@ def blocked_attention(
         first_query_of_block = first_query + block_number % blocks_per_row * QUERY_BLOCK
 
         def attend_to_span(length: int) -> Array:
-            first_key_of_span = jnp.clip(
+            first_key_index_of_span = jnp.clip(
                 first_query_of_block + QUERY_BLOCK - length, 0, key_count - length
             )
-            span_start_indices = row_index, 0, first_key_of_span, 0
+            span_start_indices = row_index, 0, first_key_index_of_span, 0
             span_shape = 1, kv_head_count, length, head_dim
             segments_of_span_keys = lax.dynamic_slice(
-                segments.k, (row_index, first_key_of_span), (1, length)
+                segments.k, (row_index, first_key_index_of_span), (1, length)
             )[0]
             block_q = from_bits(grouped_query_bits[block_number], q.dtype)
             span_k = from_bits(
@@ -269,7 +269,7 @@ def blocked_attention(
                 segments_by_block[block_number], segments_of_span_keys
             )
             sees_key = visible_keys(
-                segments_of_block_and_span, first_query_of_block, window, first_key_of_span
+                segments_of_block_and_span, first_query_of_block, window, first_key_index_of_span
             )
             return to_bits(_attend(block_q, span_k, span_v, sees_key))
 
@@ -311,15 +311,21 @@ def _branch_numbers(
     # The span of keys that a block of queries reads begins with the first key of the segment that
     # contains the block's first query.
     first_query_segment_by_block = segments.q[:, ::QUERY_BLOCK, None]
-    first_key_of_span = jnp.argmax(segments.k[:, None, :] == first_query_segment_by_block, axis=-1)
-    end_key_of_span = first_query + QUERY_BLOCK * jnp.arange(1, first_key_of_span.shape[1] + 1)
+    first_key_index_of_span = jnp.argmax(
+        segments.k[:, None, :] == first_query_segment_by_block, axis=-1
+    )
+    end_key_index_of_span = first_query + QUERY_BLOCK * jnp.arange(
+        1, first_key_index_of_span.shape[1] + 1
+    )
     if window is not None:
-        first_key_of_span = jnp.maximum(
-            first_key_of_span, end_key_of_span - QUERY_BLOCK - window + 1
+        first_key_index_of_span = jnp.maximum(
+            first_key_index_of_span, end_key_index_of_span - QUERY_BLOCK - window + 1
         )
-    needed_span_lengths = jnp.minimum(end_key_of_span, span_lengths[-1]) - first_key_of_span
+    needed_span_lengths = (
+        jnp.minimum(end_key_index_of_span, span_lengths[-1]) - first_key_index_of_span
+    )
     branch_number_by_block = jnp.searchsorted(jnp.asarray(span_lengths), needed_span_lengths) + 1
-    block_has_tokens = segments.q.reshape(*first_key_of_span.shape, QUERY_BLOCK).any(axis=-1)
+    block_has_tokens = segments.q.reshape(*first_key_index_of_span.shape, QUERY_BLOCK).any(axis=-1)
     return jnp.where(block_has_tokens, branch_number_by_block, 0).reshape(-1)
 
 

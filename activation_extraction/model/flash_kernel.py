@@ -131,16 +131,18 @@ def _spans(
     # query begins.
     first_segment_of_block = query_segments[:, ::QUERIES]
     is_in_segment = key_segments[:, None, :] == first_segment_of_block[..., None]
-    first_key_of_span = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
-    end_key_of_span = first_query + QUERIES * jnp.arange(
+    first_key_index_of_span = jnp.argmax(is_in_segment, axis=-1).astype(jnp.int32)
+    end_key_index_of_span = first_query + QUERIES * jnp.arange(
         1, first_segment_of_block.shape[1] + 1, dtype=jnp.int32
     )
     if window is not None:
-        first_key_of_span = jnp.maximum(first_key_of_span, end_key_of_span - QUERIES - window + 1)
-    end_key_of_span = jnp.where(
-        first_segment_of_block > 0, jnp.minimum(end_key_of_span, key_segments.shape[1]), 0
+        first_key_index_of_span = jnp.maximum(
+            first_key_index_of_span, end_key_index_of_span - QUERIES - window + 1
+        )
+    end_key_index_of_span = jnp.where(
+        first_segment_of_block > 0, jnp.minimum(end_key_index_of_span, key_segments.shape[1]), 0
     )
-    return first_key_of_span // KEYS, pl.cdiv(end_key_of_span, KEYS)
+    return first_key_index_of_span // KEYS, pl.cdiv(end_key_index_of_span, KEYS)
 
 
 def _attend(

@@ -253,11 +253,11 @@ def byte_ranges(
     range_start, range_stop = bounds[range_axis]
     offset_ranges = []
     for outer_indices in product(*(range(*axis_bounds) for axis_bounds in bounds[:range_axis])):
-        offset_by_outer_axis = [
+        byte_offsets_along_outer_axes = [
             outer_index * byte_stride
             for outer_index, byte_stride in zip(outer_indices, byte_strides, strict=False)
         ]
-        outer_offset = tensor.offset + sum(offset_by_outer_axis)
+        outer_offset = tensor.offset + sum(byte_offsets_along_outer_axes)
         offset_ranges.append(
             (
                 outer_offset + range_start * byte_strides[range_axis],

@@ -444,11 +444,11 @@ def load_params(
         read_tensor = functools.partial(checkpoint.read, dtype=dtype)
         # Index of a shard of the array, as text -> values of the shard. Several devices may need
         # the same shard, which is read only once.
-        shard_by_index: dict[str, np.ndarray] = {}
+        shard_by_index_text: dict[str, np.ndarray] = {}
 
         def shard_at(index: Index | None) -> np.ndarray:
             index_text = str(index)
-            if index_text not in shard_by_index:
+            if index_text not in shard_by_index_text:
                 shard_ranges = ranges_by_axis
                 if index:
                     shard_ranges = [
@@ -458,8 +458,8 @@ def load_params(
                 shard = weight_spec.read_slice(
                     read_tensor, dtype, shard_ranges, file_of_first_tensor.values_at_once
                 )
-                shard_by_index[index_text] = shard.view(loaded_dtype)
-            return shard_by_index[index_text]
+                shard_by_index_text[index_text] = shard.view(loaded_dtype)
+            return shard_by_index_text[index_text]
 
         loaded_shape = tuple(map(len, ranges_by_axis))
         loaded_array = jax.make_array_from_callback(

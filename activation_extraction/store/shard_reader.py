@@ -197,13 +197,13 @@ class ShardBytes:
             RunError: If the bytes are damaged, missing or replaced.
             FolderError: If the bytes cannot be read.
         """
-        start = blocks.start + first_block_number * blocks.block_bytes
-        stop = min(blocks.start + stop_block_number * blocks.block_bytes, blocks.stop)
-        byte_range = {"start": start, "stop": stop}
+        start_offset = blocks.start + first_block_number * blocks.block_bytes
+        stop_offset = min(blocks.start + stop_block_number * blocks.block_bytes, blocks.stop)
+        byte_range = {"start": start_offset, "stop": stop_offset}
         answer_bytes = _read(
             self._folder, self._commit, self._commit.file, self._file_location, **byte_range
         )
-        if len(answer_bytes) != stop - start:
+        if len(answer_bytes) != stop_offset - start_offset:
             raise RunError(f"{self._file_location}: is shorter than its JSON says")
         bytes_of_blocks = np.frombuffer(answer_bytes, np.uint8)
         for block_number in range(first_block_number, stop_block_number):
