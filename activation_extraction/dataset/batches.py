@@ -329,7 +329,7 @@ class Batches(Iterator[T]):
         batch_options = self.options
         shuffle_seed = batch_options.shuffle
         hook_count = max(sum(len(token_source.options.hooks) for token_source in token_sources), 1)
-        row_bytes = max(sum(token_source.row_bytes for token_source in token_sources), 1)
+        bytes_per_token = max(sum(token_source.row_bytes for token_source in token_sources), 1)
         are_local = all(token_source.shards.is_local for token_source in token_sources)
         are_read_by_ranges = all(
             token_source.shards.can_read_ranges for token_source in token_sources
@@ -341,11 +341,12 @@ class Batches(Iterator[T]):
                 MAX_ORDERED_READ_BYTES if shuffle_seed is None else MAX_READ_BYTES
             )
             min_tokens_per_chunk = min(
-                MIN_READ_BYTES * hook_count // row_bytes, batch_options.buffer // MIN_BUCKET_CHUNKS
+                MIN_READ_BYTES * hook_count // bytes_per_token,
+                batch_options.buffer // MIN_BUCKET_CHUNKS,
             )
         min_buffer_chunks = MIN_ORDERED_CHUNKS if shuffle_seed is None else MIN_SHUFFLED_CHUNKS
         tokens_per_chunk = max(
-            min(max_chunk_bytes // row_bytes, batch_options.buffer // min_buffer_chunks),
+            min(max_chunk_bytes // bytes_per_token, batch_options.buffer // min_buffer_chunks),
             min_tokens_per_chunk,
             1,
         )
@@ -380,7 +381,7 @@ class Batches(Iterator[T]):
             num_chunks_read_at_once = max(
                 min(
                     MAX_REQUESTS // hook_count,
-                    max_bytes_read_ahead // (tokens_per_chunk * row_bytes),
+                    max_bytes_read_ahead // (tokens_per_chunk * bytes_per_token),
                 ),
                 2,
             )

@@ -502,19 +502,19 @@ def _notes_on_hooks(
     # The default blocks are not ascending if the model has too few blocks.
     if default_block_numbers != sorted(set(default_block_numbers)):
         return
-    default_hooks = [
+    default_hook_names = [
         f"blocks.{default_block_number}.hook_resid_post"
         for default_block_number in default_block_numbers
     ]
     if (
         len(hooks) == len(default_block_numbers) + 1
-        and [expected_hook.name for expected_hook in hooks[:-1]] != default_hooks
+        and [expected_hook.name for expected_hook in hooks[:-1]] != default_hook_names
     ):
         layer_numbers_in_words = ", ".join(
             str(default_block_number + folder.first_block_number)
             for default_block_number in default_block_numbers
         )
-        hook_names_in_words = ", ".join(default_hooks)
+        hook_names_in_words = ", ".join(default_hook_names)
         yield (
             f"by default, {folder.program_name} stores {hook_names_in_words} "
             f"(its layers {layer_numbers_in_words})"

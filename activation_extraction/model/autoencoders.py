@@ -319,8 +319,10 @@ def _read_fields(files: AutoencoderFiles, weights_file: str) -> Fields:
         )
         if weights_file not in ("", format_weights_file):
             continue
-        has_layer_in_name = format_weights_file != weights_file_pattern
-        if (has_layer_in_name and not files.layer_digits) or not files.has(format_weights_file):
+        has_layer_in_file_name = format_weights_file != weights_file_pattern
+        if (has_layer_in_file_name and not files.layer_digits) or not files.has(
+            format_weights_file
+        ):
             continue
         if config_file is None:
             return file_format.convert_to_fields(files, {}, files.tensors(format_weights_file))

@@ -492,9 +492,9 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
     products_with_state = einsum("BKGCD,BKGDU->BKGCU", chunk.rows_to_multiply_by_state, state)
-    subtracted_vectors, state_outputs = jnp.split(products_with_state, 2, axis=3)
+    subtracted_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
     added_vectors = chunk.added_vectors_from_zero_state - subtracted_vectors
-    token_outputs = state_outputs + einsum(
+    token_outputs = outputs_from_state + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
     )
     state = chunk.state_decay * state

@@ -358,9 +358,9 @@ class Scales:
                 chunk_scales = matrix_scales[
                     chunk_scale_indices[0] : chunk_scale_indices[-1] + 1, :, None
                 ]
-                value_table = (FLOAT32_OF_BYTE * chunk_scales).astype(dtype).reshape(-1)
+                scaled_value_table = (FLOAT32_OF_BYTE * chunk_scales).astype(dtype).reshape(-1)
                 # The smallest dtype that can index the table moves the fewest bytes.
-                index_dtype = np.min_scalar_type(len(value_table))
+                index_dtype = np.min_scalar_type(len(scaled_value_table))
                 table_indices = np.add(
                     chunk_value_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
@@ -372,7 +372,7 @@ class Scales:
                 table_indices += table_offset_of_rows.astype(index_dtype)[:, None]
                 # In its default mode, "raise", np.take would copy the values once more.
                 np.take(
-                    value_table,
+                    scaled_value_table,
                     table_indices,
                     out=part_values[matrix_index][chunk_slice],
                     mode="wrap",

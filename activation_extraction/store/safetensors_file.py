@@ -384,8 +384,10 @@ class SafetensorsFile:
                 f"{self._file_location}: the tensor {name} has {counted(tensor.shape[0], 'row')}, "
                 f"expected {stop} or more"
             )
-        blocks = None if self._checksums is None else self._checksums.blocks_of(name, tensor)
-        wait_for_bytes = self._begin(*tensor.byte_range(start, stop), blocks)
+        checked_blocks = (
+            None if self._checksums is None else self._checksums.blocks_of(name, tensor)
+        )
+        wait_for_bytes = self._begin(*tensor.byte_range(start, stop), checked_blocks)
         rows_shape = stop - start, *tensor.shape[1:]
         return lambda: np.ndarray(rows_shape, tensor.dtype, wait_for_bytes())
 

@@ -189,9 +189,11 @@ def _tokenise_all(
     section_texts: list[str] = []
     for content, section_slices in zip(contents, section_slices_of_contents, strict=True):
         section_texts += [content.text[section_slice] for section_slice in section_slices]
-    needs_offsets = max_tokens is None or any(content.spans for content in contents)
+    needs_character_offsets = max_tokens is None or any(content.spans for content in contents)
     # Tokenising without offsets takes a third of the time.
-    encode_texts = tokenizer.encode_batch if needs_offsets else tokenizer.encode_batch_fast
+    encode_texts = (
+        tokenizer.encode_batch if needs_character_offsets else tokenizer.encode_batch_fast
+    )
 
     def encode_lazily() -> Iterator[Encoding]:
         for first_section_index in range(0, len(section_texts), SECTIONS_AT_ONCE):
@@ -202,7 +204,9 @@ def _tokenise_all(
 
     section_encodings = encode_lazily()
     return [
-        _tokens_of_sections(content, section_slices, section_encodings, max_tokens, needs_offsets)
+        _tokens_of_sections(
+            content, section_slices, section_encodings, max_tokens, needs_character_offsets
+        )
         for content, section_slices in zip(contents, section_slices_of_contents, strict=True)
     ]
 
