@@ -525,9 +525,9 @@ PRINTED = [
 ]
 
 
-@pytest.mark.parametrize("text,meaning,reason", PRINTED)
-def test_an_error_of_obstore_has_a_meaning_and_a_reason_of_one_line(text, meaning, reason):
-    assert failure_of_obstore(GenericError(text))[:2] == (meaning, reason)
+@pytest.mark.parametrize("text,kind,reason", PRINTED)
+def test_an_error_of_obstore_has_a_kind_and_a_reason_of_one_line(text, kind, reason):
+    assert failure_of_obstore(GenericError(text))[:2] == (kind, reason)
 
 
 def test_a_failed_check_of_conditions_is_told_once_and_nothing_else_waits(
