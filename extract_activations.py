@@ -259,8 +259,11 @@ def open_output(run: Run) -> Run:
         run.folders.remove_totals()
     run.storage.open()
     current_plan = run.storage.plan
-    current_commits_and_samples = (current_plan.commits, current_plan.num_samples_to_read)
-    if current_commits_and_samples == (prepared_plan.commits, prepared_plan.num_samples_to_read):
+    current_commits_and_sample_limit = (current_plan.commits, current_plan.num_samples_to_read)
+    if current_commits_and_sample_limit == (
+        prepared_plan.commits,
+        prepared_plan.num_samples_to_read,
+    ):
         return run
     log.info(
         "another process has written to %s in the meantime; stored there: %s",

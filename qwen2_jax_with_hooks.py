@@ -387,7 +387,7 @@ class HookedModel(nn.Module):
         hidden_states, norm_intermediates = self.norm(x)
         intermediates: Intermediates = {"resid_pre": x, "final": norm_intermediates}
         if self.predicts:
-            predicted_kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
+            prediction_kinds = [hook.kind for hook in self.hooks if hook.kind.is_prediction]
             with jax.named_scope("predictions"):
                 intermediates["predicted"] = predictions(
                     hidden_states,
@@ -395,10 +395,10 @@ class HookedModel(nn.Module):
                     token_ids,
                     positions,
                     requested={
-                        predicted_kind.intermediate_path.removeprefix(PREDICTED)
-                        for predicted_kind in predicted_kinds
+                        prediction_kind.intermediate_path.removeprefix(PREDICTED)
+                        for prediction_kind in prediction_kinds
                     },
-                    top=max(predicted_kind.width_factor for predicted_kind in predicted_kinds),
+                    top=max(prediction_kind.width_factor for prediction_kind in prediction_kinds),
                     dtype=self.captured_dtype,
                     layout=self.layout,
                 )

@@ -69,19 +69,19 @@ WAYS = {
 
 
 def batches_of(
-    lengths: Sequence[int], way: Way, batch_size: int, batches_per_computed_one: int
+    lengths: Sequence[int], way: Way, batch_size: int, batches_per_computed_batch: int
 ) -> list[list[int]]:
     """Divides documents into batches, and selects the batches that are computed.
 
-    A number above 1 as `batches_per_computed_one` saves time, because only a part of the batches is
-    selected.
+    A number above 1 as `batches_per_computed_batch` saves time, because only a part of the batches
+    is selected.
 
     Args:
         lengths: The number of tokens of each document.
         way: The way to batch documents.
         batch_size: The number of documents of a batch. Ignored if the way does not pad batches,
             because each batch is then a single document.
-        batches_per_computed_one: The number of successive batches of which the middle one is
+        batches_per_computed_batch: The number of successive batches of which the middle one is
             selected.
 
     Returns:
@@ -96,8 +96,10 @@ def batches_of(
     document_indices_of_batches = [
         document_indices[batch_start : batch_start + batch_size] for batch_start in batch_starts
     ]
-    first_selected_batch = min(batches_per_computed_one // 2, len(document_indices_of_batches) - 1)
-    return document_indices_of_batches[first_selected_batch::batches_per_computed_one]
+    first_selected_batch = min(
+        batches_per_computed_batch // 2, len(document_indices_of_batches) - 1
+    )
+    return document_indices_of_batches[first_selected_batch::batches_per_computed_batch]
 
 
 def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> Forward:
@@ -284,19 +286,19 @@ def run(
     documents: Sequence[Sequence[int]],
     batches: Sequence[Sequence[int]],
     shards: Shards,
-    documents_per_written_one: int,
+    documents_per_written_document: int,
 ) -> dict[str, float]:
     """Computes all batches, writes some of their documents, and measures the seconds of both.
 
-    Of every `documents_per_written_one` successive documents, the first one is written. Computing
-    and writing alternate in one thread.
+    Of every `documents_per_written_document` successive documents, the first one is written.
+    Computing and writing alternate in one thread.
 
     Args:
         forward: The function that computes a batch.
         documents: The token ids of each document.
         batches: For each batch, the indices of its documents in `documents`.
         shards: The shards to which documents are written.
-        documents_per_written_one: The number of successive computed documents of which one is
+        documents_per_written_document: The number of successive computed documents of which one is
             written.
 
     Returns:
@@ -315,7 +317,7 @@ def run(
         for row_in_batch, document_number in enumerate(batch):
             num_tokens = len(documents[document_number])
             run_figures["tokens"] += num_tokens
-            if run_figures["documents"] % documents_per_written_one == 0:
+            if run_figures["documents"] % documents_per_written_document == 0:
                 document_values = [
                     hook_values[row_in_batch, :num_tokens] for hook_values in values_of_hooks
                 ]

@@ -71,14 +71,14 @@ class Sampling(NamedTuple):
     """The selection of the documents that a contender (a measured program) computes and writes.
 
     Attributes:
-        batches_per_computed_one: Number of successive batches of which one is computed. 1 to
+        batches_per_computed_batch: Number of successive batches of which one is computed. 1 to
             compute all.
-        documents_per_written_one: Number of successive computed documents of which one is written.
-            1 to write all.
+        documents_per_written_document: Number of successive computed documents of which one is
+            written. 1 to write all.
     """
 
-    batches_per_computed_one: int
-    documents_per_written_one: int
+    batches_per_computed_batch: int
+    documents_per_written_document: int
 
 
 EVERYTHING = Sampling(1, 1)
@@ -325,8 +325,8 @@ def run_competitor(bench: Bench, name: str, dtype: str, output: Path) -> Figures
         dtype,
     ]
     competitor_command += ["--token_ids", str(bench.folder / "token_ids.json")]
-    competitor_command += ["--every", str(sampling.batches_per_computed_one)]
-    competitor_command += ["--written_every", str(sampling.documents_per_written_one)]
+    competitor_command += ["--every", str(sampling.batches_per_computed_batch)]
+    competitor_command += ["--written_every", str(sampling.documents_per_written_document)]
     competitor_command += ["--hooks", *bench.hooks]
     competitor_process = run(competitor_command)
     competitor_figures = competitor_process.result
@@ -570,8 +570,8 @@ def table_line(name: str, dtype: str, figures: Figures, sampling: Sampling) -> s
         f" {figures['of_peak']:8.0%} {figures['compute_of_peak']:8.0%}"
         f" {figures['peak_bytes'] / 1e9:5.1f} GB {figures['bytes_per_token']:9.0f}"
         f" {figures['process_seconds']:6.0f} s {deviation_text:>10} {changed_experts_text:>8}"
-        f" {figures['disturbed']:9.0%}  1/{sampling.batches_per_computed_one} computed,"
-        f" 1/{sampling.documents_per_written_one} of it written"
+        f" {figures['disturbed']:9.0%}  1/{sampling.batches_per_computed_batch} computed,"
+        f" 1/{sampling.documents_per_written_document} of it written"
     )
 
 

@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run(peak_command, parsed_flags.platform).result
             )["bfloat16"]
         # Shape and number of hooks, such as "7B 14" -> "ours" or "transformers" -> figures.
-        figures_of_model: dict[str, dict[str, Figures]] = {}
+        figures_by_shape_and_hooks: dict[str, dict[str, Figures]] = {}
         for shape_name in parsed_flags.shapes:
             model_folder, model_config = parsed_flags.folder / shape_name, SHAPES[shape_name]
             if parsed_flags.depth:
@@ -198,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for num_hooks in parsed_flags.hooks:
                 torch_figures = measure_transformers(model_folder, num_hooks, parsed_flags)
                 tool_figures = measure_tool(model_folder, num_hooks, parsed_flags)
-                figures_of_model[f"{shape_name} {num_hooks}"] = {
+                figures_by_shape_and_hooks[f"{shape_name} {num_hooks}"] = {
                     "ours": tool_figures,
                     "transformers": torch_figures,
                 }
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "asked": value_of_flag,
             "device": device_kind,
             "peak_flops_per_second": peak_flops_per_second_of_library,
-            "rows": figures_of_model,
+            "rows": figures_by_shape_and_hooks,
         }
     )
     return 0

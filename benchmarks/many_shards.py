@@ -216,22 +216,22 @@ def main(argv: list[str] | None = None) -> None:
             if parsed_flags.only not in scenario_name
         ]:
             del chosen_scenarios[scenario_name]
-        folder_of_scenario = {}
-        num_workers_of_scenario = {}
+        folder_by_scenario_name = {}
+        num_workers_by_scenario_name = {}
         for scenario_name, (scenario_run, scenario_options, _) in chosen_scenarios.items():
             scenario_run.store(root_folder / scenario_run.folder)
             worker_count = max(
                 round(scenario_run.bytes_per_hook * parsed_flags.shards / 1e6 / parsed_flags.mb), 1
             )
             is_shuffled = "shuffle" in scenario_options
-            num_workers_of_scenario[scenario_name] = worker_count if is_shuffled else 1
+            num_workers_by_scenario_name[scenario_name] = worker_count if is_shuffled else 1
             shard_count = (
                 parsed_flags.shards if is_shuffled else max(parsed_flags.shards // worker_count, 1)
             )
-            folder_of_scenario[scenario_name] = f"{scenario_run.folder}_times_{shard_count}"
+            folder_by_scenario_name[scenario_name] = f"{scenario_run.folder}_times_{shard_count}"
             multiply(
                 root_folder / scenario_run.folder,
-                root_folder / folder_of_scenario[scenario_name],
+                root_folder / folder_by_scenario_name[scenario_name],
                 shard_count,
             )
         with bucket_server(root_folder, parsed_flags.latency, RATE):
@@ -246,8 +246,8 @@ def main(argv: list[str] | None = None) -> None:
                         reader_figures = measure_reader(
                             checkout_path_of_reader[reader_name],
                             scenario,
-                            folder_of_scenario[scenario_name],
-                            num_workers_of_scenario[scenario_name],
+                            folder_by_scenario_name[scenario_name],
+                            num_workers_by_scenario_name[scenario_name],
                         )
                         figures_of_reader[reader_name].append(reader_figures)
                 passing_token_fraction = round(

@@ -21,7 +21,7 @@ from activation_extraction import ActivationDataset
 BATCH_TOKENS = 1024
 
 
-def server_counts() -> dict[str, int]:
+def server_totals() -> dict[str, int]:
     """Returns how much the bucket's server has answered since its start.
 
     Returns:
@@ -30,8 +30,8 @@ def server_counts() -> dict[str, int]:
     """
     server_url = os.environ["STORAGE_EMULATOR_HOST"]
     with urllib.request.urlopen(f"{server_url}/counts") as counts_answer:
-        server_totals: dict[str, int] = json.load(counts_answer)
-    return server_totals
+        totals_since_start: dict[str, int] = json.load(counts_answer)
+    return totals_since_start
 
 
 def mask_of(num_samples: int, keep: float) -> list[bool]:
@@ -74,10 +74,10 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
         mb_per_s: The MB of activations in batches per second of the second pass.
         peak_mb: The peak resident memory of this process in MB.
     """
-    start_time, server_totals_at_start = time.perf_counter(), server_counts()
+    start_time, server_totals_at_start = time.perf_counter(), server_totals()
     dataset = ActivationDataset(url, [hook])
     pass_figures: dict[str, float] = {"opening_s": time.perf_counter() - start_time}
-    server_totals_at_end = server_counts()
+    server_totals_at_end = server_totals()
     pass_figures["opening_requests"] = (
         server_totals_at_end["requests"] - server_totals_at_start["requests"]
     )
@@ -90,7 +90,7 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     first_pass_batches = dataset.batches(BATCH_TOKENS, **options)
     next(first_pass_batches)
     pass_figures["first_s"] = time.perf_counter() - start_time
-    server_totals_at_end = server_counts()
+    server_totals_at_end = server_totals()
     pass_figures["first_requests"] = (
         server_totals_at_end["requests"] - server_totals_at_start["requests"]
     )
@@ -101,12 +101,12 @@ def measure(url: str, hook: str, options: dict[str, Any], keep: float) -> dict[s
     for _ in first_pass_batches:
         pass
     dataset = ActivationDataset(url, [hook])
-    server_totals_at_start = server_counts()
+    server_totals_at_start = server_totals()
     start_time, cpu_start_time = time.perf_counter(), time.process_time()
     activation_bytes = sum(batch[hook].nbytes for batch in dataset.batches(BATCH_TOKENS, **options))
     cpu_seconds = time.process_time() - cpu_start_time
     pass_seconds = time.perf_counter() - start_time
-    server_totals_at_end = server_counts()
+    server_totals_at_end = server_totals()
     answer_bytes = server_totals_at_end["bytes"] - server_totals_at_start["bytes"]
     num_requests = server_totals_at_end["requests"] - server_totals_at_start["requests"]
     pass_figures["downloaded"] = answer_bytes / activation_bytes

@@ -273,7 +273,7 @@ def read_by_obstore(address: str, ranges: list[tuple[str, int, int]], readers: i
             bucket_store, path_in_bucket, start=start_offset, end=stop_offset
         )
         byte_values = np.frombuffer(memoryview(range_content), np.uint8)
-        # Computing the maximum accesses every byte.
+        # The maximum is computed only because this accesses every byte.
         byte_values.max()
         return byte_values.nbytes
 

@@ -110,11 +110,11 @@ class Codes:
         values_start = RECORD_IDS + num_record_features
         active_counts = records[:, 0].astype(np.int64)
         float_records = records.view(np.float32)
-        is_feature_defined = np.arange(num_record_features) < active_counts[:, None]
+        holds_active_feature = np.arange(num_record_features) < active_counts[:, None]
         return cls(
             indptr=np.cumsum([0, *np.minimum(active_counts, num_record_features)], dtype=np.int64),
-            indices=records[:, RECORD_IDS:values_start][is_feature_defined],
-            data=float_records[:, values_start:][is_feature_defined].astype(dtype, copy=False),
+            indices=records[:, RECORD_IDS:values_start][holds_active_feature],
+            data=float_records[:, values_start:][holds_active_feature].astype(dtype, copy=False),
             error=float_records[:, 1].copy(),
             norm=float_records[:, 2].copy(),
             features=features,
@@ -158,12 +158,12 @@ class Codes:
         values_start = RECORD_IDS + record_features
         records = np.zeros((len(feature_counts), record_width(record_features)), np.int32)
         float_records = records.view(np.float32)
-        is_feature_defined = np.arange(record_features) < feature_counts[:, None]
+        holds_active_feature = np.arange(record_features) < feature_counts[:, None]
         records[:, 0] = feature_counts
         float_records[:, 1] = self.error
         float_records[:, 2] = self.norm
-        records[:, RECORD_IDS:values_start][is_feature_defined] = self.indices
-        float_records[:, values_start:][is_feature_defined] = self.data
+        records[:, RECORD_IDS:values_start][holds_active_feature] = self.indices
+        float_records[:, values_start:][holds_active_feature] = self.data
         return records
 
     def __len__(self) -> int:

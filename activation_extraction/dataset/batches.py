@@ -89,7 +89,7 @@ class Batches(Iterator[T]):
         make_batch: Callable[[Sequence[TokenBatch]], T],
         make_reader: Callable[[], ReadChunk],
     ) -> None:
-        self._sources = sources
+        self._token_sources = sources
         self._make_reader = make_reader
         self._make_batch: Callable[[Sequence[TokenBatch]], T] = make_batch
         self.options = sources[0].options
@@ -183,10 +183,10 @@ class Batches(Iterator[T]):
             of workers of the DataLoader.
         """
         loader_worker_number, num_loader_workers = _loader_worker_and_count() or ONLY_WORKER
-        fingerprints = "\n".join(token_source.fingerprint for token_source in self._sources)
+        fingerprints = "\n".join(token_source.fingerprint for token_source in self._token_sources)
         data_digest = hashlib.sha256(fingerprints.encode()).hexdigest()
         settings_of_first_run, *settings_of_other_runs = (
-            token_source.options.setting for token_source in self._sources
+            token_source.options.setting for token_source in self._token_sources
         )
         settings = {
             "data": data_digest,
@@ -284,7 +284,7 @@ class Batches(Iterator[T]):
         window = self._current_window
         num_taken_tokens = self._position.taken
         stop_token = min(num_taken_tokens + self.options.size, window.token_count)
-        sources_and_blocks = zip(self._sources, window.blocks_of_runs, strict=True)
+        sources_and_blocks = zip(self._token_sources, window.blocks_of_runs, strict=True)
         batch = self._make_batch(
             [
                 token_source.take(blocks, num_taken_tokens, stop_token)
@@ -325,7 +325,7 @@ class Batches(Iterator[T]):
         only be read whole, the shards are divided instead, and each worker then cuts its shards
         into chunks.
         """
-        token_sources = self._sources
+        token_sources = self._token_sources
         batch_options = self.options
         shuffle_seed = batch_options.shuffle
         hook_count = max(sum(len(token_source.options.hooks) for token_source in token_sources), 1)
@@ -404,7 +404,7 @@ class Batches(Iterator[T]):
         """
         filter_texts = dict.fromkeys(
             filter_text
-            for token_source in self._sources
+            for token_source in self._token_sources
             for filter_text in token_source.options.filters
         )
         if self._position != Position() or not filter_texts:

@@ -286,7 +286,7 @@ class ActivationDataset(Samples):
         piece_location = piece_of(sample_facts.row)
         if piece_location is None:
             return self[index]
-        piece_number, _, document_row = piece_location
+        piece_number, _, document_row_position = piece_location
         # The `sample_idx` of consecutive pieces of a document differ by `sample_idx_stride`. The
         # pieces may be in any shards of the host.
         sample_idx_stride = self._stride_by_folder[folder]
@@ -301,10 +301,10 @@ class ActivationDataset(Samples):
             piece_location = piece_of(self.shards.facts(next_sample_index).row)
             if piece_location is None:
                 break
-            next_piece_number, piece_start, next_document_row = piece_location
+            next_piece_number, piece_start, next_document_row_position = piece_location
             if (
                 next_piece_number != len(sample_indices_of_pieces)
-                or next_document_row != document_row
+                or next_document_row_position != document_row_position
             ):
                 break
             starts_of_pieces.append(piece_start)

@@ -269,12 +269,12 @@ class OpenShards:
             The stored values by the name of the column, as arrays of objects (samples,). The value
             of a sample that lacks the column is None.
         """
-        unread_names = [
+        unread_column_names = [
             column_name for column_name in names if column_name not in self._values_by_column
         ]
-        if unread_names:
+        if unread_column_names:
             sample_tables = list(self.read_all(self.sample_table))
-            for column_name in unread_names:
+            for column_name in unread_column_names:
                 column_values = [
                     column_value
                     for sample_table in sample_tables

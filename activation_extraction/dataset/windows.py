@@ -82,7 +82,7 @@ class Window(NamedTuple):
         end: Position at which an iteration continues after this window.
     """
 
-    blocks_of_runs: list[tuple[Block, ...]]
+    blocks_of_runs: list[tuple[Block, ...]]  # a tuple of blocks for each run
     token_count: int  # number of tokens in the window
     end: Position  # position after the window
 
@@ -225,12 +225,12 @@ class Windows:
                 then abandoned.
         """
         self._future_by_chunk_index.pop(chunk_index - 1, None)
-        for next_index in range(
+        for next_chunk_index in range(
             chunk_index, min(chunk_index + self.num_chunks_read_at_once, len(self.chunks))
         ):
-            if next_index not in self._future_by_chunk_index:
-                self._future_by_chunk_index[next_index] = thread_pool.submit(
-                    self.read, self.chunks[next_index]
+            if next_chunk_index not in self._future_by_chunk_index:
+                self._future_by_chunk_index[next_chunk_index] = thread_pool.submit(
+                    self.read, self.chunks[next_chunk_index]
                 )
         return self._future_by_chunk_index[chunk_index].result()
 

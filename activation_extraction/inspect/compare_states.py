@@ -50,7 +50,7 @@ class Limits:
     """The largest differences between stored and computed states that rounding explains.
 
     Attributes:
-        row_error: Largest error of all tokens of a row together.
+        row_error: Largest allowed root mean square of the relative errors of a row's tokens.
         token_error: Largest error of a single token.
         max_other_expert_fraction: Largest fraction of a row's tokens that may have larger errors,
             up to MAX_OTHER_EXPERTS_ERROR, because this program and the program that stored the row
@@ -58,7 +58,7 @@ class Limits:
             both programs compute in float32, so that rounding hardly changes the choice.
     """
 
-    row_error: float  # largest allowed error of all tokens of a row together
+    row_error: float  # largest allowed root mean square of the tokens' relative errors
     token_error: float  # largest allowed error of a single token
     # Largest fraction of a row's tokens that may have larger errors because of other experts.
     max_other_expert_fraction: float
@@ -99,8 +99,8 @@ class HookMatch(NamedTuple):
     A match with smaller errors sorts before a match with larger errors.
 
     Attributes:
-        row_error: Error of all compared tokens together, without the tokens for which this program
-            and the program that stored the row may have chosen different experts.
+        row_error: Root mean square of the tokens' relative errors. Tokens are left out if this
+            program and the program that stored the row may have chosen different experts for them.
         largest_token_error: Largest error of one of the tokens that are not left out.
         hook_name: Name of the hook.
         token_offset: Number that is added to the index of a stored state to get the index of the
@@ -108,7 +108,7 @@ class HookMatch(NamedTuple):
         num_other_expert_tokens: Number of tokens that are left out because of different experts.
     """
 
-    row_error: float  # error of all compared tokens together
+    row_error: float  # root mean square of the relative errors of the compared tokens
     largest_token_error: float  # largest error of a single compared token
     hook_name: str
     token_offset: int

@@ -275,7 +275,7 @@ def _files(dataset: ActivationDataset) -> str:
 
 
 def _configuration(dataset: ActivationDataset) -> dict[str, Any]:
-    """Returns the recorded flags of the run; {} if a program stored its own activations."""
+    """Returns the recorded flags of the run; {} for the run of a user's program."""
     return dataset.metadata.get("configuration") or {}
 
 

@@ -109,7 +109,8 @@ class DelphiFormat(ExportFormat):
         token_bounds_of_samples = np.cumsum([0, *sample_lengths])
         read_token_count = 0  # number of all tokens that were read so far
         row_token_count = 0  # number of tokens that were read so far and are in whole rows
-        # Number of values by hook that are omitted because of magnitudes of at most SMALLEST_VALUE.
+        # Name of a hook -> number of its values that are left out, because they are at most
+        # SMALLEST_VALUE in magnitude.
         small_code_count_by_hook = dict.fromkeys(hooks, 0)
         token_ids_of_chunks: list[np.ndarray] = []
         # Name of a hook -> range of features (first, stop) -> path of the file. While tokens

@@ -332,10 +332,13 @@ def throughput(
     )
     bin_count = int(np.clip(max_shard_count // SHARDS_PER_BIN, 1, BINS))
     longest_seconds = max(
-        seconds_until_end[-1] for seconds_until_end, _ in cumulative_seconds_and_tokens_of_hosts
+        seconds_until_shard_ends[-1]
+        for seconds_until_shard_ends, _ in cumulative_seconds_and_tokens_of_hosts
     )
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
     token_counts_until_edges = np.zeros(bin_count + 1)
-    for seconds_until_end, tokens_until_end in cumulative_seconds_and_tokens_of_hosts:
-        token_counts_until_edges += np.interp(bin_edges, seconds_until_end, tokens_until_end)
+    for seconds_until_shard_ends, tokens_until_shard_ends in cumulative_seconds_and_tokens_of_hosts:
+        token_counts_until_edges += np.interp(
+            bin_edges, seconds_until_shard_ends, tokens_until_shard_ends
+        )
     return bin_edges, np.diff(token_counts_until_edges) / np.diff(bin_edges)

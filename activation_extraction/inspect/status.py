@@ -190,14 +190,14 @@ def _host_state(folder_name: str, run_log: RunLog) -> HostState:
             stored_fractions_of_limits.append(getattr(host_totals, count_name) / (max_count or 1))
         stored_fraction = 1.0 if state_name == "complete" else max(stored_fractions_of_limits)
     if state_name == "running" and recent_pace is not None:
-        seconds_to_limits = []
+        seconds_until_limits = []
         for count_name, max_count in limit_by_count_name.items():
             count_per_second = getattr(recent_pace, f"{count_name}_per_second")
             if count_per_second:
                 remaining_count = max_count - getattr(host_totals, count_name)
-                seconds_to_limits.append(remaining_count / count_per_second)
-        if seconds_to_limits:
-            expected_end_time = last_sign_time + min(seconds_to_limits)
+                seconds_until_limits.append(remaining_count / count_per_second)
+        if seconds_until_limits:
+            expected_end_time = last_sign_time + min(seconds_until_limits)
     return replace(
         state_without_metadata,
         state=state_name,

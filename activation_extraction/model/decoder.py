@@ -202,7 +202,7 @@ class Decoder:
         single_type_params = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, stack_row, layer_params, has_window, body_input = loop_element
+            type_number, stack_row, layer_params, has_window, body_element = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stack_read_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
@@ -225,7 +225,7 @@ class Decoder:
                 partial(run_layer, layer_type) for layer_type in sorted_type_names
             ]
             apply_layer = partial(jax.lax.switch, type_number, branches_in_type_order)
-            return body(apply_layer, carry, body_input), None
+            return body(apply_layer, carry, body_element), None
 
         arrays_with_layer_axis = (
             type_number_by_layer,

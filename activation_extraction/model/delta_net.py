@@ -190,8 +190,10 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     weighted_sum = x.astype(jnp.float32) * weight[..., -1]
     for tap_distance in range(1, tap_count):
         is_same_segment = _shifted(segment_ids, tap_distance) == segment_ids
-        is_in_segment = jnp.expand_dims(is_same_segment, range(2, x.ndim))
-        earlier_values = jnp.where(is_in_segment, _shifted(x, tap_distance), 0).astype(jnp.float32)
+        is_in_same_segment = jnp.expand_dims(is_same_segment, range(2, x.ndim))
+        earlier_values = jnp.where(is_in_same_segment, _shifted(x, tap_distance), 0).astype(
+            jnp.float32
+        )
         weighted_sum += earlier_values * weight[..., -1 - tap_distance]
     return jax.nn.silu(weighted_sum)
 

@@ -73,18 +73,24 @@ class KeptTokens(NamedTuple):
             tokens of the batch, width). The tokens are ordered by row and position.
         """
         # All copies are started before the first copy is awaited.
-        host_copies_of_blocks = [jax.tree.map(to_host, block.activations) for block in self.blocks]
+        host_copies_of_blocks = [
+            jax.tree.map(to_host, kept_block.activations) for kept_block in self.blocks
+        ]
         received_array_of_type = {
             vector_type: np.empty(shape, vector_type.dtype)
             for vector_type, shape in self.shape_of_type.items()
         }
-        for block, host_copies_of_block in zip(self.blocks, host_copies_of_blocks, strict=True):
+        for kept_block, host_copies_of_block in zip(
+            self.blocks, host_copies_of_blocks, strict=True
+        ):
             for vector_type, copied_block in host_copies_of_block.items():
                 # Values are copied as integers, because NumPy is slow with ml_dtypes' dtypes.
                 bits_dtype = f"uint{8 * copied_block.dtype.itemsize}"
-                kept_bits = np.asarray(copied_block).view(bits_dtype)[:, block.indices_in_block]
+                kept_bits = np.asarray(copied_block).view(bits_dtype)[
+                    :, kept_block.indices_in_block
+                ]
                 received_array_of_type[vector_type].view(bits_dtype)[
-                    :, block.indices_among_kept
+                    :, kept_block.indices_among_kept
                 ] = kept_bits
         return received_array_of_type
 

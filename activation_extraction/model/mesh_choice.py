@@ -237,10 +237,10 @@ def cheapest_mesh(
         if device_memory_bytes is None or cost.memory_bytes <= USABLE * device_memory_bytes
     ]
     if not fitting_costs:
-        best_cost = min(step_costs, key=lambda cost: cost.memory_bytes)
-        memory_in_words = _memory_in_words(best_cost, device_memory_bytes)
+        cost_with_least_memory = min(step_costs, key=lambda cost: cost.memory_bytes)
+        memory_in_words = _memory_in_words(cost_with_least_memory, device_memory_bytes)
         return MeshChoice(
-            best_cost.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
+            cost_with_least_memory.layout.shape, f"{memory_in_words}; no mesh fits by this estimate"
         )
     shortest_seconds = min(step_cost.seconds for step_cost in fitting_costs)
     similar_costs = [

@@ -47,7 +47,7 @@ class WeightFile(ABC):
     """
 
     name: str  # name of the file, without folders
-    location: str
+    location: str  # path or URL of the file
     byte_count: int
     values_at_once: int
 

@@ -394,10 +394,10 @@ def estimate_totals(
             ]
         if hours_range is not None and config.planning.chip_hour_dollars:
             chip_hour_prices = config.planning.chip_hour_dollars
-            chip_hours_of_run = [run.topology.num_chips * hours for hours in hours_range]
+            chip_hours_range = [run.topology.num_chips * hours for hours in hours_range]
             price_range = [
-                chip_hours_of_run[0] * min(chip_hour_prices),
-                chip_hours_of_run[1] * max(chip_hour_prices),
+                chip_hours_range[0] * min(chip_hour_prices),
+                chip_hours_range[1] * max(chip_hour_prices),
             ]
     return {"hours": hours_range, "dollars": price_range, "terabytes": stored_terabytes}
 

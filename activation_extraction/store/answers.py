@@ -92,7 +92,7 @@ STATUSES: Mapping[int, FailureKind] = {
 
 
 class Failure(NamedTuple):
-    """The reason why a request to a store failed, once as a kind and once in words.
+    """The failure of a request to a store: its kind, and the reason in words.
 
     Attributes:
         kind: Kind of the reason, such as `FailureKind.MISSING`. It decides the exception to raise.

@@ -433,4 +433,4 @@ class RunFacts:
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
-    sources: Sources | None = None
+    sources: Sources | None = None  # files of the data set; None if samples come from no files

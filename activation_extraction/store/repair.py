@@ -209,7 +209,8 @@ class RepairPlanner:
 
     folder: Folder
     identity: Identity
-    limits: Mapping[str, int | None]  # by the names "max_samples" and "max_tokens"
+    # "max_samples" or "max_tokens" -> largest number to store; None for no limit.
+    limits: Mapping[str, int | None]
     # Shard number -> result of the last check of this shard.
     _checked_shard_by_number: dict[int, CheckedShard] = field(default_factory=dict)
     _has_warned_of_new_metadata: bool = False
@@ -260,9 +261,9 @@ class RepairPlanner:
             run: Id of the run that is repaired.
 
         Raises:
-            InputError: If the folder contains another run, if the run's shards were uploaded to a
-                bucket, or if files cannot be read because another version of this program wrote
-                them, so that they are not damaged.
+            InputError: If the folder contains another run, or if the run's shards were uploaded to
+                a bucket. Also if another version of this program wrote a file: this version cannot
+                read the file, but that does not mean that the file is damaged.
         """
         for damage_message in run_log.damaged_files.values():
             if OTHER_VERSION in damage_message:

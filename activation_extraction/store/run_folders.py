@@ -215,7 +215,7 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         if folder_identity is None:
             continue
         folder_worker = folder_identity.worker
-        expected_name = HostFolder.of(
+        expected_folder_name = HostFolder.of(
             folder_worker.machine, folder_worker.host, folder_worker.hosts
         ).name
         first_folder_name, first_identity = names_and_identities[0]
@@ -233,8 +233,8 @@ def foreign_folders(logs_by_name: Mapping[str, RunLog]) -> Iterator[str]:
         host_count_by_machine[folder_worker.machine] = host_count
         if folder_worker.hosts != host_count:
             yield f"{folder_in_words}: belongs to another run: its num_hosts differs"
-        elif name_of_folder not in ("", expected_name):
-            yield f"{folder_in_words}: holds the shards of {expected_name}"
+        elif name_of_folder not in ("", expected_folder_name):
+            yield f"{folder_in_words}: holds the shards of {expected_folder_name}"
 
 
 def expected_names(logs_by_name: Mapping[str, RunLog]) -> list[str]:

@@ -67,7 +67,7 @@ class ShardQueue(Generic[T]):
         self.bytes_waiting = 0
         self.waited_seconds_by_phase = dict.fromkeys(PHASES, 0.0)
         self._commit_shard = commit
-        self._max_bytes = max_bytes
+        self._max_waiting_bytes = max_bytes
         self._on_wait = on_wait
         self._failure: Exception | None = (
             None  # exception of the first shard that could not be stored
@@ -98,7 +98,7 @@ class ShardQueue(Generic[T]):
         with self._shards_changed:
             self._batch_bytes.append(batch_bytes)
             self.bytes_waiting += batch_bytes
-            while self.bytes_waiting > self._max_bytes and self._shards:
+            while self.bytes_waiting > self._max_waiting_bytes and self._shards:
                 self.check()
                 self._on_wait()
                 start_time = time.perf_counter()

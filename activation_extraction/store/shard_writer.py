@@ -134,9 +134,9 @@ class ShardWriter:
         """Stores the last samples as a shard, and waits until all shards are committed.
 
         Args:
-            complete: Whether there are no more samples. In a repair, all missing and bad shards
-                (gaps) that are not stored again yet are then stored: the last gap gets the last
-                samples, and the other gaps become shards without samples.
+            complete: Whether there are no more samples. If this is so in a repair, shards are
+                stored for all gaps (missing and bad shards) that are still open: the last gap gets
+                the last samples, and the other gaps become shards without samples.
 
         Raises:
             StorageError: If a shard could not be stored. All shards before it are committed.

@@ -481,15 +481,15 @@ class ActivationStorage:
                 {},
             )
             self._next_sample_number += 1
-        shard_sample, activation_by_key = self._incomplete_sample_by_number[sample_number]
-        activation_by_key[layer_idx] = activation
-        if len(activation_by_key) == len(self._hook_values_by_key):
+        shard_sample, activation_by_hook_key = self._incomplete_sample_by_number[sample_number]
+        activation_by_hook_key[layer_idx] = activation
+        if len(activation_by_hook_key) == len(self._hook_values_by_key):
             del self._incomplete_sample_by_number[sample_number]
             self._shard_writer.take(
-                sum(hook_activation.nbytes for hook_activation in activation_by_key.values())
+                sum(hook_activation.nbytes for hook_activation in activation_by_hook_key.values())
             )
             self._last_complete_sample_number = sample_number
-            self._shard_writer.add(shard_sample, activation_by_key)
+            self._shard_writer.add(shard_sample, activation_by_hook_key)
 
     def _is_stored(self, sample_number: int) -> bool:
         """Returns whether an earlier process has stored the sample with this number.
@@ -534,10 +534,10 @@ class ActivationStorage:
             yield "has no token ids, and safetensors need them"
         if token_ids is not None and token_ids.dtype != np.int32:
             yield f"token ids of dtype {token_ids.dtype}, expected int32"
-        incomplete_sample, activation_by_key = self._incomplete_sample_by_number.get(
+        incomplete_sample, activation_by_hook_key = self._incomplete_sample_by_number.get(
             sample_number, (None, {})
         )
-        if key in activation_by_key or sample_number <= self._last_complete_sample_number:
+        if key in activation_by_hook_key or sample_number <= self._last_complete_sample_number:
             yield "given twice or out of order"
         if incomplete_sample is None and sample_number != self._next_sample_number:
             yield f"expected sample {self._next_sample_number} next: samples are 0, 1, 2, ..."
@@ -613,13 +613,13 @@ class ActivationStorage:
             # for uploads.
             self.close(patient=is_storing_finished)
         if is_run_complete and self._incomplete_sample_by_number:
-            sample_number, (_, activation_by_key) = next(
+            sample_number, (_, activation_by_hook_key) = next(
                 iter(self._incomplete_sample_by_number.items())
             )
             missing_keys = [
                 hook_key
                 for hook_key in self._hook_values_by_key
-                if hook_key not in activation_by_key
+                if hook_key not in activation_by_hook_key
             ]
             raise ValueError(
                 f"sample {sample_number} has no activation for {missing_keys}; it is not stored"
