@@ -1,9 +1,7 @@
 """Compares the hidden states of another program with the states of the model, for --verify.
 
 hidden_states.py reads the files and compare_states.py compares arrays. This module chooses random
-rows, determines which hook each layer of the files should contain, and describes wrong layers. A
-layer of a row is wrong if it does not contain the state of each token of the row's sample at this
-hook (`RowCheck.is_right`).
+rows, determines which hook each layer of the files should contain, and describes wrong layers.
 
 The files do not contain the numbers of their layers. If --layers_to_extract or --hook_names name
 the hooks, each layer must contain the hook that the flags name. Otherwise each layer is assumed to
@@ -12,9 +10,10 @@ hook in all rows, no row counts as wrong. Only the line that is printed about th
 mistake, because it names the wrong hook. The hook of the last layer always follows from the program
 that wrote the folder, which is speculators or SpecForge.
 
-A layer of a row is wrong if its states differ from the recomputed states at its hook by more than
-rounding explains. Each wrong layer of a row is described. For this, the layer is compared with the
-states of the row's sample at all hooks first, and then with the states of other samples: the
+A layer of a row is wrong if it does not contain the state of each token of the row's sample at the
+hook that the layer should contain, apart from differences that rounding explains
+(`RowCheck.is_right`). Each wrong layer of a row is described. For this, the layer is compared with
+the states of the row's sample at all hooks first, and then with the states of other samples: the
 samples of the rows before and after this row, and of the other chosen rows.
 """
 
