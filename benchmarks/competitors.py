@@ -217,7 +217,7 @@ class Shards:
     way: Way
     written_bytes: int = 0
     _num_written_shards: int = 0
-    _collected_array_bytes: int = 0
+    _collected_array_bytes: int = 0  # bytes of the values that are not written yet
     _records_by_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(

@@ -262,13 +262,13 @@ def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Ch
     """
     num_units = -(-len(chunk) // unit_tokens)
     part_count = min(max(round(len(chunk) / part_tokens), 1), num_units)
-    part_starts = [
+    start_indices_of_parts = [
         chunk.start + num_units * part_number // part_count * unit_tokens
         for part_number in range(part_count)
     ]
     return [
         Chunk(chunk.shard_number, start, stop)
-        for start, stop in pairwise([*part_starts, chunk.stop])
+        for start, stop in pairwise([*start_indices_of_parts, chunk.stop])
     ]
 
 

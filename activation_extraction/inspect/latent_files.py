@@ -160,8 +160,8 @@ class DelphiFormat(ExportFormat):
                     is_in_file = (feature_of_value >= first_feature) & (
                         feature_of_value < stop_feature
                     )
-                    with open(file_path, "ab") as entry_file:
-                        value_entries[is_in_file].tofile(entry_file)
+                    with open(file_path, "ab") as codes_file:
+                        value_entries[is_in_file].tofile(codes_file)
             read_token_count += len(token_batch)
             row_token_count += int(is_in_whole_row.sum())
         token_ids_of_rows = np.concatenate(token_ids_of_chunks).reshape(-1, self.tokens_per_row)

@@ -127,16 +127,16 @@ def fit_rows(
         return together(host, partial(prepare_model, request_with_rows, forward))
 
     if num_recorded_rows is not None:
-        chosen_forward = prepare(num_recorded_rows)
+        forward_with_chosen_rows = prepare(num_recorded_rows)
         reason_for_num_rows = "as when the run began"
     else:
         smallest_num_rows = len(devices_of_host)
-        chosen_forward, reason_for_num_rows = _largest_fitting(
+        forward_with_chosen_rows, reason_for_num_rows = _largest_fitting(
             host, prepare, smallest_num_rows, usable_bytes_of_device
         )
-    num_rows, _ = chosen_forward.batch_shape
+    num_rows, _ = forward_with_chosen_rows.batch_shape
     log.info("--batch_size auto: %d rows per host and step: %s", num_rows, reason_for_num_rows)
-    return chosen_forward, {"rows": num_rows, **device_and_mesh}
+    return forward_with_chosen_rows, {"rows": num_rows, **device_and_mesh}
 
 
 def _largest_fitting(
