@@ -105,7 +105,8 @@ class OpenShards:
             further item at the end is the number of all samples.
         can_read_ranges: Whether a range of rows can be read from every shard without reading the
             whole shard. False if a shard is a pickle.
-        table: Function that takes the number of a shard and returns the table of its samples.
+        sample_table: Function that takes the index of a shard in `shards` and returns the table of
+            its samples.
 
     Raises:
         ValueError: If the file of a shard is too small for the tokens that the commit records.
@@ -154,7 +155,7 @@ class OpenShards:
         If several threads need the shard at the same time, only one of them opens it.
 
         Args:
-            shard: Number of the shard, from 0.
+            shard: Index of the shard in `shards`.
         """
         with self._lock_by_shard[shard]:
             return self._open(shard)
@@ -175,7 +176,7 @@ class OpenShards:
         blocks is therefore read from a bucket without the bytes of other tokens.
 
         Args:
-            shard: Number of the shard, from 0.
+            shard: Index of the shard in `shards`.
             tokens_per_chunk: Number of tokens in a chunk.
 
         Returns:
@@ -204,7 +205,7 @@ class OpenShards:
                 )
 
     def shard_of(self, sample: int) -> int:
-        """Returns the number of the shard that contains a sample.
+        """Returns the index in `shards` of the shard that contains a sample.
 
         Args:
             sample: Index of the sample in the run, in the order of the shards.
@@ -217,9 +218,9 @@ class OpenShards:
         Args:
             sample: Index of the sample in the run, in the order of the shards.
         """
-        shard_number = self.shard_of(sample)
-        index_in_shard = sample - self.first_sample_index_by_shard[shard_number]
-        sample_row = self.sample_table(shard_number).slice(index_in_shard, 1)
+        shard_index = self.shard_of(sample)
+        index_in_shard = sample - self.first_sample_index_by_shard[shard_index]
+        sample_row = self.sample_table(shard_index).slice(index_in_shard, 1)
         return stored_samples(sample_row)[0].facts
 
     def find(self, folder: str, sample_idx: int) -> int | None:
@@ -233,12 +234,12 @@ class OpenShards:
             The index of the sample, in the order of the shards; None if no shard of the folder
             contains the sample.
         """
-        for shard_number, (shard_folder, commit) in enumerate(self.shards):
+        for shard_index, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
-                shard_sample_idx = self.sample_table(shard_number)["sample_idx"].to_numpy()
+                shard_sample_idx = self.sample_table(shard_index)["sample_idx"].to_numpy()
                 index_in_shard = int(np.searchsorted(shard_sample_idx, sample_idx))
                 if shard_sample_idx[index_in_shard] == sample_idx:
-                    return self.first_sample_index_by_shard[shard_number] + index_in_shard
+                    return self.first_sample_index_by_shard[shard_index] + index_in_shard
         return None
 
     def read_all(self, read: Callable[[int], T]) -> Iterator[T]:
@@ -247,8 +248,8 @@ class OpenShards:
         The results have the order of the shards.
 
         Args:
-            read: Function that takes the number of a shard, reads the shard or a file beside it,
-                and returns the result.
+            read: Function that takes the index of a shard in `shards`, reads the shard or a file
+                beside it, and returns the result.
         """
         # The pool is not kept, because a fork of this process would lack its threads.
         with ThreadPoolExecutor(MAX_REQUESTS) as thread_pool:

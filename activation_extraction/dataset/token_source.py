@@ -156,7 +156,7 @@ class ShardTokens(NamedTuple):
     """All tokens of some chunks (`Chunk`) of a shard in order, without their activations.
 
     Attributes:
-        shard_number: Number of the shard, from 0.
+        shard_number: Index of the shard among the shards of the run, from 0.
         token_indices: Index of each token in the shard, ascending, int64 (tokens,).
         tokens: The tokens, as a batch without hooks.
         sample_indices: For each token, the index of its sample in the run, int64 (tokens,).
@@ -241,7 +241,7 @@ class TokenSource:
         """Returns a chunk that contains all tokens of a shard.
 
         Args:
-            shard: Number of the shard, from 0.
+            shard: Index of the shard among the shards of the run, from 0.
         """
         return Chunk(shard, 0, self.shards.commits[shard].tokens)
 
@@ -398,7 +398,7 @@ class TokenSource:
         """Begins to read the activations of ranges of tokens, at the hooks of the options.
 
         Args:
-            shard: Number of the shard, from 0.
+            shard: Index of the shard among the shards of the run, from 0.
             token_ranges: For each range, a tuple of the index of its first token in the shard and
                 the index after its last token.
 

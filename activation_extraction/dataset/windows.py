@@ -38,7 +38,7 @@ class Chunk:
     """Consecutive tokens of a shard, which are read together.
 
     Attributes:
-        shard_number: Number of the shard, from 0.
+        shard_number: Index of the shard among the shards of the run, from 0.
         start: Index in the shard of the first token.
         stop: Index in the shard after the last token.
     """

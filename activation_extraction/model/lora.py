@@ -493,7 +493,7 @@ class LoraAdapter:
         return tensor_names_and_changes
 
     def _scale(self, path: str, key: str, rank: float) -> float:
-        """Returns the factor by which a module's change B A of a matrix is multiplied.
+        """Returns the factor of the product B A, by which a module changes a matrix.
 
         The factor is alpha / rank, or alpha / sqrt(rank) if the setting use_rslora is on. The
         configuration of the adapter contains alpha.

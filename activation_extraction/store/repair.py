@@ -137,7 +137,8 @@ class Repair:
         """Returns the number of samples that a program with a loop of its own still has to add.
 
         Args:
-            added_samples: Number of samples that the program has added, including skipped ones.
+            added_samples: Number of samples that the program has added, including samples that are
+                skipped because they are stored already.
         """
         return max(self.num_samples_to_add - added_samples, 0)
 
