@@ -49,7 +49,7 @@ class Object(NamedTuple):
         etag: ETag with quotes, which is made of the modification time and the size of the file.
     """
 
-    path: Path
+    path: Path  # of the file
     num_bytes: int
     etag: str
 

@@ -184,7 +184,10 @@ class Case(NamedTuple):
             path.write_bytes(igzip.compress(pickled_bytes, 1))
 
     def _bare_arrays(self, hook_name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the arrays of a hook in a file: name of an array -> array.
+        """Returns the arrays that bare threads write for a hook, by their names in the file.
+
+        They are the arrays of a shard: activations, float8 values with their scales, or the five
+        arrays of codes. They come without the token ids and positions that a shard also contains.
 
         Args:
             hook_name: The name of the hook.

@@ -176,11 +176,15 @@ class Batches(Iterator[T]):
     def _settings(self) -> dict[str, Any]:
         """Returns all settings on which the order of the tokens depends, as JSON values by name.
 
+        A state (see `state`) contains them, and is only restored if they are the same.
+
         Returns:
-            The options of the first run by name (see `BatchOptions.setting`), and four other
-            settings: `data`, a digest of all shards; `others`, a list of the options of the other
-            runs; `part`, the number of this worker of a DataLoader, from 0; and `parts`, the number
-            of workers of the DataLoader.
+            The options of the run by name (see `BatchOptions.setting`), of the first run if runs
+            are read in pairs. In addition, these settings:
+            data: A digest of all shards.
+            others: The options of each run that is paired with the first one; empty without pairs.
+            part: The number of this worker of a DataLoader, from 0.
+            parts: The number of workers of the DataLoader.
         """
         loader_worker_number, num_loader_workers = _loader_worker_and_count() or ONLY_WORKER
         fingerprints = "\n".join(token_source.fingerprint for token_source in self._token_sources)
@@ -318,12 +322,13 @@ class Batches(Iterator[T]):
             raise
 
     def _windows_of_process(self) -> Windows:
-        """Returns the windows of the data that this process reads.
+        """Returns the windows (dataset/windows.py) of the part of the data that this process reads.
 
-        The chunks of the first run are divided among the processes (`BatchOptions.workers`), and
-        then among the workers of a DataLoader in each process. If a run stores pickles, which can
-        only be read whole, the shards are divided instead, and each worker then cuts its shards
-        into chunks.
+        The run is cut into chunks, each of consecutive tokens of a shard. The chunks are divided
+        among the processes (`BatchOptions.workers`), and those of a process among the workers of
+        its DataLoader. Pickles can only be read whole, so if a run stores pickles, its shards are
+        divided instead, and each worker cuts its own shards into chunks. If several runs are read
+        in pairs, this is the first of them, and tokens of the others follow from its tokens.
         """
         token_sources = self._token_sources
         batch_options = self.options

@@ -124,14 +124,15 @@ class HookMatch(NamedTuple):
 
 
 def token_errors(stored: np.ndarray, computed: np.ndarray) -> np.ndarray:
-    """Returns the relative error of each token, float64 (tokens,).
+    """Returns the relative error of each token's stored state, float64 (tokens,).
 
-    The error is infinite if a state contains NaN or infinity.
+    The relative error is the Euclidean norm of the difference between the stored and the computed
+    state, divided by the norm of the computed state. If the computed state is zero, the norm is
+    divided by 1 instead. The error is infinite if one of the states contains NaN or infinity.
 
     Args:
         stored: States of a file, float32 (tokens, width).
-        computed: States that the model computes for the same tokens, float32 (tokens, width). The
-            norm of a state of zeros counts as 1, so that nothing is divided by 0.
+        computed: States that the model computes for the same tokens, float32 (tokens, width).
     """
     with np.errstate(invalid="ignore", over="ignore"):
         difference_norms = np.linalg.norm(stored - computed, axis=1).astype(np.float64)
@@ -242,8 +243,8 @@ class Alignment(NamedTuple):
     is_matching_state: np.ndarray
 
     @property
-    def size(self) -> int:
-        """The number of stored states that match the computed states at this offset."""
+    def num_matching_states(self) -> int:
+        """The number of stored states that match the computed states at `token_offset`."""
         return int(self.is_matching_state.sum())
 
 
@@ -317,8 +318,10 @@ def best_alignments(alignments: Sequence[Alignment]) -> Iterator[Alignment]:
     """
     remaining_alignments = list(alignments)
     for _ in range(MAX_PARTS if alignments else 0):
-        largest_alignment = max(remaining_alignments, key=lambda alignment: alignment.size)
-        if largest_alignment.size < min(2, len(largest_alignment.is_matching_state)):
+        largest_alignment = max(
+            remaining_alignments, key=lambda alignment: alignment.num_matching_states
+        )
+        if largest_alignment.num_matching_states < min(2, len(largest_alignment.is_matching_state)):
             return
         yield largest_alignment
         remaining_alignments = [

@@ -59,7 +59,7 @@ class ExpectedHook(NamedTuple):
     """
 
     name: str  # full name of the hook
-    is_certain: bool = True
+    is_certain: bool = True  # False if no row matches a hook, so that `name` is a guess
 
 
 @dataclass

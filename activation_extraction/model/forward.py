@@ -368,9 +368,9 @@ def read_weights(forward: Forward) -> dict[str, Any]:
     """
     model = forward.model
     layout = forward.layout
-    weight_table = forward.weights
+    spec_by_parameter_path = forward.weights
     parameter_value_count = sum(
-        math.prod(weight_spec.shape) for weight_spec in weight_table.values()
+        math.prod(weight_spec.shape) for weight_spec in spec_by_parameter_path.values()
     )
     log.info(
         "model: layers 0 to %d of %d, %.3g M parameters, %s%s; %s mesh: %s%s",
@@ -397,7 +397,7 @@ def read_weights(forward: Forward) -> dict[str, Any]:
         disable=not on_terminal(),
     ) as progress_bar:
         return load_params(
-            weight_table,
+            spec_by_parameter_path,
             forward.checkpoint,
             model.dtype,
             layout,

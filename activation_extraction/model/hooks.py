@@ -205,7 +205,11 @@ class Hook(NamedTuple):
         return self.kind.modules[0].format(self.layer) if self.kind.modules else None
 
     def names(self) -> list[str]:
-        """Returns all names of the hook: the canonical name, the aliases, then the modules."""
+        """Returns all names of the hook.
+
+        They are the canonical name, the aliases, and the names of the hook's modules in
+        transformers, in this order.
+        """
         name_patterns = self.kind.name, *self.kind.aliases, *self.kind.modules
         return [name_pattern.format(self.layer) for name_pattern in name_patterns]
 
@@ -489,34 +493,35 @@ def _type_words(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """
     delta_config, experts_config = config.delta, config.experts
     type_words_of_attention = () if delta_config is None else (ATTENTION,)
-    type_words_by_layer_word: dict[str, tuple[str, ...]] = {
+    layer_types_by_word_in_table: dict[str, tuple[str, ...]] = {
         EVERY: (),
         ATTENTION: type_words_of_attention,
     }
-    type_words_by_layer_word[DENSE] = () if experts_config is None else (DENSE,)
+    layer_types_by_word_in_table[DENSE] = () if experts_config is None else (DENSE,)
     if config.qk_norm:
-        type_words_by_layer_word[NORMED] = type_words_of_attention
+        layer_types_by_word_in_table[NORMED] = type_words_of_attention
     if config.q_gate:
-        type_words_by_layer_word[GATED] = type_words_of_attention
+        layer_types_by_word_in_table[GATED] = type_words_of_attention
     if delta_config is not None:
-        type_words_by_layer_word[LINEAR] = (LINEAR,)
+        layer_types_by_word_in_table[LINEAR] = (LINEAR,)
         # In HOOK_KINDS, rows with APART and rows with INTERLEAVED have different names in Hugging
         # Face, where a projection is the output of a module only if it is stored separately.
-        type_words_by_layer_word[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
+        layer_types_by_word_in_table[INTERLEAVED if delta_config.interleaved else APART] = (LINEAR,)
     if experts_config is not None:
-        type_words_by_layer_word[SPARSE] = (SPARSE,)
+        layer_types_by_word_in_table[SPARSE] = (SPARSE,)
         if experts_config.shared_width:
-            type_words_by_layer_word[SHARED] = (SPARSE,)
-    return type_words_by_layer_word
+            layer_types_by_word_in_table[SHARED] = (SPARSE,)
+    return layer_types_by_word_in_table
 
 
 def _kinds(type_words: Mapping[str, tuple[str, ...]], top_logits: int) -> list[HookKind]:
     """Makes the kinds of hooks of a model, in the order in which they are computed.
 
     Args:
-        type_words: Word in the first column of HOOK_KINDS -> `HookKind.type_words` for the rows
-            with this word. If the dict lacks the word of a row, the model has no hooks of the
-            row's kind, and the result lacks this kind.
+        type_words: Tells which layers have the kind of hook in each row of HOOK_KINDS (see
+            `_type_words`). The key is the word in the row's first column. The value contains words
+            in the types of these layers, such as ("sparse",); () means all layers. If the dict
+            lacks the word of a row, the result lacks the row's kind.
         top_logits: The number of most likely next tokens at `logits.top_ids`.
     """
     hook_kinds = [HookKind("hook_embed", "D", "resid_pre", ("model.embed_tokens.output",))]

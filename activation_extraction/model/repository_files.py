@@ -98,7 +98,7 @@ class LocalFiles:
     `RepositoryFiles` documents the public methods.
     """
 
-    # Only repositories on the hub have a commit, or can be offline.
+    # A local folder has no commit, and is read in the same way with and without a network.
     commit = None
     is_offline = False
 
@@ -124,7 +124,7 @@ class RemoteFiles:
     Small files are copied to a temporary folder, and weights are read by ranges into memory.
     """
 
-    # Only repositories on the hub have a commit, or can be offline.
+    # Only repositories on the hub have a commit, and can be read from the hub's cache instead.
     commit = None
     is_offline = False
 

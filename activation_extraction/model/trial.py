@@ -252,10 +252,10 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
     q = draw_normal(config.num_attention_heads // num_head_devices, head_dim, scale=head_dim**-0.5)
     k = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
     v = draw_normal(config.num_key_value_heads // num_head_devices, head_dim)
-    optional_window_arguments: list[tuple[int, ...]] = [()]
+    window_argument_choices: list[tuple[int, ...]] = [()]
     if config.sliding_window is not None:
-        optional_window_arguments.append((min(config.sliding_window, max(num_keys // 6, 1)),))
-    for optional_window_argument in optional_window_arguments:
+        window_argument_choices.append((min(config.sliding_window, max(num_keys // 6, 1)),))
+    for window_arguments in window_argument_choices:
         for first_index in range(0, num_keys, num_queries):
             query_slice = slice(first_index, first_index + num_queries)
             first_query_index = first_index if num_query_devices == 1 else jnp.int32(first_index)
@@ -264,7 +264,7 @@ def attention_trials(config: Any, layout: Layout, length: int, dtype: jnp.dtype)
             attention_arguments = (
                 *attention_arrays,
                 first_query_index,
-                *optional_window_argument,
+                *window_arguments,
             )
             yield Trial(dense_attention, attention_arguments, query_segment_ids > 0)
 

@@ -75,7 +75,7 @@ class Run:
     watchdog: Watchdog
     folders: RunFolders
     forward: Forward
-    text: Text
+    text: Text  # samples of the data set, and the tokenizer
     storage: ActivationStorage
     batches: Prefetch[Batch, Mark | None]
 

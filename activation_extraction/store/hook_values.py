@@ -851,7 +851,16 @@ def _relative_error(stored: np.ndarray, recomputed: np.ndarray) -> float:
 
 
 def _norm_difference(stored: np.ndarray, recomputed: np.ndarray, limit: float) -> Iterator[str]:
-    """Yields a message if the relative error of recomputed values exceeds a limit or is NaN."""
+    """Yields one message if all recomputed values together have too large a relative error.
+
+    The relative error is the Euclidean norm of all differences, divided by the norm of the
+    stored values (see `_relative_error`).
+
+    Args:
+        stored: Values in the shard, of any shape.
+        recomputed: Values that were computed again, of the same shape.
+        limit: Largest relative error for which there is no message. There is always one for NaN.
+    """
     relative_error = _relative_error(stored, recomputed)
     if not relative_error <= limit:  # this condition is also true for NaN
         yield f"it differs by {relative_error:.2g} of its norm (allowed: {limit:g})"

@@ -107,7 +107,7 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
         positions: Positions of all tokens in their samples, int32 (tokens,).
     """
     token_count = len(positions)
-    sums_of_tokens = Sums.zeros(width)
+    sums_over_tokens = Sums.zeros(width)
     squared_norms = np.empty(token_count)
     tokens_per_block = max(1, SUMMED_BYTES // (8 * width))
     block_buffer = np.empty((min(tokens_per_block, token_count), width))
@@ -119,17 +119,17 @@ def sums_of(decode: Callable[[slice], np.ndarray], width: int, positions: np.nda
             float64_block = block_buffer[: len(block_values)]
             np.copyto(float64_block, block_values)
             sink_indices = np.flatnonzero(positions[block_slice] == 0)
-            _add_rows(sums_of_tokens.sums, float64_block, sink_indices)
+            _add_rows(sums_over_tokens.sums, float64_block, sink_indices)
             np.multiply(float64_block, float64_block, out=float64_block)
-            _add_rows(sums_of_tokens.squares, float64_block, sink_indices)
+            _add_rows(sums_over_tokens.squares, float64_block, sink_indices)
             np.add.reduce(float64_block, 1, out=squared_norms[block_slice])
     token_norms = np.sqrt(squared_norms)
     kind_of_token = np.where(positions == 0, SINK, OTHER)
-    sums_of_tokens.counts += np.bincount(kind_of_token, minlength=2)
-    sums_of_tokens.norms += np.bincount(kind_of_token, token_norms, minlength=2)
+    sums_over_tokens.counts += np.bincount(kind_of_token, minlength=2)
+    sums_over_tokens.norms += np.bincount(kind_of_token, token_norms, minlength=2)
     largest_norm = token_norms.max(initial=0.0)
-    sums_of_tokens.largest = np.maximum(sums_of_tokens.largest, largest_norm)
-    return sums_of_tokens
+    sums_over_tokens.largest = np.maximum(sums_over_tokens.largest, largest_norm)
+    return sums_over_tokens
 
 
 def _add_rows(sums: np.ndarray, block: np.ndarray, sink_indices: np.ndarray) -> None:
@@ -202,11 +202,11 @@ class CodeSums:
     """
 
     tokens: int = 0
-    features: int = 0  # number of stored features of all tokens
+    features: int = 0  # sum over tokens of the number of stored features
     cut: int = 0  # number of active features that are not stored
     cut_tokens: int = 0  # number of tokens with features that are not stored
-    error: float = 0.0  # sum of squared norms of reconstruction errors
-    square: float = 0.0  # sum of squared norms of activations
+    error: float = 0.0  # sum over tokens of the squared norm of the reconstruction error
+    square: float = 0.0  # sum over tokens of the squared norm of the activation
 
     @classmethod
     def of(cls, codes: Codes, token_mask: np.ndarray) -> "CodeSums":

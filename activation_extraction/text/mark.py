@@ -32,7 +32,9 @@ class Mark:
     """
 
     samples: int  # the number of samples before the mark
-    skip: int = 0  # the number of samples before the mark that come from the chunk at `stream`
+    # The number of samples to skip after the data was opened at `stream`, because they are before
+    # the mark.
+    skip: int = 0
     skipped_rows: int = 0  # the number of unusable rows before the mark
     empty_rows: int = 0  # the number of rows without tokens before the mark
     # The place in the data where the chunk of rows starts that contains the row of the next sample,

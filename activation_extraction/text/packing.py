@@ -86,7 +86,9 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
             # The value of `yield from` is the mark that a generator returns, and None for another
             # iterable. mypy only knows the second case, so its error is ignored.
             mark_at_end_of_samples = yield from samples  # type: ignore[func-returns-value]
-        except ChangedDataError:  # the earlier samples of the group may be wrong as well
+        except ChangedDataError:
+            # A file has changed while it was read, so the earlier samples of the group may be wrong
+            # as well. The exception leaves `pack` at once, and none of these samples is yielded.
             raise
         except RunError as error:
             read_error = error
