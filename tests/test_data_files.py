@@ -141,7 +141,7 @@ def test_a_data_set_of_the_hub_is_continued_by_the_same_datasets(flags, named, d
         return Text(config.text, Checkpoint("none"), 0, earlier).dataset
 
     first = start([])
-    identity = Identity(data=first.name, data_revision=first.revisions).to_json()
+    identity = Identity(data=first.description, data_revision=first.revisions).to_json()
     metadata = {"identity": identity, "data_files": first.files.to_json()}
     installed = {"versions": {"datasets": datasets.__version__}}
     for continued in ({}, {"versions": {}}, installed):
