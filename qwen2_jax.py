@@ -219,10 +219,10 @@ class MLP(nn.Module):
             shared expert.
     """
 
-    config: ModelConfig
-    dtype: Any
-    layout: Layout
-    width_letter: str = "F"
+    config: ModelConfig  # configuration of the model
+    dtype: Any  # dtype of weights and of the operands of matrix products
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    width_letter: str = "F"  # letter of the axis with the width of the MLP
 
     def setup(self) -> None:
         self.gate_proj = Linear(self.config, f"D->{self.width_letter}", dtype=self.dtype)
@@ -342,11 +342,11 @@ class DecoderLayer(nn.Module):
         layer_type: The type of the layer, one of ModelConfig.layer_types.
     """
 
-    config: ModelConfig
-    dtype: Any
-    kernels: Kernels
-    layout: Layout
-    layer_type: str = DENSE
+    config: ModelConfig  # configuration of the model
+    dtype: Any  # dtype of weights and of the operands of matrix products
+    kernels: Kernels  # functions that compute attention, experts and delta nets
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
+    layer_type: str = DENSE  # type of the layer, one of ModelConfig.layer_types
 
     def setup(self) -> None:
         config = self.config
@@ -577,12 +577,12 @@ def _tensors_by_parameter(
     if config.delta is not None:
         key_row_count = config.delta.key_heads * config.delta.key_size
         value_row_count = config.sizes["O"]
-        for projection_letter, first_row in (
+        for projection_letter, first_row_in_tensor in (
             ("q", 0),
             ("k", key_row_count),
             ("v", 2 * key_row_count),
         ):
-            tensor_slice = TensorSlice(0, first_row, 2 * key_row_count + value_row_count)
+            tensor_slice = TensorSlice(0, first_row_in_tensor, 2 * key_row_count + value_row_count)
             for parameter_name, tensor_name in (("in_proj", "in_proj_qkv"), ("conv1d", "conv1d")):
                 full_parameter_name = f"linear_attn.{parameter_name}_{projection_letter}.weight"
                 tensor_and_slice_by_parameter[full_parameter_name] = (

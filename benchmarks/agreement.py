@@ -74,8 +74,8 @@ class Comparison:
 
     # One number for each compared document and each hook with activations.
     deviations: list[float] = field(default_factory=list)
-    num_compared_tokens: int = 0
-    num_rerouted_tokens: int = 0
+    num_compared_tokens: int = 0  # number of tokens in all compared documents
+    num_rerouted_tokens: int = 0  # number of compared tokens whose experts differ
     num_tokens_with_changed_experts: int | None = 0
     num_reference_tokens_with_changed_experts: int = 0
 

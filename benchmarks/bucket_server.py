@@ -50,8 +50,8 @@ class Object(NamedTuple):
     """
 
     path: Path  # of the file
-    num_bytes: int
-    etag: str
+    num_bytes: int  # size of the file in bytes
+    etag: str  # ETag with quotes, which is made of the modification time and the size of the file
 
     @classmethod
     def of(cls, path: Path) -> "Object":

@@ -56,9 +56,9 @@ class Way:
     """
 
     pads_batches: bool = False
-    sorts_by_length: bool = False
-    stores_float32: bool = False
-    uses_isal: bool = True
+    sorts_by_length: bool = False  # whether documents are sorted by length before they are batched
+    stores_float32: bool = False  # whether values are float32, not the model's dtype
+    uses_isal: bool = True  # whether isal compresses the files instead of Python's gzip module
 
 
 WAYS = {
@@ -212,10 +212,10 @@ class Shards:
         written_bytes: Total size in bytes of the files written so far.
     """
 
-    folder: Path
-    hooks: Sequence[str]
+    folder: Path  # folder of the shards
+    hooks: Sequence[str]  # names of the hooks, in the order of the values that `add` takes
     way: Way
-    written_bytes: int = 0
+    written_bytes: int = 0  # total size in bytes of the files written so far
     _num_written_shards: int = 0
     _collected_array_bytes: int = 0  # bytes of the values that are not written yet
     _records_by_hook: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

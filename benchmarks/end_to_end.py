@@ -404,7 +404,9 @@ def agreement_figures(comparison: Comparison, has_experts: bool) -> Figures:
 
     Returns:
         A dict with these figures.
-        deviation: See `Comparison.largest_deviation`.
+        deviation: The largest difference between a value of the contender and the first
+            contender's value, divided by the root mean square of the first contender's values in
+            the same document and at the same hook. None if nothing was compared.
         compared_tokens: The number of compared tokens.
         changed_experts: The fraction of these tokens that are routed to other experts than by the
             first contender in float32. None in a model without experts or without a float32 run.
@@ -503,8 +505,8 @@ def report(
     figures_of_contenders: dict[str, dict[str, Figures]] = defaultdict(dict)
     for contender, figures_of_rounds_of_dtype in figures_of_rounds.items():
         sampling = bench.sampling(contender)
-        for dtype, round_figures in figures_of_rounds_of_dtype.items():
-            summarised_figures = summarise(bench, round_figures, peaks["best"][dtype])
+        for dtype, figures_of_each_round in figures_of_rounds_of_dtype.items():
+            summarised_figures = summarise(bench, figures_of_each_round, peaks["best"][dtype])
             figures_of_contenders[contender][dtype] = {**summarised_figures, "part": sampling}
             print(table_line(contender, dtype, summarised_figures, sampling))
     # Competitor -> dtype -> speed of this tool, divided by the competitor's speed.

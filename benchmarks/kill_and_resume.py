@@ -133,12 +133,12 @@ class Extraction:
     """
 
     folder: Path
-    flags: Sequence[str]
+    flags: Sequence[str]  # flags of extract_activations.py
     # Environment variables that are added to the variables of this process.
     environment: Mapping[str, str] = field(default_factory=dict)
     varies_settings: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    num_starts: int = 0
+    num_starts: int = 0  # number of times that the extraction was started so far
 
     def start(self, *more_flags: str) -> StartedProcess:
         """Starts the extraction in a new process, which can be killed while it stores.
@@ -339,8 +339,10 @@ def deviation(disturbed: Mapping[int, Sample], undisturbed: Mapping[int, Sample]
     for hook_key in next(iter(undisturbed.values())).activations_by_hook_key:
         expected_values = values_at(hook_key, undisturbed)
         largest_difference = abs(values_at(hook_key, disturbed) - expected_values).max()
-        root_mean_square = np.sqrt((expected_values**2).mean())
-        largest_deviation = max(largest_deviation, float(largest_difference / root_mean_square))
+        rms_of_expected_values = np.sqrt((expected_values**2).mean())
+        largest_deviation = max(
+            largest_deviation, float(largest_difference / rms_of_expected_values)
+        )
     return largest_deviation
 
 

@@ -155,9 +155,9 @@ def run(command: Sequence[str], platform: str | None = "cpu") -> FinishedProcess
 
 
 def _seconds_of_other_processes() -> float:
-    """Returns the processor time that processes used which are not measured.
+    """Returns the processor time that was used by all processes except the measured ones.
 
-    The measured processes are children of this process. So the result is the time of all processes
+    The measured processes are children of this process, so the result is the time of all processes
     minus the time of this process's ended children.
 
     Returns:

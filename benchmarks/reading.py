@@ -88,12 +88,12 @@ class Run(NamedTuple):
         tokens_per_sample: Number of tokens of a sample.
     """
 
-    bytes_per_hook: int
-    num_hooks: int = 1
-    width: int = 3584
-    max_shard_bytes: int = 128_000_000
-    has_conversations: bool = False
-    tokens_per_sample: int = LENGTH
+    bytes_per_hook: int  # number of bytes of activations at each hook
+    num_hooks: int = 1  # number of hooks
+    width: int = 3584  # width of the activations at each hook
+    max_shard_bytes: int = 128_000_000  # largest number of bytes of a shard
+    has_conversations: bool = False  # whether the samples are conversations
+    tokens_per_sample: int = LENGTH  # number of tokens of a sample
 
     @property
     def hook_names(self) -> list[str]:

@@ -71,8 +71,8 @@ class StepPlan:
     """
 
     flops: float
-    delta_kernel_flops: float
-    hbm_bytes: float
+    delta_kernel_flops: float  # all operations of the kernel of gated delta nets
+    hbm_bytes: float  # bytes of HBM that the device reads and writes
     sent_by_axes: tuple[Sent, ...]  # one item for each set of mesh axes
 
 

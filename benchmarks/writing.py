@@ -120,9 +120,9 @@ class Case(NamedTuple):
         records_shape = (self.num_hooks, ROWS, LENGTH, record_width(CODE_FEATURES))
         records = np.empty(records_shape, np.int32)
         records[..., 0] = CODE_FEATURES
-        float_records = records.view(np.float32)
+        records_as_float32 = records.view(np.float32)
         # The squared error of the autoencoder for a token, and the norm of the token's activation.
-        float_records[..., 1:RECORD_IDS] = 1 + rng.random((*records_shape[:-1], 2), np.float32)
+        records_as_float32[..., 1:RECORD_IDS] = 1 + rng.random((*records_shape[:-1], 2), np.float32)
         # Each feature is chosen from a range of its own, so that the ids are ascending.
         first_ids_of_ranges = np.arange(CODE_FEATURES) * (FEATURES // CODE_FEATURES)
         first_value_column = RECORD_IDS + CODE_FEATURES
@@ -130,7 +130,7 @@ class Case(NamedTuple):
         records[..., RECORD_IDS:first_value_column] = first_ids_of_ranges + rng.integers(
             0, FEATURES // CODE_FEATURES, ids_shape
         )
-        float_records[..., first_value_column:] = rng.random(ids_shape, np.float32)
+        records_as_float32[..., first_value_column:] = rng.random(ids_shape, np.float32)
         return records
 
     def store(

@@ -21,8 +21,8 @@ class Group(NamedTuple):
         text_below_title: Text of --help below the title; None for no text.
     """
 
-    title: str
-    text_below_title: str | None = None
+    title: str  # title of the group
+    text_below_title: str | None = None  # text of --help below the title; None for no text
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Variables:
     excluding_flags: tuple[str, ...] = ()
 
     def are_read_with(self, flag_names: Collection[str]) -> bool:
-        """Returns whether the flag may get its value from these environment variables.
+        """Returns whether these environment variables may give a missing flag its value.
 
-        It may not if the flags on the command line require that the variables are ignored.
+        The variables are ignored if the flag `required_flag` is not on the command line, or if one
+        of `excluding_flags` is.
 
         Args:
             flag_names: Names of the flags on the command line.
@@ -85,8 +86,8 @@ class Flag:
     # Name and help text of the flag that sets the field to False; None if there is no such flag.
     opposite_name_and_help: tuple[str, str] | None = None
     collect: Callable[[list[Any]], Any] = tuple
-    determines_shards: bool = False
-    may_differ_by_host: bool = False
+    determines_shards: bool = False  # whether the value of the flag determines stored content
+    may_differ_by_host: bool = False  # whether the value may differ between the hosts of a run
 
 
 def flag(

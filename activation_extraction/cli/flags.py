@@ -929,15 +929,15 @@ class Config:
         looking: The actions for a stored run.
     """
 
-    model: ModelOptions = part(ModelOptions, MODEL)
-    hooks: HookOptions = part(HookOptions, EXTRACT)
+    model: ModelOptions = part(ModelOptions, MODEL)  # model and its dtype
+    hooks: HookOptions = part(HookOptions, EXTRACT)  # hooks whose activations or codes are stored
     text: TextOptions = part(TextOptions, TEXT)
     computing: ComputingOptions = part(ComputingOptions, COMPUTING)
     hosts: HostOptions = part(HostOptions, HOSTS)
-    output: OutputOptions = part(OutputOptions, OUTPUT)
-    storage: StorageOptions = part(StorageOptions, OUTPUT)
-    planning: PlanOptions = part(PlanOptions, PLAN)
-    looking: LookingOptions = part(LookingOptions, LOOK)
+    output: OutputOptions = part(OutputOptions, OUTPUT)  # folders in which the shards are stored
+    storage: StorageOptions = part(StorageOptions, OUTPUT)  # options for storing activations
+    planning: PlanOptions = part(PlanOptions, PLAN)  # machine for which --plan estimates the run
+    looking: LookingOptions = part(LookingOptions, LOOK)  # actions for a stored run
     list_hooks: bool = switch(
         "print the hooks of the model with all their names, widths, dtypes and bytes per token, "
         "then exit. This reads no weights, but only config.json, the special tokens in "

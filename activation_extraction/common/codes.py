@@ -109,14 +109,16 @@ class Codes:
         num_record_features = (records.shape[1] - RECORD_IDS) // 2
         values_start = RECORD_IDS + num_record_features
         active_counts = records[:, 0].astype(np.int64)
-        float_records = records.view(np.float32)
+        records_as_float32 = records.view(np.float32)
         holds_active_feature = np.arange(num_record_features) < active_counts[:, None]
         return cls(
             indptr=np.cumsum([0, *np.minimum(active_counts, num_record_features)], dtype=np.int64),
             indices=records[:, RECORD_IDS:values_start][holds_active_feature],
-            data=float_records[:, values_start:][holds_active_feature].astype(dtype, copy=False),
-            error=float_records[:, 1].copy(),
-            norm=float_records[:, 2].copy(),
+            data=records_as_float32[:, values_start:][holds_active_feature].astype(
+                dtype, copy=False
+            ),
+            error=records_as_float32[:, 1].copy(),
+            norm=records_as_float32[:, 2].copy(),
             features=features,
             active=active_counts,
         )
@@ -157,13 +159,13 @@ class Codes:
         feature_counts = np.diff(self.indptr)
         values_start = RECORD_IDS + record_features
         records = np.zeros((len(feature_counts), record_width(record_features)), np.int32)
-        float_records = records.view(np.float32)
+        records_as_float32 = records.view(np.float32)
         holds_active_feature = np.arange(record_features) < feature_counts[:, None]
         records[:, 0] = feature_counts
-        float_records[:, 1] = self.error
-        float_records[:, 2] = self.norm
+        records_as_float32[:, 1] = self.error
+        records_as_float32[:, 2] = self.norm
         records[:, RECORD_IDS:values_start][holds_active_feature] = self.indices
-        float_records[:, values_start:][holds_active_feature] = self.data
+        records_as_float32[:, values_start:][holds_active_feature] = self.data
         return records
 
     def __len__(self) -> int:

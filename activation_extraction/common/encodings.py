@@ -159,7 +159,7 @@ def relative_errors(x: np.ndarray, decoded: np.ndarray) -> np.ndarray:
         x: The activations before encoding, (tokens, width). A norm of 0 counts as 1.
         decoded: The same activations after decoding.
     """
-    activations = x.astype(np.float64)
-    norms = np.linalg.norm(activations, axis=1)
-    error_norms = np.linalg.norm(activations - decoded, axis=1)
+    float64_activations = x.astype(np.float64)
+    norms = np.linalg.norm(float64_activations, axis=1)
+    error_norms = np.linalg.norm(float64_activations - decoded, axis=1)
     return error_norms / np.where(norms == 0, 1, norms)

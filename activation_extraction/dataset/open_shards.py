@@ -112,8 +112,8 @@ class OpenShards:
         ValueError: If the file of a shard is too small for the tokens that the commit records.
     """
 
-    url: str
-    is_local: bool
+    url: str  # URL of the run, with its secrets
+    is_local: bool  # whether the files of the run are on this machine
     shards: list[tuple[str, Commit]]  # name of the host's folder, and commit of the shard
     hooks: ByHook[HookValues]
 

@@ -90,8 +90,8 @@ class AlignedRuns:
         token_counts_by_run = [run.shards.columns(["tokens"])["tokens"] for run in runs]
         # For each run, an array with the token count of each sample that all runs have.
         common_token_counts = [
-            counts_of_run[sample_indices].astype(int)
-            for counts_of_run, sample_indices in zip(
+            token_counts_of_run[sample_indices].astype(int)
+            for token_counts_of_run, sample_indices in zip(
                 token_counts_by_run, self._sample_indices, strict=True
             )
         ]
@@ -109,8 +109,8 @@ class AlignedRuns:
                 )
         if any(
             run.identity.kept_tokens != runs[0].identity.kept_tokens
-            or (counts_of_run != common_token_counts[0]).any()
-            for run, counts_of_run in zip(runs, common_token_counts, strict=True)
+            or (token_counts_of_run != common_token_counts[0]).any()
+            for run, token_counts_of_run in zip(runs, common_token_counts, strict=True)
         ):
             log.warning(
                 "%s: store different tokens of the same samples; only those that all have are read",
@@ -379,7 +379,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
         )
         row_indices_in_all_runs = start_in_aligned_chunk + np.flatnonzero(is_in_all_runs)
         first_run_block = first_source.with_activations(first_run_tokens, row_indices_in_all_runs)
-        is_within_limits = first_source.are_within_limits(first_run_block)
+        is_within_norm_limits = first_source.are_within_limits(first_run_block)
         blocks_of_runs = (
             first_run_block,
             *(
@@ -388,7 +388,7 @@ def aligned_reader(sources: Sequence[TokenSource], sample_indices: np.ndarray) -
             ),
         )
         return tuple(
-            Block(run_tokens, wanted_rows[is_within_limits])
+            Block(run_tokens, wanted_rows[is_within_norm_limits])
             for run_tokens, wanted_rows in blocks_of_runs
         )
 
@@ -453,9 +453,9 @@ def _partners(
         partner_block = other_source.with_activations(
             other_run_tokens, other_run_indices[is_wanted]
         )
-        if (is_within_limits := other_source.are_within_limits(partner_block)).any():
-            other_run_row_of_token[first_run_indices[is_wanted][is_within_limits]] = (
-                partner_block.wanted_rows[is_within_limits] + sum(map(len, partner_batches))
+        if (is_within_norm_limits := other_source.are_within_limits(partner_block)).any():
+            other_run_row_of_token[first_run_indices[is_wanted][is_within_norm_limits]] = (
+                partner_block.wanted_rows[is_within_norm_limits] + sum(map(len, partner_batches))
             )
             partner_batches.append(partner_block.tokens)
     return Block(

@@ -164,9 +164,9 @@ class ShardTokens(NamedTuple):
             are compared when the activations are read.
     """
 
-    shard_number: int
-    token_indices: np.ndarray
-    tokens: TokenBatch
+    shard_number: int  # index of the shard among the shards of the run, from 0
+    token_indices: np.ndarray  # index of each token in the shard, ascending, int64 (tokens,)
+    tokens: TokenBatch  # tokens, as a batch without hooks
     sample_indices: np.ndarray  # for each token, the index of its sample in the run
     is_wanted: np.ndarray  # whether each token passes the filters except `max_norm`
 
@@ -478,12 +478,12 @@ class TokenSource:
             block: Block whose `wanted_rows` are the wanted tokens, with the activations of all
                 hooks that have a limit.
         """
-        is_within_limits = np.ones(len(block.tokens), bool)
+        is_within_norm_limits = np.ones(len(block.tokens), bool)
         for hook, max_norm in self.options.max_norm.items():
-            is_within_limits &= (
+            is_within_norm_limits &= (
                 np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= max_norm
             )
-        return is_within_limits[block.wanted_rows]
+        return is_within_norm_limits[block.wanted_rows]
 
     def take(self, blocks: Sequence[Block], start: int, stop: int) -> TokenBatch:
         """Copies some of the wanted tokens of blocks into a new batch, and returns the batch.

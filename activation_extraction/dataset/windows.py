@@ -43,7 +43,7 @@ class Chunk:
         stop: Index in the shard after the last token.
     """
 
-    shard_number: int
+    shard_number: int  # index of the shard among the shards of the run, from 0
     start: int  # index in the shard of the first token
     stop: int  # index in the shard after the last token
 
@@ -65,8 +65,8 @@ class Position:
         taken: Number of tokens of this window that are in earlier batches.
     """
 
-    window: int = 0  # number of the window
-    chunk: int = 0  # index of the window's first chunk
+    window: int = 0  # number of the window of tokens from which the next batch is cut, from 0
+    chunk: int = 0  # index of the window's first chunk in the list of all chunks
     row: int = 0  # number of wanted tokens of the chunk in earlier windows
     taken: int = 0  # number of tokens of the window in earlier batches
 
@@ -82,7 +82,7 @@ class Window(NamedTuple):
         end: Position at which an iteration continues after this window.
     """
 
-    blocks_of_runs: list[tuple[Block, ...]]  # a tuple of blocks for each run
+    blocks_of_runs: list[tuple[Block, ...]]  # for each run, its blocks in the window
     token_count: int  # number of tokens in the window
     end: Position  # position after the window
 
@@ -100,11 +100,11 @@ class Windows:
         seed: Seed for shuffling the tokens of a window. None to keep their order.
     """
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Chunk]  # ranges of the tokens of shards to read, in order
     read: Callable[[Chunk], tuple[Block, ...]]
-    num_chunks_read_at_once: int
-    max_window_tokens: int
-    seed: int | None
+    num_chunks_read_at_once: int  # number of chunks that are read at the same time
+    max_window_tokens: int  # number of tokens in a window; the last window may have fewer
+    seed: int | None  # seed for shuffling the tokens of a window
 
     def beginning(self, begin_position: Position) -> Generator[Window, None, None]:
         """Yields the windows, beginning at a position.
@@ -260,10 +260,10 @@ def cut_chunk(chunk: Chunk, part_tokens: float, unit_tokens: int = 1) -> list[Ch
     Returns:
         The smaller chunks in order; an empty list if the chunk is empty.
     """
-    num_units = -(-len(chunk) // unit_tokens)
-    part_count = min(max(round(len(chunk) / part_tokens), 1), num_units)
+    num_uncut_units = -(-len(chunk) // unit_tokens)
+    part_count = min(max(round(len(chunk) / part_tokens), 1), num_uncut_units)
     start_indices_of_parts = [
-        chunk.start + num_units * part_number // part_count * unit_tokens
+        chunk.start + num_uncut_units * part_number // part_count * unit_tokens
         for part_number in range(part_count)
     ]
     return [

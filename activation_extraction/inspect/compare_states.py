@@ -96,12 +96,14 @@ class Limits:
 class HookMatch(NamedTuple):
     """The errors of a row's stored states in one layer, against computed states at one hook.
 
-    A match with smaller errors sorts before a match with larger errors.
+    A match with smaller errors sorts before a match with larger errors. The relative error of a
+    token is the norm of the difference between its stored and its computed state, divided by the
+    norm of the computed state.
 
     Attributes:
         row_error: Root mean square of the tokens' relative errors. Tokens are left out if this
             program and the program that stored the row may have chosen different experts for them.
-        largest_token_error: Largest error of one of the tokens that are not left out.
+        largest_token_error: Largest relative error of a token that is not left out.
         hook_name: Name of the hook.
         token_offset: Number that is added to the index of a stored state to get the index of the
             token with whose computed state it is compared. 0 if the file is right.

@@ -126,9 +126,9 @@ class DelphiFormat(ExportFormat):
                     folder / hook_name / file_name
                 )
         for token_batch in chunks:
-            token_indices = np.arange(read_token_count, read_token_count + len(token_batch))
+            token_indices_in_run = np.arange(read_token_count, read_token_count + len(token_batch))
             sample_index_of_token = (
-                np.searchsorted(token_bounds_of_samples, token_indices, "right") - 1
+                np.searchsorted(token_bounds_of_samples, token_indices_in_run, "right") - 1
             )
             is_in_whole_row = (
                 token_batch.position

@@ -336,9 +336,9 @@ def throughput(
         for seconds_until_shard_ends, _ in cumulative_seconds_and_tokens_of_hosts
     )
     bin_edges = np.linspace(0, longest_seconds, bin_count + 1)
-    token_counts_until_edges = np.zeros(bin_count + 1)
+    token_counts_until_bin_edges = np.zeros(bin_count + 1)
     for seconds_until_shard_ends, tokens_until_shard_ends in cumulative_seconds_and_tokens_of_hosts:
-        token_counts_until_edges += np.interp(
+        token_counts_until_bin_edges += np.interp(
             bin_edges, seconds_until_shard_ends, tokens_until_shard_ends
         )
-    return bin_edges, np.diff(token_counts_until_edges) / np.diff(bin_edges)
+    return bin_edges, np.diff(token_counts_until_bin_edges) / np.diff(bin_edges)

@@ -59,7 +59,7 @@ class ExpectedHook(NamedTuple):
     """
 
     name: str  # full name of the hook
-    is_certain: bool = True  # False if no row matches a hook, so that `name` is a guess
+    is_certain: bool = True  # whether `name` is certain; it is a guess if no row matches a hook
 
 
 @dataclass
@@ -708,7 +708,11 @@ def _relation(actual_hook_name: str, hook: ExpectedHook, model: RecomputeStates)
 
 
 def _stream_names(depth: int) -> Iterator[str]:
-    """Yields the names of all residual streams of a model, in the order of the computation."""
+    """Yields the names of all residual streams of a model, in the order of the computation.
+
+    Args:
+        depth: Number of layers of the model.
+    """
     yield "blocks.0.hook_resid_pre"
     for block_number in range(depth):
         yield f"blocks.{block_number}.hook_resid_post"

@@ -348,8 +348,8 @@ def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     scores_by_query = scores.reshape(len(k), len(mask), -1, k.shape[1])  # shape KQGS
     scores_by_query = jnp.where(mask[:, None], scores_by_query, jnp.finfo(jnp.float32).min)
     scores = scores_by_query.reshape(scores.shape)
-    attention_weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    weight_sums = attention_weights.sum(axis=-1, keepdims=True)
-    return (einsum("KQS,KSH->KQH", attention_weights.astype(v.dtype), v) / weight_sums).astype(
-        q.dtype
-    )
+    unnormalised_weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weight_sum_by_query = unnormalised_weights.sum(axis=-1, keepdims=True)
+    return (
+        einsum("KQS,KSH->KQH", unnormalised_weights.astype(v.dtype), v) / weight_sum_by_query
+    ).astype(q.dtype)

@@ -75,7 +75,7 @@ class Capture:
     hooks: tuple[Hook, ...]  # the hooks whose values are captured
     size_of_axis_letter: Mapping[str, int]
     dtype: Any  # the dtype of activations
-    layout: Layout
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def vector_type(self, kind: HookKind) -> VectorType:
         """Returns the width and the dtype of the values at a kind of hook."""

@@ -76,10 +76,10 @@ class GatedDeltaNet(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: ModelConfig
-    dtype: Any
-    compute_delta_rule: DeltaRule
-    layout: Layout
+    config: ModelConfig  # configuration of the model
+    dtype: Any  # dtype of weights and of the operands of matrix products
+    compute_delta_rule: DeltaRule  # function that computes the gated delta rule
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def setup(self) -> None:
         make_linear = partial(Linear, self.config, dtype=self.dtype)
@@ -189,11 +189,11 @@ def short_convolution(x: Array, weight: Array, segment_ids: Array) -> Array:
     # HBM in float32.
     weighted_sum = x.astype(jnp.float32) * weight[..., -1]
     for tap_distance in range(1, tap_count):
-        is_same_segment = _shifted(segment_ids, tap_distance) == segment_ids
-        is_in_same_segment = jnp.expand_dims(is_same_segment, range(2, x.ndim))
-        earlier_values = jnp.where(is_in_same_segment, _shifted(x, tap_distance), 0).astype(
-            jnp.float32
-        )
+        is_earlier_token_in_segment = _shifted(segment_ids, tap_distance) == segment_ids
+        is_earlier_value_in_segment = jnp.expand_dims(is_earlier_token_in_segment, range(2, x.ndim))
+        earlier_values = jnp.where(
+            is_earlier_value_in_segment, _shifted(x, tap_distance), 0
+        ).astype(jnp.float32)
         weighted_sum += earlier_values * weight[..., -1 - tap_distance]
     return jax.nn.silu(weighted_sum)
 
@@ -467,11 +467,11 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     # Whether token I of a chunk sees token J of the same chunk, (N chunks, B, 1, 1, I, J).
     sees_token = jnp.tril(token_segments == token_segments.mT)
     # A matrix (I, C), which is 1 where token C is token I or an earlier token, and 0 elsewhere.
-    is_token_or_earlier = jnp.tri(CHUNK)
+    is_same_or_earlier_token = jnp.tri(CHUNK)
     log_decay_between_tokens = einsum(
-        "IC,NBKGCJ->NBKGIJ", is_token_or_earlier, log_decay * jnp.tri(CHUNK, k=-1)
+        "IC,NBKGCJ->NBKGIJ", is_same_or_earlier_token, log_decay * jnp.tri(CHUNK, k=-1)
     )
-    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_token_or_earlier, log_decay)
+    log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_same_or_earlier_token, log_decay)
     decay_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
     decay_since_chunk_begin = jnp.where(
         token_segments == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0

@@ -128,10 +128,10 @@ class Experts(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: Any
-    dtype: Any
+    config: Any  # configuration of the model
+    dtype: Any  # dtype of the weights
     compute_expert_sum: ExpertSum
-    layout: Layout
+    layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def setup(self) -> None:
         self.gate_proj = StackedWeight(self.config, "EDM", self.dtype)
@@ -167,8 +167,10 @@ class Experts(nn.Module):
         gate_and_up_axes = "layer", "experts", "hidden", "mlp"
         down_axes = "layer", "experts", "mlp", "hidden"
         axes_by_input = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
-        sum_on_device = partial(_sum_on_device, self.layout, self.compute_expert_sum)
-        return self.layout.per_device(sum_on_device, expert_inputs, axes_by_input, template=0)
+        compute_sum_on_device = partial(_sum_on_device, self.layout, self.compute_expert_sum)
+        return self.layout.per_device(
+            compute_sum_on_device, expert_inputs, axes_by_input, template=0
+        )
 
 
 def _sum_on_device(

@@ -227,11 +227,11 @@ class Scales:
             a scale.
     """
 
-    tensor_name: str
-    tensor_shape: Shape
-    scales_file: WeightFile
-    scales_tensor_name: str
-    values_per_scale: Shape
+    tensor_name: str  # name of the tensor in the language model
+    tensor_shape: Shape  # shape of the tensor
+    scales_file: WeightFile  # file that contains the scales
+    scales_tensor_name: str  # name of the tensor of scales in this file
+    values_per_scale: Shape  # number of values that share a scale, for each axis
 
     @classmethod
     def find(
@@ -364,12 +364,12 @@ class Scales:
                 table_indices = np.add(
                     chunk_value_bytes, column_table_offsets.astype(index_dtype), dtype=index_dtype
                 )
-                table_offset_of_rows = (
+                table_offset_by_row = (
                     (chunk_scale_indices - chunk_scale_indices[0])
                     * lookup_table_size
                     * scales_per_row
                 )
-                table_indices += table_offset_of_rows.astype(index_dtype)[:, None]
+                table_indices += table_offset_by_row.astype(index_dtype)[:, None]
                 # In its default mode, "raise", np.take would copy the values once more.
                 np.take(
                     scaled_value_table,

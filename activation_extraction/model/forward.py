@@ -67,12 +67,12 @@ class Program:
         encoders: Autoencoders whose codes the step computes.
     """
 
-    model: HookedModel
+    model: HookedModel  # hooked model on its mesh
     weights: WeightTable
     rows: HostRows  # shardings of rows and activations
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
     hooks: dict[Key, Hook]  # the stored hooks by key
-    encoders: tuple[Encoder, ...]
+    encoders: tuple[Encoder, ...]  # autoencoders whose codes the step computes
 
     @property
     def layout(self) -> Layout:
@@ -176,7 +176,7 @@ class Forward(Program):
         kernels: Field of `Kernels` -> kernel that was chosen for it.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  # checkpoint with the weights, and its adapter
     kernels: dict[str, Choice]  # field of `Kernels` -> kernel that was chosen for it
 
     @property

@@ -104,7 +104,7 @@ class HostRows:
             vector_type: shards_of_host(activations_of_type)
             for vector_type, activations_of_type in activations.items()
         }
-        # All copies are started before the first copy is awaited.
+        # All copies are started before the first copy is awaited, so that they overlap.
         host_copies_by_vector_type = {}
         for vector_type, shards_of_type in device_shards_by_vector_type.items():
             host_copies_by_vector_type[vector_type] = [

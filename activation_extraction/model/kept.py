@@ -62,7 +62,7 @@ class KeptTokens(NamedTuple):
             this type: (hooks, kept tokens of the batch, width).
     """
 
-    blocks: list[KeptBlock]
+    blocks: list[KeptBlock]  # blocks that together contain all kept tokens
     shape_of_type: dict[VectorType, tuple[int, int, int]]
 
     def receive(self) -> dict[VectorType, np.ndarray]:
@@ -72,7 +72,7 @@ class KeptTokens(NamedTuple):
             Vector type -> activations at the hooks of this type (a width and a dtype), (hooks, kept
             tokens of the batch, width). The tokens are ordered by row and position.
         """
-        # All copies are started before the first copy is awaited.
+        # All copies are started before the first copy is awaited, so that they overlap.
         host_copies_of_blocks = [
             jax.tree.map(to_host, kept_block.activations) for kept_block in self.blocks
         ]
@@ -192,20 +192,20 @@ def _block_plans(
         block_stop = block_start + tokens_per_block
         device_token_indices = np.zeros((len(slices_of_devices), tokens_per_block), np.int32)
         indices_in_block = []
-        indices_among_kept = []
+        indices_among_kept_tokens = []
         for device_number, kept_token_indices in enumerate(kept_token_indices_of_devices):
             num_block_tokens = len(kept_token_indices[block_start:block_stop])
             device_token_indices[device_number, :num_block_tokens] = kept_token_indices[
                 block_start:block_stop
             ]
             indices_in_block.append(device_number * tokens_per_block + np.arange(num_block_tokens))
-            indices_among_kept.append(
+            indices_among_kept_tokens.append(
                 indices_among_kept_of_devices[device_number][block_start:block_stop]
             )
         yield _BlockPlan(
             device_token_indices,
             np.concatenate(indices_in_block),
-            np.concatenate(indices_among_kept),
+            np.concatenate(indices_among_kept_tokens),
         )
 
 

@@ -70,7 +70,7 @@ class ExpertsConfig:
 
     count: int  # number of experts in a layer; also a key in metadata.json
     per_token: int  # number of experts that a token uses; also a key in metadata.json
-    # The names of the following fields are also keys in metadata.json.
+    # The names of the following fields are also keys in metadata.json, so they must not change.
     width: int  # number of hidden values of an expert
     shared_width: int  # number of hidden values of the shared expert; 0 without one
     renormalise: bool  # whether the weights of a token's experts are scaled to a sum of 1
@@ -91,7 +91,7 @@ class DeltaNet:
             key head, as for Qwen3-Next. Otherwise it stores four, as for Qwen3.5.
     """
 
-    # The names of these fields are also keys in metadata.json.
+    # The names of these fields are also keys in metadata.json, so they must not change.
     layers: tuple[int, ...]  # numbers of the layers with a delta net
     key_heads: int  # number of key heads
     values_per_key: int  # number of value heads for each key head

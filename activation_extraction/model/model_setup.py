@@ -68,13 +68,13 @@ class StepRequest:
         autoencoders: Autoencoders that --encode names, in the order of the flag.
     """
 
-    model: ModelOptions
-    hooks: HookOptions
+    model: ModelOptions  # flags that name the model
+    hooks: HookOptions  # flags that name the hooks
     computing: ComputingOptions
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
-    has_several_hosts: bool = False
-    device_memory_bytes: float | None = None
-    planned_devices: Sequence[Any] | None = None
+    has_several_hosts: bool = False  # whether the run has several hosts
+    device_memory_bytes: float | None = None  # bytes of memory of a device
+    planned_devices: Sequence[Any] | None = None  # devices of a machine that --plan describes
     autoencoders: tuple[Autoencoder, ...] = ()
 
 

@@ -78,12 +78,13 @@ class WeightSpec:
             axis, like the parameter. If not, their last two axes are swapped when they are read.
     """
 
-    shape: tuple[int, ...]
-    logical_axes: tuple[str, ...]
+    shape: tuple[int, ...]  # shape of the parameter
+    logical_axes: tuple[str, ...]  # logical axis of each dimension of the parameter
     hf_names: tuple[str, ...]  # names of the checkpoint's tensors that are stacked
     num_stacked_axes: int = 0
+    # Slice of each tensor that belongs to the parameter; None for whole tensors.
     tensor_slice: TensorSlice | None = None
-    has_input_axis_first: bool = False
+    has_input_axis_first: bool = False  # whether experts' tensors have the input axis first
 
     @property
     def reverses_axes(self) -> bool:

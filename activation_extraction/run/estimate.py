@@ -81,10 +81,10 @@ class PlannedRun:
             of data is unknown.
     """
 
-    model_config: Mapping[str, Any]
-    topology: Topology
-    request: StepRequest
-    token_counts: TokenCounts | None
+    model_config: Mapping[str, Any]  # content of the model's config.json
+    topology: Topology  # planned machine
+    request: StepRequest  # request for a step: model, hooks, mesh and shape
+    token_counts: TokenCounts | None  # numbers of tokens that the machine computes and stores
 
 
 def print_estimate(config: Config) -> int:

@@ -56,11 +56,11 @@ class Input(Generic[ModelOrText]):
             between hosts if the content is the same.
     """
 
-    name_in_messages: str
-    identity_field: str
+    name_in_messages: str  # name of the input in messages, such as "model"
+    identity_field: str  # name of the field of Identity that identifies the content of the input
     read_field_value: Callable[[ModelOrText], str]
-    flag_names: tuple[str, ...]
-    path_flags: tuple[str, ...]
+    flag_names: tuple[str, ...]  # names of the flags that determine the input
+    path_flags: tuple[str, ...]  # names of the flags that contain the path of the input
 
 
 def _adapter_digest(forward: Forward) -> str:

@@ -70,13 +70,13 @@ class Run:
             the last batch, the attribute `result` is the mark at the end of the data.
     """
 
-    config: Config
-    host: Host
-    watchdog: Watchdog
-    folders: RunFolders
-    forward: Forward
+    config: Config  # configuration of the run, as its user asks for it
+    host: Host  # this host among the hosts of the run
+    watchdog: Watchdog  # ends the process if nothing happens for too long
+    folders: RunFolders  # local folder and the folder in a bucket to which this host writes
+    forward: Forward  # model on its mesh, whose checkpoint is checked but not read yet
     text: Text  # samples of the data set, and the tokenizer
-    storage: ActivationStorage
+    storage: ActivationStorage  # storage of this host, to which nothing has been written yet
     batches: Prefetch[Batch, Mark | None]
 
     @property
@@ -311,11 +311,11 @@ def agree_on_commit(host: Host, commit_choice: CommitChoice | None) -> str | Non
     Returns:
         The commit. None if the model of this host is local.
     """
-    choice_fields_of_hosts = gather(host, commit_choice)
+    commit_choice_fields_of_hosts = gather(host, commit_choice)
     commit_choices_of_hosts = [
-        CommitChoice(*choice_fields)
-        for choice_fields in choice_fields_of_hosts
-        if choice_fields is not None
+        CommitChoice(*commit_choice_fields)
+        for commit_choice_fields in commit_choice_fields_of_hosts
+        if commit_choice_fields is not None
     ]
     if commit_choice is None or not commit_choices_of_hosts:
         return None

@@ -35,10 +35,10 @@ class ChipKind(NamedTuple):
         devices_per_chip: The number of JAX devices per chip.
     """
 
-    chip_name: str
+    chip_name: str  # key of the chip in `model.devices.CHIPS`
     machine_shapes: str  # shapes of machines with this chip, such as "2x2 4x4"; "" for GPUs
     number_in_name_per_chip: int  # such as 2 if v4-32 has 16 chips
-    devices_per_chip: int
+    devices_per_chip: int  # number of JAX devices per chip
 
 
 # Kinds of chips that can be rented, by the first part of a machine's name. The numbers are from the
@@ -97,8 +97,8 @@ class Topology:
         num_chips: The number of chips on all hosts together.
     """
 
-    name: str
-    chip_kind: ChipKind
+    name: str  # name of the machine, such as v5e:8x8 or h100-8
+    chip_kind: ChipKind  # kind of the machine's chips
     num_hosts: int  # number of hosts of the machine
     num_chips: int  # number of chips on all hosts together
 

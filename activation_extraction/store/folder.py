@@ -584,7 +584,8 @@ def local_path(url: str) -> str:
 def failure_of(error: Exception) -> FolderError:
     """Converts an exception that a file system raised to a FolderError that states its reason.
 
-    The FolderError is final if a second attempt at the request would fail in the same way.
+    The error's attribute `is_permanent` is True if the same request would fail again in the same
+    way.
     """
     error_code = str(getattr(error, "code", ""))
     http_status = int(error_code) if error_code.isdigit() else 0

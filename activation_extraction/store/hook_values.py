@@ -547,12 +547,12 @@ class Float8Values(HookValues):
     def encode(
         self, samples: list[np.ndarray], positions: Sequence[np.ndarray], threads: Executor
     ) -> tuple[list[Float8Array], ErrorByTokenKind]:
-        token_offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
+        sample_offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
         is_sink = np.concatenate(positions) == 0
         is_measured = _evenly_chosen(is_sink) | _evenly_chosen(~is_sink)
 
         def encode_slice(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
-            offsets_of_slice = token_offsets[sample_slice.start : sample_slice.stop + 1]
+            offsets_of_slice = sample_offsets[sample_slice.start : sample_slice.stop + 1]
             start_token, stop_token = offsets_of_slice[[0, -1]]
             slice_activations = np.concatenate(samples[sample_slice])
             encoded_values = Float8Array.of(slice_activations)

@@ -69,8 +69,8 @@ class Difference(NamedTuple):
     """
 
     field_name: str
-    value_in_first_identity: Any
-    value_in_second_identity: Any
+    value_in_first_identity: Any  # value for the first identity, as JSON
+    value_in_second_identity: Any  # value for the second identity, as JSON
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Identity:
         worker: Machine and host whose samples are stored.
     """
 
-    model_digest: str = ""
-    lora_digest: str = ""
+    model_digest: str = ""  # SHA-256 of the model; "" for a user's program
+    lora_digest: str = ""  # SHA-256 of the LoRA adapter; "" for none
     autoencoder_digest: str = ""  # SHA-256 of the autoencoders; "" for none
     tokenizer_digest: str = ""  # SHA-256 of the tokenizer's files; "" for none
     data: str = ""  # name of the data set; "files" for files
     data_revision: str = ""  # commit of the data set on the hub; "" for files
-    chat_template: str = ""
+    chat_template: str = ""  # digest of the chat template and its arguments; "" for none
     special_tokens: str = ""
-    text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)
-    storage: StorageOptions = StorageOptions()
+    text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)  # flags about text
+    storage: StorageOptions = StorageOptions()  # flags about shards
     hooks: tuple[str, ...] = ()  # full names of all hooks
     # Full names of the hooks with indices of experts or with token ids.
     integer_hooks: tuple[str, ...] = ()
@@ -132,9 +132,9 @@ class Identity:
     # the list of the keys.
     keyed_by: str | list[str] = "layer"
     dtype: str = ""  # dtype of the computation
-    activation_dtype: str = ""
+    activation_dtype: str = ""  # dtype of stored activations, or "float8"
     top_logits: int = 0  # number of largest logits that are stored for each token
-    worker: Worker = Worker()
+    worker: Worker = Worker()  # machine and host whose samples are stored
 
     def __post_init__(self) -> None:
         """Sets flags that do not decide the content of shards to their defaults."""
@@ -432,5 +432,6 @@ class RunFacts:
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    # Key of a hook -> facts about the hook by name, such as its aliases.
     hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
     sources: Sources | None = None  # files of the data set; None if samples come from no files

@@ -110,7 +110,7 @@ class Repair:
     withdrawn_json_versions: Mapping[int, str | None]
     gaps: tuple[int, ...] = ()  # numbers of the missing and bad shards before a good one
     num_samples_to_read: int | None = None
-    num_samples_to_add: int = 0
+    num_samples_to_add: int = 0  # number of samples that a user's program must add again
     previous_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def limits(self, limits: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -208,8 +208,8 @@ class RepairPlanner:
             "max_tokens"; None for no limit.
     """
 
-    folder: Folder
-    identity: Identity
+    folder: Folder  # folder that contains the shards
+    identity: Identity  # identity that follows from the flags or arguments of this process
     # "max_samples" or "max_tokens" -> largest number to store; None for no limit.
     limits: Mapping[str, int | None]
     # Shard number -> result of the last check of this shard.

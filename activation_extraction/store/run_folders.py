@@ -351,19 +351,19 @@ class RunFolders:
         worker = self.worker
         sibling_workers = [replace(worker, host=host_number) for host_number in range(worker.hosts)]
         # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
-        for root_index, root in enumerate(self.roots):
+        for root_index, output_root in enumerate(self.roots):
             names_of_this_machine = {
                 folder_name(sibling_worker, bool(root_index)) for sibling_worker in sibling_workers
             }
             # Names of folders that a run with another number of hosts or machines may have left. ""
             # is the name of the output folder itself.
             folder_names_to_check = [""]
-            for name_of_folder, host_folder in host_folders(root.listing()).items():
+            for name_of_folder, host_folder in host_folders(output_root.listing()).items():
                 machine_number = host_folder.machine
                 if machine_number == worker.machine or machine_number >= worker.machines:
                     folder_names_to_check.append(name_of_folder)
             for name_of_folder in folder_names_to_check:
-                stale_folder = root.child(name_of_folder)
+                stale_folder = output_root.child(name_of_folder)
                 if name_of_folder not in names_of_this_machine and own_files(stale_folder.files()):
                     stale_remedy = (
                         "delete it" if overwrite else "give the same number, or delete it"
@@ -390,9 +390,9 @@ class RunFolders:
         """
         urls_and_metadata = []
         # Root 0 is the local output folder, and root 1 is the output folder in the bucket.
-        for root_index, root in enumerate(self.roots):
-            worker_folder = root.child(folder_name(self.worker, bool(root_index)))
-            url_and_metadata = _find_metadata(root, worker_folder)
+        for root_index, output_root in enumerate(self.roots):
+            worker_folder = output_root.child(folder_name(self.worker, bool(root_index)))
+            url_and_metadata = _find_metadata(output_root, worker_folder)
             if url_and_metadata is not None:
                 urls_and_metadata.append(url_and_metadata)
         return urls_and_metadata
@@ -406,8 +406,8 @@ class RunFolders:
         Raises:
             InputError: If an output folder contains another run.
         """
-        for root in self.roots:
-            url_and_metadata = _find_metadata(root)
+        for output_root in self.roots:
+            url_and_metadata = _find_metadata(output_root)
             if url_and_metadata is not None:
                 folder_url, stored_metadata = url_and_metadata
                 identity_difference = identity.compare(
@@ -421,9 +421,9 @@ class RunFolders:
         Every host deletes the file in its local output folder. Host 0 also deletes the file in the
         bucket.
         """
-        for root in self.roots:
-            if root.is_local or self.worker.host == 0:
-                root.remove(AGGREGATE)
+        for output_root in self.roots:
+            if output_root.is_local or self.worker.host == 0:
+                output_root.remove(AGGREGATE)
 
 
 def _find_metadata(

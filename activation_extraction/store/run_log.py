@@ -239,7 +239,7 @@ class Commit:
     hooks: list[dict[str, Any]] = field(default_factory=list)  # facts about each hook
     committed: float = 0.0  # Unix time of the commit
     cut_samples: int = 0  # number of samples that were cut at their end
-    cut_tokens: int = 0  # number of tokens that were cut off
+    cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
     empty_samples: int = 0  # number of samples without a stored token
 
     @property
@@ -422,15 +422,18 @@ class RunLog:
     """
 
     metadata: dict[str, Any] | None = None  # content of metadata.json
-    metadata_version: str | None = None
+    metadata_version: str | None = None  # version of metadata.json
+    # Number of a shard -> its commit in the run that metadata.json names. Without metadata, the
+    # commits of all runs are included.
     commits: dict[int, Commit] = field(default_factory=dict)
     # Name of a shard's JSON file, a commit or a reservation -> version of this file.
     shard_json_versions: dict[str, str | None] = field(default_factory=dict)
+    # Name of each file in the folder -> its size in bytes.
     file_sizes: dict[str, int] = field(default_factory=dict)
     damaged_files: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""  # URL of the folder, without secrets
-    is_local: bool = True
+    is_local: bool = True  # whether the folder is on this machine
 
     @classmethod
     def read(cls, folder: Folder) -> "RunLog":

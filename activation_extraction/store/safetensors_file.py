@@ -47,7 +47,7 @@ class Blocks:
 
     start: int  # offset of the first byte
     stop: int  # offset after the last byte
-    block_bytes: int
+    block_bytes: int  # size of a block in bytes
     crc32c: str  # CRC-32C of each block, 8 hexadecimal digits each
 
 

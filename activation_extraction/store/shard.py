@@ -43,7 +43,7 @@ class ShardSample:
             Empty if the run stores no conversations.
     """
 
-    facts: SampleFacts
+    facts: SampleFacts  # facts of the sample, such as its number and its row in the data set
     token_ids: np.ndarray | None  # ids of the stored tokens; None if they are unknown
     positions: np.ndarray  # index in the sample of each stored token
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token

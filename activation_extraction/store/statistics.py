@@ -158,7 +158,7 @@ class EncodingError:
         worst: Largest relative error of these tokens.
     """
 
-    tokens: int = 0
+    tokens: int = 0  # number of tokens whose error was measured
     mean: float = 0.0  # mean relative error of the measured tokens
     worst: float = 0.0  # largest relative error of a measured token
 
@@ -201,7 +201,7 @@ class CodeSums:
         square: Sum over tokens of the squared norm of the activation that is reconstructed.
     """
 
-    tokens: int = 0
+    tokens: int = 0  # number of tokens
     features: int = 0  # sum over tokens of the number of stored features
     cut: int = 0  # number of active features that are not stored
     cut_tokens: int = 0  # number of tokens with features that are not stored

@@ -130,8 +130,8 @@ class PlacedSample(NamedTuple):
             be stored already.
     """
 
-    sample: Sample
-    row_index: int
+    sample: Sample  # sample, which may have no tokens
+    row_index: int  # index of the row in the batch
     start_in_row: int  # index of the sample's first token in the row
     mark: Mark
 

@@ -276,7 +276,7 @@ class ChatTemplate:
             templates besides messages and tools.
     """
 
-    tokenizer: Any
+    tokenizer: Any  # tokenizer, an object of transformers
     source_by_name: Mapping[str, str]  # name of a template -> its Jinja source
     flag_and_path: str
     value_by_argument: Mapping[str, Any]

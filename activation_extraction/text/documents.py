@@ -56,10 +56,10 @@ class Document:
             values by column name.
     """
 
-    content: Content
-    doc_id: DocId
+    content: Content  # text, conversation or token ids of the row
+    doc_id: DocId  # id of the row in the data set; None if it has no id
     stored_position: dict[str, Any]
-    location_in_words: str
+    location_in_words: str  # position of the row in words, for messages
     kept_value_by_column: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,8 +74,8 @@ class ReadRow(NamedTuple):
             The counts of skipped and empty rows are missing; `with_counts` adds them.
     """
 
-    document: Document | None
-    skip_reason: str
+    document: Document | None  # document of the row; None if the row has no content or is skipped
+    skip_reason: str  # position and reason, if the row is skipped; otherwise ""
     state: dict[str, Any]  # the state from which reading can continue with the next row
 
 

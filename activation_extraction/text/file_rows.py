@@ -114,9 +114,9 @@ class FileKind:
     """
 
     name: str  # name of the kind, for messages
-    extensions: tuple[str, ...]
+    extensions: tuple[str, ...]  # extensions of the files in lower case
     read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
-    is_text: bool = False
+    is_text: bool = False  # whether the files are text
 
 
 def kind_of(url: str) -> FileKind | None:

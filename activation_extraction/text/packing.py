@@ -182,22 +182,28 @@ def best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     """
     sample_indices_of_rows: list[list[int]] = []
     # For each row that is not full, a tuple of the number of its free tokens and its index; sorted.
-    free_tokens_and_row_indices: list[tuple[int, int]] = []
+    free_token_counts_and_row_indices: list[tuple[int, int]] = []
     for sample_index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         num_sample_tokens = lengths[sample_index]
         if not num_sample_tokens:
             sample_indices_of_rows.append([sample_index])
             continue
-        best_fit_insertion_index = bisect_left(free_tokens_and_row_indices, (num_sample_tokens, 0))
-        if best_fit_insertion_index < len(free_tokens_and_row_indices):
-            num_free_tokens, row_index = free_tokens_and_row_indices.pop(best_fit_insertion_index)
+        best_fit_insertion_index = bisect_left(
+            free_token_counts_and_row_indices, (num_sample_tokens, 0)
+        )
+        if best_fit_insertion_index < len(free_token_counts_and_row_indices):
+            num_free_tokens, row_index = free_token_counts_and_row_indices.pop(
+                best_fit_insertion_index
+            )
             sample_indices_of_rows[row_index].append(sample_index)
         else:
             num_free_tokens = row_length
             row_index = len(sample_indices_of_rows)
             sample_indices_of_rows.append([sample_index])
         if num_free_tokens > num_sample_tokens:
-            insort(free_tokens_and_row_indices, (num_free_tokens - num_sample_tokens, row_index))
+            insort(
+                free_token_counts_and_row_indices, (num_free_tokens - num_sample_tokens, row_index)
+            )
     return sorted(map(sorted, sample_indices_of_rows))
 
 

@@ -84,9 +84,9 @@ class IdsColumn:
     """
 
     activity: ClassVar = "reading"  # words before the position of a row in the log
-    column_name: str
-    mask_column: str
-    vocabulary_size: int
+    column_name: str  # name of the column with lists of token ids
+    mask_column: str  # name of the column with masks of 0 and 1; "" for no mask
+    vocabulary_size: int  # number of token ids that the model has
 
     @property
     def columns(self) -> Columns:
@@ -192,7 +192,7 @@ class ArcTask:
     """
 
     activity: ClassVar = "reading"  # words before the position of a row in the log
-    template: ChatTemplate | None = None
+    template: ChatTemplate | None = None  # template of the prompt; None to use it unchanged
 
     @property
     def columns(self) -> Columns:

@@ -58,9 +58,9 @@ class SampleSettings:
             document. A document that is cut still contains all of them.
     """
 
-    max_sample_tokens: int
+    max_sample_tokens: int  # largest number of tokens of a sample
     splits_documents: bool = False
-    overlap: int = 0
+    overlap: int = 0  # number of tokens of a piece that the next piece repeats
     token_choice: TokenChoice = TokenChoice()
     special_tokens: SpecialTokens = SpecialTokens()
 

@@ -73,8 +73,8 @@ class SpecialTokens:
             if no tokens are added.
     """
 
-    front_token_ids: tuple[int, ...] = ()  # added in front of the text
-    end_token_ids: tuple[int, ...] = ()  # added after the text
+    front_token_ids: tuple[int, ...] = ()  # ids of the tokens that are added in front of the text
+    end_token_ids: tuple[int, ...] = ()  # ids of the tokens that are added after the text
     description: str = ""  # description of these tokens, such as "text + <|endoftext|>"
 
     def __len__(self) -> int:
