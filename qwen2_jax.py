@@ -275,10 +275,10 @@ class SparseMLP(nn.Module):
         layout: The mesh of devices, and the rules for splitting arrays along its axes.
     """
 
-    config: Any
-    dtype: Any
-    compute_expert_sum: ExpertSum
-    layout: Layout
+    config: Any  # configuration of the model, a ModelConfig
+    dtype: Any  # dtype of weights and of the operands of matrix products
+    compute_expert_sum: ExpertSum  # computes the weighted sums of the routed experts
+    layout: Layout  # mesh of devices, and rules for splitting arrays along its axes
 
     def setup(self) -> None:
         self.gate = Linear(self.config, "D->R", dtype=self.dtype)

@@ -180,19 +180,19 @@ class HookedModel(nn.Module):
         layer_plan = capture.plan(range(self.num_layers))
         end_plan = capture.plan_end()
         x = self.embed_tokens(token_ids)
-        buffers = capture.buffers([layer_plan, end_plan], token_ids.shape)
+        hook_buffers = capture.buffers([layer_plan, end_plan], token_ids.shape)
         rotary = rotary_table(positions, self.config)
         with jax.named_scope("layers"):
             stacked_layers = self.decoder.stacked(self.layers)
-            x, buffers = self._loop(
-                capture, layer_plan, stacked_layers, x, buffers, rotary, segment_ids
+            x, hook_buffers = self._loop(
+                capture, layer_plan, stacked_layers, x, hook_buffers, rotary, segment_ids
             )
         if self.runs_to_the_end:
             bits_of_kinds_after_last_layer = self._bits_after_last_layer(
                 capture, x, token_ids, positions
             )
-            buffers = capture.write(buffers, end_plan, bits_of_kinds_after_last_layer)
-        return capture.values(buffers)
+            hook_buffers = capture.write(hook_buffers, end_plan, bits_of_kinds_after_last_layer)
+        return capture.values(hook_buffers)
 
     def _run_in_stages(
         self, capture: Capture, token_ids: Array, segment_ids: Array, positions: Array
@@ -292,23 +292,29 @@ class HookedModel(nn.Module):
                     The residual stream after the last stage, as unsigned integers with the same
                     bits, (B, T, D); None if no hook comes after the last layer.
             """
-            x, buffers = carry
+            x, hook_buffers = carry
             entering_token_ids = ids_by_micro_batch[jnp.minimum(tick_number, micro_batch_count - 1)]
             x = jnp.roll(x, 1, axis=0).at[0].set(self.embed_tokens(entering_token_ids))
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
-            x, buffers = run_stages(
-                stage_layers, stages_plan.slots_by_kind, x, buffers, tick_number - stage_numbers
+            x, hook_buffers = run_stages(
+                stage_layers,
+                stages_plan.slots_by_kind,
+                x,
+                hook_buffers,
+                tick_number - stage_numbers,
             )
-            return (x, buffers), to_bits(x[-1]) if self.runs_to_the_end else None
+            return (x, hook_buffers), to_bits(x[-1]) if self.runs_to_the_end else None
 
         x = jnp.zeros(
             (stage_count, *ids_by_micro_batch.shape[1:], self.config.hidden_size), self.dtype
         )
-        buffers = capture.buffers([stages_plan], ids_by_micro_batch.shape, stage_count)
+        hook_buffers = capture.buffers([stages_plan], ids_by_micro_batch.shape, stage_count)
         with jax.named_scope("layers"):
             tick_numbers = jnp.arange(micro_batch_count + stage_count - 1)
-            (_, buffers), final_stream_by_tick = lax.scan(tick, (x, buffers), tick_numbers)
+            (_, hook_buffers), final_stream_by_tick = lax.scan(
+                tick, (x, hook_buffers), tick_numbers
+            )
         bits_by_kind_after_layers: dict[HookKind, Array] = {}
         if self.runs_to_the_end:
             assert final_stream_by_tick is not None
@@ -321,7 +327,7 @@ class HookedModel(nn.Module):
                 zip(capture.plan_end().kinds, bits_of_kinds_after_last_layer, strict=True)
             )
         return capture.values_of_stages(
-            buffers, row_count, self.layers_per_stage, bits_by_kind_after_layers
+            hook_buffers, row_count, self.layers_per_stage, bits_by_kind_after_layers
         )
 
     def _loop(
@@ -358,10 +364,10 @@ class HookedModel(nn.Module):
         """
 
         def run_layer(layer: Callable, carry: tuple[Array, Buffers], slots: Any) -> Any:
-            x, buffers = carry
+            x, hook_buffers = carry
             x, bits_by_kind = layer(x, rotary, segment_ids)
             return x, capture.write(
-                buffers, plan.with_slots(slots), bits_by_kind, micro_batch_number
+                hook_buffers, plan.with_slots(slots), bits_by_kind, micro_batch_number
             )
 
         values_to_bits = partial(capture.bits_of, plan.kinds)

@@ -77,7 +77,8 @@ class Sampling(NamedTuple):
             written. 1 to write all.
     """
 
-    batches_per_computed_batch: int
+    batches_per_computed_batch: int  # number of successive batches of which one is computed
+    # Number of successive computed documents of which one is written.
     documents_per_written_document: int
 
 

@@ -96,8 +96,8 @@ class StartedProcess(NamedTuple):
         log_path: Path of the file with the stdout and stderr of the process.
     """
 
-    process: Forked
-    log_path: Path
+    process: Forked  # handle of the process
+    log_path: Path  # path of the file with the stdout and stderr of the process
 
     def end(self) -> str:
         """Waits until the process has ended.
@@ -132,10 +132,11 @@ class Extraction:
         num_starts: Number of times that the extraction was started so far.
     """
 
-    folder: Path
+    folder: Path  # folder with the logs of the processes and the script that they run
     flags: Sequence[str]  # flags of extract_activations.py
     # Environment variables that are added to the variables of this process.
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Whether the batch size, the mesh and the number of devices are random at every start.
     varies_settings: bool = False
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     num_starts: int = 0  # number of times that the extraction was started so far

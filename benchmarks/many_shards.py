@@ -10,8 +10,9 @@ with fewer shards.
 one_pass.py makes a pass and describes the figures. It makes a new dataset for every pass, so every
 shard is opened again. With `--against CHECKOUT`, the reader of another checkout is measured as
 well, and the order of the two readers changes in each round. Figures are medians over the rounds.
-`passed` is the fraction of the tokens that pass the filters. The bytes of other tokens between
-these tokens are often read, too. The last line printed is one JSON object.
+The last line printed is one JSON object with the figures. Its figure `passed` is the fraction of
+the tokens that pass the filters. The bytes of other tokens between these tokens are often read,
+too.
 """
 
 import argparse
@@ -46,9 +47,9 @@ class Scenario(NamedTuple):
         kept_sample_fraction: Fraction of the samples that pass the filter `where`. 1 for no filter.
     """
 
-    run: Run
-    batch_options: dict[str, Any]
-    kept_sample_fraction: float = 1.0
+    run: Run  # run with a single shard, of which the run that is read contains copies
+    batch_options: dict[str, Any]  # keyword arguments of `ActivationDataset.batches`
+    kept_sample_fraction: float = 1.0  # fraction of the samples that pass the filter `where`
 
 
 def scenarios(shard_bytes: int) -> dict[str, Scenario]:

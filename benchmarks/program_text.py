@@ -77,9 +77,8 @@ class Instruction(NamedTuple):
     def branches(self) -> list[str]:
         """The names of the computations that are the branches of a conditional.
 
-        They are in the order of the conditional's index. [] for other instructions.
-
-        A conditional with a boolean index has its false branch first.
+        They are in the order of the conditional's index. For a boolean index, the false branch
+        comes first. [] for instructions that are no conditionals.
         """
         branches_match = re.search(r"branch_computations=\{([^}]*)\}", self.line)
         if branches_match:
@@ -131,7 +130,8 @@ class Move(NamedTuple):
     sent_bytes: int = 0  # bytes that the instruction sends to other chips
     is_hidden: bool = False  # whether products or kernels run while the instruction sends
     axes: tuple[str, ...] = ()  # mesh axes along which the instruction sends
-    # Operations of the matrix products of the instruction, or that run while the instruction sends.
+    # Floating-point operations of the matrix products in the instruction, and of the products that
+    # run while the instruction sends.
     flops: float = 0.0
 
     def times(self, count: float) -> "Move":

@@ -543,9 +543,9 @@ class Rate(NamedTuple):
         num_bytes: Number of bytes that were read.
     """
 
-    mb_per_second: float
-    core_seconds_per_gb: float
-    num_bytes: int
+    mb_per_second: float  # MB that were read per second
+    core_seconds_per_gb: float  # CPU seconds for each GB that was read
+    num_bytes: int  # number of bytes that were read
 
 
 def rate_of(read: Callable[..., int], *arguments: Any) -> Rate:

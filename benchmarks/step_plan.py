@@ -46,9 +46,9 @@ class Sent(NamedTuple):
             kernels run.
     """
 
-    mesh_axes: tuple[str, ...]
+    mesh_axes: tuple[str, ...]  # names of the mesh axes along which the bytes are sent
     num_bytes: float  # number of bytes that the device sends along `mesh_axes`
-    overlapped_bytes: float
+    overlapped_bytes: float  # bytes that are sent while matrix products or kernels run
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class StepPlan:
         sent_by_axes: Bytes that the device sends along each set of mesh axes.
     """
 
-    flops: float
-    delta_kernel_flops: float  # all operations of the kernel of gated delta nets
+    flops: float  # floating-point operations of the model and the autoencoders on the device
+    delta_kernel_flops: float  # floating-point operations of the kernel of gated delta nets
     hbm_bytes: float  # bytes of HBM that the device reads and writes
     sent_by_axes: tuple[Sent, ...]  # one item for each set of mesh axes
 
@@ -88,8 +88,8 @@ class StepTimes(NamedTuple):
         exposed: Seconds for sending while nothing else runs.
     """
 
-    products: float  # seconds for the operations of the model and the autoencoders
-    kernel: float  # seconds for all operations of the kernel of gated delta nets
+    products: float  # seconds for the floating-point operations in `StepPlan.flops`
+    kernel: float  # seconds for the operations in `StepPlan.delta_kernel_flops`
     hbm: float  # seconds for reading and writing HBM
     hidden: float  # seconds for sending while the device computes
     exposed: float  # seconds for sending while nothing else runs
@@ -163,15 +163,16 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     # The operations that the autoencoders need for each token.
     encoding_flops_per_token = 0.0
     for encoder in program.encoders:
-        num_passes = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
-        encoding_flops_per_token += encoder.flops * num_passes
+        passes_per_product = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
+        encoding_flops_per_token += encoder.flops * passes_per_product
     step_flops = (
         model.flops([row_length] * num_rows_of_step)
         + encoding_flops_per_token * row_length * num_rows_of_step
     )
     program_text = text_of(program, compiled)
     moves = program_text.moves(program_text.entry)
-    # The keys of this dict and of the next one are the mesh axes along which a device sends.
+    # Names of the mesh axes along which a device sends -> number of bytes that it sends. The second
+    # dict counts only the bytes that are sent while matrix products or kernels run.
     sent_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     overlapped_bytes_of_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for move in moves:
@@ -362,8 +363,8 @@ def _padded_flops_of_product(product: Any, tile: int) -> int:
         right_operand.size // contracted_size,
     )
     num_tiles = -(-contracted_size // tile) * -(-num_columns // tile)
-    num_passes = 6 if left_operand.dtype == jnp.float32 else 1
-    return num_rows * num_tiles * num_passes * 2 * tile**2
+    passes_per_product = 6 if left_operand.dtype == jnp.float32 else 1
+    return num_rows * num_tiles * passes_per_product * 2 * tile**2
 
 
 def equations(program: Any) -> Iterator[Any]:

@@ -38,8 +38,8 @@ class Variables:
     """
 
     variable_names: tuple[str, ...]  # names of environment variables; the first that is set is used
-    required_flag: str = ""
-    excluding_flags: tuple[str, ...] = ()
+    required_flag: str = ""  # flag without which the variables are ignored; "" for none
+    excluding_flags: tuple[str, ...] = ()  # flags with which the variables are ignored
 
     def are_read_with(self, flag_names: Collection[str]) -> bool:
         """Returns whether these environment variables may give a missing flag its value.
@@ -82,9 +82,10 @@ class Flag:
     group: Group | None = None  # group of the flag in --help
     needs: str = ""  # names of other flags, of which this flag needs one
     excluded_flags: tuple[str, ...] = ()  # names of flags that cannot be used with this flag
-    variables: Variables | None = None
+    variables: Variables | None = None  # environment variables that replace the missing flag
     # Name and help text of the flag that sets the field to False; None if there is no such flag.
     opposite_name_and_help: tuple[str, str] | None = None
+    # Function that turns the list of values after the flag into the value of the field.
     collect: Callable[[list[Any]], Any] = tuple
     determines_shards: bool = False  # whether the value of the flag determines stored content
     may_differ_by_host: bool = False  # whether the value may differ between the hosts of a run

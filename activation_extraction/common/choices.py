@@ -12,8 +12,7 @@ DEFAULT_LAYERS = range(10, 24)
 DEFAULT_TOP_LOGITS = 10
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "model")
 SHARD_FORMATS = ("pickle", "safetensors")
-# The values of --export. inspect/trainer_files.py lists the module that writes the files of each
-# value.
+# The values of --export. inspect/export_format.py names the modules that write the files.
 EXPORTS = ("sae_lens", "speculators", "specforge", "delphi", "nla")
 # The columns that every table of samples has.
 SAMPLE_COLUMNS = ("sample_idx", "tokens", "doc_id", "row", "cut", "text_preview")

@@ -92,9 +92,9 @@ class Float8Array:
         Returns:
             The arrays, whose number is one more than the length of `first_tokens`.
         """
-        split_values = np.split(self.values, first_tokens)
-        split_scales = np.split(self.scales, first_tokens)
-        return list(map(Float8Array, split_values, split_scales))
+        values_of_parts = np.split(self.values, first_tokens)
+        scales_of_parts = np.split(self.scales, first_tokens)
+        return list(map(Float8Array, values_of_parts, scales_of_parts))
 
     def __len__(self) -> int:
         return len(self.values)

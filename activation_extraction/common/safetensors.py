@@ -54,8 +54,8 @@ class Tensor:
         offset: Offset of the tensor's first byte in the file.
     """
 
-    dtype: np.dtype
-    shape: tuple[int, ...]
+    dtype: np.dtype  # dtype of the values
+    shape: tuple[int, ...]  # shape of the tensor; (1,) for a scalar
     offset: int  # offset of the tensor's first byte in the file
 
     @property
@@ -93,8 +93,8 @@ class Header:
         end_offset: Offset in the file of the byte after the header.
     """
 
-    tensors: dict[str, Tensor]
-    metadata: Mapping[str, Any]
+    tensors: dict[str, Tensor]  # name of a tensor -> its description
+    metadata: Mapping[str, Any]  # key -> text that the writer of the file added
     end_offset: int  # offset of the byte after the header
 
 
@@ -121,13 +121,13 @@ def read_header(
         InputError: If the file is not valid and `error_type` is InputError.
         RunError: If the file is not valid and `error_type` is RunError.
     """
-    incomplete_file_message = (
+    beginning_of_incomplete_file_message = (
         f"{file_name}: not a complete safetensors file: has {size:,} bytes, its header"
     )
     first_bytes = read(0, min(FIRST_BYTES, size))
     header_length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if not 0 < header_length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
-        raise error_type(f"{incomplete_file_message} would have {header_length:,}")
+        raise error_type(f"{beginning_of_incomplete_file_message} would have {header_length:,}")
     header_end = LENGTH_BYTES + header_length
     header_json = first_bytes[LENGTH_BYTES:header_end]
     if header_end > len(first_bytes):
@@ -151,7 +151,9 @@ def read_header(
         (tensor.end for tensor in tensor_of_name.values()), default=header_end
     )
     if described_file_bytes != size:
-        raise error_type(f"{incomplete_file_message} describes {described_file_bytes:,}")
+        raise error_type(
+            f"{beginning_of_incomplete_file_message} describes {described_file_bytes:,}"
+        )
     return Header(tensor_of_name, metadata, header_end)
 
 

@@ -147,31 +147,34 @@ def feature_table(
         raise ValueError(f"contexts {contexts}, around {around}: expected at least 1 and 0")
     feature_count = dataset.hooks[hook_name]
     num_earlier_tokens = 0  # number of tokens in earlier batches
-    active_token_counts = np.zeros(feature_count, np.int64)
-    value_sums = np.zeros(feature_count)
+    active_token_count_by_feature = np.zeros(feature_count, np.int64)
+    value_sum_by_feature = np.zeros(feature_count)
     strongest_tokens = StrongestTokens(feature_count, contexts)
     progress_settings = dict(unit=" tokens", unit_scale=True, desc="reading codes", disable=None)
     with tqdm(total=dataset.tokens, **progress_settings) as progress_bar:
         for batch in dataset.batches(BATCH_TOKENS, [hook_name]):
             codes = batch[hook_name]
-            token_numbers = np.repeat(
+            token_number_by_value = np.repeat(
                 np.arange(num_earlier_tokens, num_earlier_tokens + len(batch)),
                 np.diff(codes.indptr),
             )
-            active_token_counts += np.bincount(codes.indices, minlength=feature_count)
-            value_sums += np.bincount(codes.indices, codes.data, minlength=feature_count)
-            strongest_tokens.add(codes.indices, codes.data, token_numbers)
+            active_token_count_by_feature += np.bincount(codes.indices, minlength=feature_count)
+            value_sum_by_feature += np.bincount(codes.indices, codes.data, minlength=feature_count)
+            strongest_tokens.add(codes.indices, codes.data, token_number_by_value)
             num_earlier_tokens += len(batch)
             progress_bar.update(len(batch))
-    is_active = active_token_counts > 0
-    mean_values = np.divide(
-        value_sums, active_token_counts, where=is_active, out=np.zeros(feature_count)
+    is_active = active_token_count_by_feature > 0
+    mean_value_by_feature = np.divide(
+        value_sum_by_feature,
+        active_token_count_by_feature,
+        where=is_active,
+        out=np.zeros(feature_count),
     )
     columns_by_name: dict[str, Any] = {
         "feature": np.arange(feature_count, dtype=np.int32),
-        "tokens": active_token_counts,
-        "frequency": active_token_counts / max(num_earlier_tokens, 1),
-        "mean": pyarrow.array(mean_values, mask=~is_active),
+        "tokens": active_token_count_by_feature,
+        "frequency": active_token_count_by_feature / max(num_earlier_tokens, 1),
+        "mean": pyarrow.array(mean_value_by_feature, mask=~is_active),
         "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active),
         "contexts": _contexts(dataset, strongest_tokens, around),
     }

@@ -187,7 +187,10 @@ class TokenBatch:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The arrays `role` and `turn` by name. An array that the run lacks is left out."""
+        """The arrays `role` and `turn` of the batch's tokens, by the names "role" and "turn".
+
+        An array that the run does not store is left out.
+        """
         labels = {"role": self.role, "turn": self.turn}
         return {
             label_name: label_values

@@ -185,8 +185,8 @@ class TokenSource:
             if the tokens of all samples are wanted.
     """
 
-    shards: OpenShards
-    options: BatchOptions
+    shards: OpenShards  # shards of the run
+    options: BatchOptions  # options of reading, without defaults that depend on the run
     # Whether the tokens of each sample of the run are wanted; None if all samples are wanted.
     sample_mask: np.ndarray | None = None
 

@@ -59,9 +59,9 @@ class TrainingSample(NamedTuple):
         values_by_hook: The activations by the name of the hook, (tokens, width) each.
     """
 
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    values_by_hook: ByHook[np.ndarray]
+    token_ids: np.ndarray  # ids of all tokens of the sample
+    loss_mask: np.ndarray  # 1 for each token whose loss counts, otherwise 0
+    values_by_hook: ByHook[np.ndarray]  # name of a hook -> activations (tokens, width)
 
 
 def training_samples(
@@ -130,8 +130,8 @@ def _loss_mask(
             mask_of_document[index_of_first_token : index_of_first_token + len(sample_tokens)]
         )
         if loss_mask.shape != (len(sample_tokens),) or not np.isin(loss_mask, (0, 1)).all():
-            sample_and_column = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
-            raise RunError(f"{sample_and_column}: expected a 0 or 1 for each of the row's tokens")
+            column_in_words = f"sample {sample_tokens.sample_idx[0]}: its column {LOSS_MASK}"
+            raise RunError(f"{column_in_words}: expected a 0 or 1 for each of the row's tokens")
     elif sample_tokens.role is not None:
         loss_mask = np.isin(sample_tokens.role, TRAINED_ROLES)
     return loss_mask.astype(np.int64)

@@ -147,13 +147,13 @@ class DelphiFormat(ExportFormat):
                 is_kept_value = is_in_whole_row[token_of_value] & ~is_small_value
                 token_index_of_value = indices_in_whole_rows[token_of_value[is_kept_value]]
                 row_of_value, position_in_row = np.divmod(token_index_of_value, self.tokens_per_row)
-                entry_columns = [
+                columns_of_entries = [
                     row_of_value,
                     position_in_row,
                     hook_codes.indices[is_kept_value],
                     hook_codes.data[is_kept_value],
                 ]
-                value_entries = np.rec.fromarrays(entry_columns, dtype=ENTRY)
+                value_entries = np.rec.fromarrays(columns_of_entries, dtype=ENTRY)
                 path_by_feature_range = path_by_range_by_hook_name[hook_name]
                 for (first_feature, stop_feature), file_path in path_by_feature_range.items():
                     feature_of_value = value_entries["latent"]

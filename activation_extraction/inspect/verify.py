@@ -124,7 +124,7 @@ def check_shards(
         for commit in run_log.in_order:
             folders_and_commits.append((folder_name, commit))
     picked_sample_indices_by_shard = _pick_samples(folders_and_commits, sample_count)
-    commits_and_arguments = []
+    commits_and_check_arguments = []
     for (folder_name, commit), picked_sample_indices in zip(
         folders_and_commits, picked_sample_indices_by_shard, strict=True
     ):
@@ -136,8 +136,8 @@ def check_shards(
             commit,
             picked_sample_indices,
         )
-        commits_and_arguments.append((commit, check_arguments))
-    return for_each_shard(check_and_choose, commits_and_arguments)
+        commits_and_check_arguments.append((commit, check_arguments))
+    return for_each_shard(check_and_choose, commits_and_check_arguments)
 
 
 def check_and_choose(

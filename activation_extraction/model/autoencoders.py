@@ -273,8 +273,10 @@ def read_autoencoder(hook: str, name: str) -> Autoencoder:
         field_values["hook"] = hook
         if field_values["target_hook"] == hook_name_in_files:
             field_values["target_hook"] = hook
-    is_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith("bfloat16")
-    field_values["dtype"] = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
+    are_weights_bfloat16 = str(field_values.get("dtype", field_values["W_enc"].dtype)).endswith(
+        "bfloat16"
+    )
+    field_values["dtype"] = np.dtype(ml_dtypes.bfloat16 if are_weights_bfloat16 else np.float32)
     return Autoencoder(
         **field_values,
         name=name,
@@ -653,7 +655,7 @@ class Format(NamedTuple):
     """
 
     convert_to_fields: Callable[[AutoencoderFiles, Config, Tensors], Fields]
-    config_file: str | None
+    config_file: str | None  # name of the configuration file; None if the format has none
     weights_file: str  # name of the file with the tensors; {} stands for the number of the layer
 
 

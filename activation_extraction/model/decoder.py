@@ -428,14 +428,14 @@ def few_rows_at_once(layer: Callable[..., Any], module: Any) -> Callable[..., An
     """
 
     def compute(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        x, other_results = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
-        return to_bits(x), other_results
+        x, layer_results_except_x = layer(from_bits(x_bits, module.dtype), rotary, segment_ids)
+        return to_bits(x), layer_results_except_x
 
     def skip(x_bits: Array, rotary: Any, segment_ids: Array) -> Any:
-        _, shapes_of_other_results = jax.eval_shape(compute, x_bits, rotary, segment_ids)
+        _, shapes_of_results_except_x = jax.eval_shape(compute, x_bits, rotary, segment_ids)
         zero_arrays = jax.tree.map(
             lambda array_shape: jnp.zeros(array_shape.shape, array_shape.dtype),
-            shapes_of_other_results,
+            shapes_of_results_except_x,
         )
         return x_bits, zero_arrays
 

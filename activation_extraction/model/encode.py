@@ -64,8 +64,8 @@ class Encoder:
     """
 
     autoencoder: Autoencoder
-    source_hook: Hook
-    target_hook: Hook
+    source_hook: Hook  # hook whose values are encoded
+    target_hook: Hook  # hook whose values are reconstructed
     max_codes: int  # largest number of features that are kept for each token
 
     @property
@@ -288,11 +288,13 @@ def encode(
     values_at_hooks = [x] if encoder.source_hook == encoder.target_hook else [x, target_values]
 
     def records_of_block(block_values: Sequence[Array]) -> Array:
-        split_hook_values = [
+        sharded_values_of_hooks = [
             layout.constrain(hook_array, "batch", "sequence", "hidden")
             for hook_array in block_values
         ]
-        return _records(encoder, weights, split_hook_values[0], split_hook_values[-1], layout)
+        return _records(
+            encoder, weights, sharded_values_of_hooks[0], sharded_values_of_hooks[-1], layout
+        )
 
     with jax.named_scope("encode"):
         return in_blocks(records_of_block, values_at_hooks, tokens_per_block, layout)

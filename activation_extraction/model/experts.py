@@ -166,10 +166,10 @@ class Experts(nn.Module):
         )
         gate_and_up_axes = "layer", "experts", "hidden", "mlp"
         down_axes = "layer", "experts", "mlp", "hidden"
-        axes_by_input = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
+        axes_of_inputs = [STREAM, STREAM, STREAM, (), gate_and_up_axes, gate_and_up_axes, down_axes]
         compute_sum_on_device = partial(_sum_on_device, self.layout, self.compute_expert_sum)
         return self.layout.per_device(
-            compute_sum_on_device, expert_inputs, axes_by_input, template=0
+            compute_sum_on_device, expert_inputs, axes_of_inputs, template=0
         )
 
 

@@ -55,9 +55,9 @@ class Family(NamedTuple):
             their language model.
     """
 
-    released_models: str
+    released_models: str  # names of the released models, for messages
     read_config: Callable[[Any, str], ModelConfig]
-    is_multimodal: bool = False
+    is_multimodal: bool = False  # whether the models also take images, video or audio
 
 
 # model_type -> family.

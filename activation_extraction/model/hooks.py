@@ -66,7 +66,7 @@ class VectorType(NamedTuple):
     """
 
     width: int  # number of values of a token
-    dtype: str
+    dtype: str  # name of a NumPy dtype, or "float8"
 
     @property
     def bytes(self) -> int:
@@ -107,7 +107,7 @@ class HookKind:
     intermediate_path: str
     modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
     aliases: tuple[str, ...] = ()  # other names in TransformerLens
-    is_after_layers: bool = False
+    is_after_layers: bool = False  # whether the kind comes after the last layer
     # A layer has the hook if its type contains one of these words. () if every layer has it.
     type_words: tuple[str, ...] = ()
     dtype: str | None = None  # None for activations, whose dtype the user chooses
@@ -269,8 +269,8 @@ class HookTable:
     """
 
     kinds: tuple[HookKind, ...]
-    layer_types: tuple[str, ...] = ()
-    vocabulary_size: int = 0
+    layer_types: tuple[str, ...] = ()  # type of each layer; () for a family of models
+    vocabulary_size: int = 0  # number of tokens in the vocabulary; 0 if it is unknown
 
     def without_predictions(self) -> "HookTable":
         """Returns the table without the kinds that need logits, for a model without an LM head."""

@@ -141,10 +141,10 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rope: Rope
+    num_attention_heads: int  # number of query heads of a layer
+    num_key_value_heads: int  # number of key/value heads of a layer
+    head_dim: int  # size of a head of attention
+    rope: Rope  # rotary embedding
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
@@ -196,10 +196,10 @@ class ModelConfig:
     def layer_types(self) -> tuple[str, ...]:
         """The type of each layer. Layers of the same type have the same parameters.
 
-        If the model has a delta net, a type names the kind of attention, such as
-        "linear_attention". If the model has experts, it names the kind of MLP, such as "sparse". If
-        the model has both, both words are joined with a space. If it has neither, the type of all
-        layers is "dense".
+        If the model has a delta net, the type of a layer contains a word for its kind of attention,
+        such as "linear_attention". If the model has experts, the type contains a word for the
+        layer's kind of MLP, such as "sparse". A space separates the two words. If the model has
+        neither a delta net nor experts, the type of all layers is "dense".
         """
         layer_types = []
         for layer in range(self.num_hidden_layers):

@@ -73,8 +73,9 @@ class StepRequest:
     computing: ComputingOptions
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
     has_several_hosts: bool = False  # whether the run has several hosts
-    device_memory_bytes: float | None = None  # bytes of memory of a device
-    planned_devices: Sequence[Any] | None = None  # devices of a machine that --plan describes
+    # Bytes of memory of a device; None for the memory of this host's first device.
+    device_memory_bytes: float | None = None
+    planned_devices: Sequence[Any] | None = None  # devices of --plan; None for this machine's
     autoencoders: tuple[Autoencoder, ...] = ()
 
 

@@ -176,11 +176,11 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     rope_settings = rope_entry if isinstance(rope_entry, dict) else {}
     if _rope_type(rope_settings, source) not in ("llama3", "yarn"):
         return  # other types do not use the length of the trained context
-    for fields_by_name in (section, rope_settings):
-        if fields_by_name.get(TRAINED) is not None:
-            positive_field(fields_by_name, TRAINED, source)
+    for config_section in (section, rope_settings):
+        if config_section.get(TRAINED) is not None:
+            positive_field(config_section, TRAINED, source)
         else:
-            fields_by_name.pop(TRAINED, None)
+            config_section.pop(TRAINED, None)
 
 
 def positive_field(fields: Mapping[str, Any], field: str, source: str) -> float:

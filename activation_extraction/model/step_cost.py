@@ -372,8 +372,8 @@ def link_speed(layout: Layout, axis: str, chip: Chip, linked: int) -> float:
     assert layout.mesh is not None
     axis_names = layout.mesh.axis_names
     num_links_used = min(layout.shape.get(axis, 1) - 1, chip.link_count) or 1
-    # A device exchanges data with all devices along the axis. They lie within this number of
-    # consecutive devices.
+    # A device exchanges data with all devices along the axis. Groups of this number of consecutive
+    # devices contain all of them.
     num_consecutive_devices = 1
     if axis in axis_names:
         num_consecutive_devices = layout.size(*axis_names[axis_names.index(axis) :])

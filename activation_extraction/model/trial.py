@@ -76,8 +76,9 @@ class Choice:
         rejection_reason_by_kernel: Name of a preferred candidate -> reason why it is not used.
     """
 
-    kernel_name: str
-    kernel: Callable[..., Array]
+    kernel_name: str  # name of the chosen kernel
+    kernel: Callable[..., Array]  # chosen kernel, as a function
+    # Name of a preferred candidate -> reason why it is not used.
     rejection_reason_by_kernel: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

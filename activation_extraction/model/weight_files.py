@@ -200,9 +200,9 @@ class RemoteFile(WeightFile):
                 requested_byte_count += request_byte_count
 
         def fill(request: tuple[int, np.ndarray]) -> None:
-            first_offset, target_bytes = request
-            target_bytes[:] = np.frombuffer(
-                self.read_bytes(first_offset, first_offset + target_bytes.size), np.uint8
+            first_byte_offset, target_buffer = request
+            target_buffer[:] = np.frombuffer(
+                self.read_bytes(first_byte_offset, first_byte_offset + target_buffer.size), np.uint8
             )
 
         for _ in _connections().map(fill, offset_and_buffer_of_requests):

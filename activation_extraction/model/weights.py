@@ -325,7 +325,8 @@ def check_tensors(
             weight_spec.check(tensor_name, header_entry.shape, weight_file.location)
             checkpoint.scales(tensor_name)
     tensor_names_in_files = set(checkpoint.tensors)
-    # Weight files may contain tensors that the index does not list.
+    # Weight files may contain tensors that the index does not list, so the headers of the files are
+    # searched for unknown tensors as well.
     for weight_file in checkpoint.weight_files:
         tensor_names_in_files.update(text_names(weight_file.tensors, weight_file.location))
     unknown_tensor_names = sorted(

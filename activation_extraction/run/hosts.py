@@ -511,11 +511,15 @@ class Lockstep:
         for _ in range(STEPS_AHEAD):
             self._upcoming_batches.append(self._fetch())
             has_data_at_first_steps.append(self._has_data_at_later_step)
-        conditions_on_host = [*has_data_at_first_steps, bool(stopped()), self.failure is not None]
+        conditions_of_this_host = [
+            *has_data_at_first_steps,
+            bool(stopped()),
+            self.failure is not None,
+        ]
         # `has_any_host_data_at_steps` contains, for each of the first STEPS_AHEAD steps of the run,
         # whether any host has data.
         *has_any_host_data_at_steps, is_any_host_stopping, has_any_host_failed = any_host(
-            conditions_on_host
+            conditions_of_this_host
         )
         self.reaches_end_of_data = not is_any_host_stopping
         is_run_ending = is_any_host_stopping or (
@@ -590,7 +594,9 @@ class Lockstep:
         )
 
     def fail(self, error: Exception) -> None:
-        """Records a failure of this host. Only the first failure counts.
+        """Records a failure of this host, which the run raises once all hosts have stopped.
+
+        Later failures of this host are ignored.
 
         Args:
             error: The failure. If it is a bug of this program, its traceback is logged.

@@ -77,6 +77,7 @@ class Run:
     forward: Forward  # model on its mesh, whose checkpoint is checked but not read yet
     text: Text  # samples of the data set, and the tokenizer
     storage: ActivationStorage  # storage of this host, to which nothing has been written yet
+    # Batches of the samples that are not stored yet; the result is the mark at the end of the data.
     batches: Prefetch[Batch, Mark | None]
 
     @property

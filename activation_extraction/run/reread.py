@@ -163,8 +163,8 @@ def _text_of_run(
     text_options = recorded_config.text
     if dataset_path is not None:
         text_options = replace(text_options, dataset_path=dataset_path, mix=())
-    # A run that records no special tokens added none. Earlier versions of this program ignored the
-    # special tokens of the tokenizer.
+    # A run that records no special tokens added none to its texts, so none are added now. Earlier
+    # versions of this program ignored the special tokens of the tokenizer.
     if not identity.special_tokens:
         text_options = replace(text_options, special_tokens="none")
     vocabulary_size = metadata["model"]["vocab_size"]
@@ -197,8 +197,8 @@ def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.n
     # values are indices in `stored_samples`.
     sample_indices_by_worker_and_start: dict[tuple[Worker, int], list[int]] = defaultdict(list)
     for sample_index, stored_sample in enumerate(stored_samples):
-        mark_before = stored_sample.mark_before
-        num_samples_before = 0 if mark_before is None else mark_before.samples
+        mark_before_sample = stored_sample.mark_before
+        num_samples_before = 0 if mark_before_sample is None else mark_before_sample.samples
         sample_indices_by_worker_and_start[stored_sample.worker, num_samples_before].append(
             sample_index
         )

@@ -35,8 +35,8 @@ class ChosenTokenizer(NamedTuple):
         pretrained_tokenizer: The tokenizer object of transformers, which renders chat templates.
     """
 
-    repository: Repository
-    pretrained_tokenizer: Any
+    repository: Repository  # files of the model or the adapter that contain the tokenizer
+    pretrained_tokenizer: Any  # tokenizer object of transformers
 
     @property
     def backend(self) -> Tokenizer:

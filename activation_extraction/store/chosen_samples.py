@@ -35,15 +35,15 @@ class StoredTokens:
             beginning of the data.
     """
 
-    worker: Worker
-    sample_idx: int
+    worker: Worker  # host that stored the sample
+    sample_idx: int  # number of the sample in the run
     token_ids: np.ndarray  # ids of the stored tokens
     positions: np.ndarray  # positions of the stored tokens in the sample
     mark_before: Mark | None
 
 
 class Reread(Protocol):
-    """A function that reads stored samples from the data set again, and tokenises their text."""
+    """A function that reads stored samples from the data set again, and returns their token ids."""
 
     def __call__(self, stored: Sequence[StoredTokens]) -> list[np.ndarray | str]:
         """Returns all token ids of some stored samples, including token ids that are not stored.
@@ -90,8 +90,8 @@ class ChosenSample:
 
     location_in_words: str
     tokens: StoredTokens
-    hooks: Sequence[HookValues]
-    values_of_hooks: list[Values]
+    hooks: Sequence[HookValues]  # descriptions of the hooks of the run
+    values_of_hooks: list[Values]  # stored values of the sample at each of `hooks`
 
 
 class Recompute(NamedTuple):

@@ -150,8 +150,8 @@ class PackedFile(NamedTuple):
         uncompressed_bytes: Size of the content before compression, in bytes.
     """
 
-    buffers: list[bytes | memoryview]
-    facts: FileFacts
+    buffers: list[bytes | memoryview]  # consecutive buffers of the content
+    facts: FileFacts  # facts about the file for the shard's commit, without the version
     uncompressed_bytes: int  # size of the content before compression
 
 

@@ -94,8 +94,9 @@ class Tolerance:
             that may differ, from 0 to 1.
     """
 
-    computing_error: float  # largest relative error of computing again
+    computing_error: float  # largest relative error that computing the values again explains
     rounding_error: float  # largest relative error of rounding to the stored dtype
+    # Largest fraction of a sample's integers, or of its active features, that may differ.
     max_different_fraction: float
 
     @property

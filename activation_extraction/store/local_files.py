@@ -339,7 +339,7 @@ class LocalFolder:
             FolderError: If the file is too large, or is a folder, a pipe or a device.
         """
         with suppress(FileNotFoundError, NotADirectoryError):
-            _check_regular(os.stat(self._folder_path / name))  # opening a pipe would wait
+            _check_regular(os.stat(self._folder_path / name))  # opening a named pipe would block
             with open(self._folder_path / name, "rb") as open_file:
                 file_status = os.fstat(open_file.fileno())
                 if version not in (None, version_of(file_status)):

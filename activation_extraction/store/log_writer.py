@@ -55,7 +55,7 @@ class RunDescription:
         facts: Further facts about the run and its hooks.
     """
 
-    identity: Identity
+    identity: Identity  # settings and inputs that decide the content of the run's shards
     hooks: Mapping[Key, str] = field(default_factory=dict)  # key -> full name of the hook
     # Largest numbers to store, by the names "max_samples" and "max_tokens"; None for no limit.
     limits: Mapping[str, int | None] = field(default_factory=dict)

@@ -291,9 +291,9 @@ class RunFolders:
         upload_timeout: Seconds for which a failing request to the bucket is repeated.
     """
 
-    worker: Worker
-    local_output: Path
-    bucket_url: str | None
+    worker: Worker  # machine and host of this process
+    local_output: Path  # path of the local output folder
+    bucket_url: str | None  # URL of the output folder in a bucket; None if there is no bucket
     upload_timeout: int  # seconds for which a failing request is repeated
 
     @property

@@ -638,9 +638,9 @@ def _gaps(numbers: Iterable[int]) -> list[range]:
             them do not count as missing.
     """
     return [
-        range(number + 1, next_number)
-        for number, next_number in pairwise(numbers)
-        if next_number > number + 1
+        range(existing_number + 1, next_existing_number)
+        for existing_number, next_existing_number in pairwise(numbers)
+        if next_existing_number > existing_number + 1
     ]
 
 

@@ -118,6 +118,7 @@ class Shard:
         Raises:
             StorageError: If a value is NaN or infinite. The message names the sample.
         """
+        # Key of the hook, and range of samples at this hook, that a thread processes at a time.
         keys_of_slices: list[Key] = []
         sample_slices: list[slice] = []
         for hook_key in self.hooks:

@@ -89,7 +89,7 @@ class Sample:
 
     facts: SampleFacts
     token_ids: np.ndarray  # token ids of the sample, (tokens,)
-    mark: Mark
+    mark: Mark  # mark before the sample
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
     kept_positions_or_none: np.ndarray | None = None  # kept positions; None if all tokens are kept
 
@@ -133,11 +133,11 @@ class PlacedSample(NamedTuple):
     sample: Sample  # sample, which may have no tokens
     row_index: int  # index of the row in the batch
     start_in_row: int  # index of the sample's first token in the row
-    mark: Mark
+    mark: Mark  # mark from which a run can continue once this and all earlier samples are stored
 
     @property
     def stop(self) -> int:
-        """The index in the row after the index of the sample's last token."""
+        """The end of the sample in the row: the index of its last token plus one."""
         return self.start_in_row + len(self.sample.token_ids)
 
 

@@ -82,8 +82,8 @@ class MessagesColumn:
     """
 
     activity: ClassVar = "rendering the chat template of"
-    column_name: str
-    template: "ChatTemplate"
+    column_name: str  # name of the column of messages
+    template: "ChatTemplate"  # chat template that renders the messages
 
     @property
     def columns(self) -> Columns:

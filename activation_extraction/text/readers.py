@@ -58,14 +58,16 @@ class TextColumn:
         if text_value is None:
             return None
         if not isinstance(text_value, str):
-            error_message = f"--text_column {self.column_name}: expected text, found "
+            beginning_of_message = f"--text_column {self.column_name}: expected text, found "
             value_kind = kind_of_value(text_value)
             if value_kind in READING_FLAGS:
                 raise ColumnError(
-                    f"{error_message}{value_kind}; --{READING_FLAGS[value_kind]} "
+                    f"{beginning_of_message}{value_kind}; --{READING_FLAGS[value_kind]} "
                     f"{self.column_name} reads it"
                 )
-            raise UnusableRowError(f"{error_message}{type(text_value).__name__} {text_value!r:.40}")
+            raise UnusableRowError(
+                f"{beginning_of_message}{type(text_value).__name__} {text_value!r:.40}"
+            )
         return Content(without_surrogates(text_value)) if text_value.strip() else None
 
 

@@ -42,8 +42,8 @@ class Turn(NamedTuple):
             template adds.
     """
 
-    role: str
-    messages: list[dict[str, Any]]
+    role: str  # role of the turn's content
+    messages: list[dict[str, Any]]  # messages in the turn, usually one
 
 
 def role_spans(text: str, messages: Sequence[dict[str, Any]], marks_thinking: bool) -> list[Span]:

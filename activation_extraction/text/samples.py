@@ -409,7 +409,8 @@ def _with_limited_tokens(sample: Sample, mark: Mark, max_kept: int, continues: b
         0 if continues else sample.facts.cut + len(sample.token_ids) - num_returned_tokens
     )
     if not max_kept:
-        num_returned_tokens = 0  # no token is kept, so no token is needed as context
+        # The tokens before a kept token are its context. Without a kept token, none is needed.
+        num_returned_tokens = 0
     return replace(
         sample,
         facts=replace(sample.facts, cut=num_cut_tokens),

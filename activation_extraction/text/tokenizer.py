@@ -205,9 +205,9 @@ def _id_settings(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     """Returns an object of tokenizer.json without settings that have no effect on token ids."""
-    effective_settings = {}
+    effective_setting_by_name = {}
     for setting_name, setting in settings.items():
         is_setting_off = setting is None or setting is False or setting == ""
         if not is_setting_off and setting_name != "trim_offsets":
-            effective_settings[setting_name] = setting
-    return effective_settings
+            effective_setting_by_name[setting_name] = setting
+    return effective_setting_by_name
