@@ -226,7 +226,7 @@ class HookedModel(nn.Module):
             return x.reshape(-1, micro_batch_count, row_length).swapaxes(0, 1)
 
         stacked_layers = self.decoder.stacked(self.layers)
-        stage_layers = jax.tree.map(
+        layers_by_stage = jax.tree.map(
             lambda x: x.reshape(stage_count, -1, *x.shape[1:]), stacked_layers
         )
         ids_by_micro_batch, segments_by_micro_batch, positions_by_micro_batch = map(
@@ -298,7 +298,7 @@ class HookedModel(nn.Module):
             x = self.layout.constrain(x, "stage", *STREAM)
             run_stages = jax.vmap(run_stage, spmd_axis_name="pipeline")
             x, hook_buffers = run_stages(
-                stage_layers,
+                layers_by_stage,
                 stages_plan.slots_by_kind,
                 x,
                 hook_buffers,

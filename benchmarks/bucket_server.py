@@ -157,7 +157,7 @@ class Server(socketserver.ThreadingTCPServer):
 class Connection(socketserver.StreamRequestHandler):
     """Answers the requests of one connection, one after the other."""
 
-    server: Server
+    server: Server  # server that accepted the connection
     disable_nagle_algorithm = True
 
     def handle(self) -> None:

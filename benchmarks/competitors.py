@@ -132,16 +132,19 @@ def load_transformers(folder: str, dtype: torch.dtype, hooks: Sequence[str]) -> 
         model.layers[layer].mlp.gate.register_forward_hook(hook_gate)
 
     def forward(documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        padded_ids, attention_mask = pad(documents)
+        padded_token_ids, attention_mask = pad(documents)
         model_output = model(
-            padded_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
+            padded_token_ids,
+            attention_mask=attention_mask,
+            output_hidden_states=True,
+            use_cache=False,
         )
         values_of_hooks = []
         for hook_name in hooks:
             layer = layer_of(hook_name)
             if is_expert_hook(hook_name):
                 values_of_hooks.append(
-                    experts_of_layer[layer].to(torch.int16).reshape(*padded_ids.shape, -1)
+                    experts_of_layer[layer].to(torch.int16).reshape(*padded_token_ids.shape, -1)
                 )
             else:
                 values_of_hooks.append(model_output.hidden_states[layer + 1])
@@ -173,12 +176,12 @@ def pad(documents: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor 
     if len(documents) == 1:
         return torch.tensor([documents[0]]), None
     longest_length = max(map(len, documents))
-    padded_ids = torch.zeros(len(documents), longest_length, dtype=torch.int64)
+    padded_token_ids = torch.zeros(len(documents), longest_length, dtype=torch.int64)
     attention_mask = torch.zeros(len(documents), longest_length, dtype=torch.int64)
     for row_number, token_ids in enumerate(documents):
-        padded_ids[row_number, : len(token_ids)] = torch.tensor(token_ids)
+        padded_token_ids[row_number, : len(token_ids)] = torch.tensor(token_ids)
         attention_mask[row_number, : len(token_ids)] = 1
-    return padded_ids, attention_mask
+    return padded_token_ids, attention_mask
 
 
 def as_numpy(values: torch.Tensor, widen: bool) -> np.ndarray:

@@ -124,12 +124,12 @@ def main() -> None:
     add_hooks(
         model, evenly_spaced(parsed_flags.hooks, model_config.num_hidden_layers), output_of_layer
     )
-    memory_shape = (
+    host_memory_shape = (
         parsed_flags.hooks,
         parsed_flags.rows * parsed_flags.length,
         model_config.hidden_size,
     )
-    host_memory = torch.empty(memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
+    host_memory = torch.empty(host_memory_shape, dtype=torch.bfloat16, pin_memory=DEVICE == "cuda")
     document_texts = (json.loads(json_line)["text"] for json_line in parsed_flags.documents.open())
     document_lengths = [min(len(text), parsed_flags.length) for text in document_texts]
     speed_by_document_order = {}

@@ -150,9 +150,11 @@ def measure(
         latency: Milliseconds before each answer.
 
     Returns:
-        A dict with these figures.
-        seconds, core_seconds: The seconds, and the CPU seconds of this process.
-        requests, mb: The number of requests, and the MB of their answers.
+        The figures by name:
+            seconds: Seconds that the action took.
+            core_seconds: CPU seconds of this process during the action.
+            requests: Number of requests that the server answered.
+            mb: MB of the answers.
     """
     with bucket_server(root, latency, RATE) as server_address:
         server_totals_before_opening = counts(server_address)

@@ -237,13 +237,13 @@ class ProgramText:
         directly or indirectly. Each computation is included once.
         """
         pending_computation_names = [self.body]
-        visited_names: set[str] = set()
+        visited_computation_names: set[str] = set()
         loop_instructions: list[Instruction] = []
         while pending_computation_names:
             computation_name = pending_computation_names.pop()
-            if computation_name in visited_names:
+            if computation_name in visited_computation_names:
                 continue
-            visited_names.add(computation_name)
+            visited_computation_names.add(computation_name)
             instructions = self.computations.get(computation_name, [])
             loop_instructions += instructions
             for instruction in instructions:

@@ -306,12 +306,12 @@ def measure(folder: Path, case: Case, num_rounds: int, gigabytes: float) -> list
     median_figures_of_way = {
         way_name: medians(rounds_of_way) for way_name, rounds_of_way in figures_of_way.items()
     }
-    bare_speed = median_figures_of_way[BARE_THREADS]["mb_per_second"]
+    mb_per_second_of_bare_threads = median_figures_of_way[BARE_THREADS]["mb_per_second"]
     return [
         case._asdict()
         | {"way": way_name}
         | way_figures
-        | {"share_of_bare_threads": way_figures["mb_per_second"] / bare_speed}
+        | {"share_of_bare_threads": way_figures["mb_per_second"] / mb_per_second_of_bare_threads}
         for way_name, way_figures in median_figures_of_way.items()
     ]
 

@@ -72,7 +72,7 @@ class Clock:
             self.seconds_by_activity[activity] += time.perf_counter() - start_time
 
     def restart(self) -> None:
-        """Sets the elapsed seconds to 0, without changing the seconds of the activities."""
+        """Sets `elapsed` to 0, without changing `seconds_by_activity`."""
         self._start_time = time.perf_counter()
 
     @property

@@ -108,11 +108,16 @@ class Codes:
         """
         num_record_features = (records.shape[1] - RECORD_IDS) // 2
         values_start = RECORD_IDS + num_record_features
-        active_counts = records[:, 0].astype(np.int64)
+        active_feature_counts_of_tokens = records[:, 0].astype(np.int64)
         records_as_float32 = records.view(np.float32)
-        holds_active_feature = np.arange(num_record_features) < active_counts[:, None]
+        holds_active_feature = (
+            np.arange(num_record_features) < active_feature_counts_of_tokens[:, None]
+        )
         return cls(
-            indptr=np.cumsum([0, *np.minimum(active_counts, num_record_features)], dtype=np.int64),
+            indptr=np.cumsum(
+                [0, *np.minimum(active_feature_counts_of_tokens, num_record_features)],
+                dtype=np.int64,
+            ),
             indices=records[:, RECORD_IDS:values_start][holds_active_feature],
             data=records_as_float32[:, values_start:][holds_active_feature].astype(
                 dtype, copy=False
@@ -120,7 +125,7 @@ class Codes:
             error=records_as_float32[:, 1].copy(),
             norm=records_as_float32[:, 2].copy(),
             features=features,
-            active=active_counts,
+            active=active_feature_counts_of_tokens,
         )
 
     @classmethod
@@ -156,12 +161,12 @@ class Codes:
             record_features: K, the number of features for which a record has room. No token may
                 have more features.
         """
-        feature_counts = np.diff(self.indptr)
+        feature_counts_of_tokens = np.diff(self.indptr)
         values_start = RECORD_IDS + record_features
-        records = np.zeros((len(feature_counts), record_width(record_features)), np.int32)
+        records = np.zeros((len(feature_counts_of_tokens), record_width(record_features)), np.int32)
         records_as_float32 = records.view(np.float32)
-        holds_active_feature = np.arange(record_features) < feature_counts[:, None]
-        records[:, 0] = feature_counts
+        holds_active_feature = np.arange(record_features) < feature_counts_of_tokens[:, None]
+        records[:, 0] = feature_counts_of_tokens
         records_as_float32[:, 1] = self.error
         records_as_float32[:, 2] = self.norm
         records[:, RECORD_IDS:values_start][holds_active_feature] = self.indices
@@ -179,12 +184,14 @@ class Codes:
         Args:
             tokens: A slice, a mask or an array of indices of tokens.
         """
-        feature_counts = np.diff(self.indptr)[tokens]
-        indptr = np.cumsum([0, *feature_counts], dtype=np.int64)
+        feature_counts_of_tokens = np.diff(self.indptr)[tokens]
+        indptr = np.cumsum([0, *feature_counts_of_tokens], dtype=np.int64)
         # The number that is added to an index in the new `indices` and `data` to get the index in
         # the present arrays. It is the same for all entries of a token, which are consecutive.
         entry_shift_of_token = self.indptr[:-1][tokens] - indptr[:-1]
-        entry_indices = np.arange(indptr[-1]) + np.repeat(entry_shift_of_token, feature_counts)
+        entry_indices = np.arange(indptr[-1]) + np.repeat(
+            entry_shift_of_token, feature_counts_of_tokens
+        )
         return Codes(
             indptr=indptr,
             indices=self.indices[entry_indices],

@@ -335,13 +335,13 @@ class Batches(Iterator[T]):
         shuffle_seed = batch_options.shuffle
         hook_count = max(sum(len(token_source.options.hooks) for token_source in token_sources), 1)
         bytes_per_token = max(sum(token_source.row_bytes for token_source in token_sources), 1)
-        are_local = all(token_source.shards.is_local for token_source in token_sources)
-        are_read_by_ranges = all(
+        are_all_runs_local = all(token_source.shards.is_local for token_source in token_sources)
+        are_all_runs_read_by_ranges = all(
             token_source.shards.can_read_ranges for token_source in token_sources
         )
         max_chunk_bytes = MAX_READ_BYTES
         min_tokens_per_chunk = 1
-        if not are_local:
+        if not are_all_runs_local:
             max_chunk_bytes = hook_count * (
                 MAX_ORDERED_READ_BYTES if shuffle_seed is None else MAX_READ_BYTES
             )
@@ -357,7 +357,7 @@ class Batches(Iterator[T]):
         )
         chunks = token_sources[0].chunks()
         num_chunks_read_at_once = 1
-        if are_read_by_ranges:
+        if are_all_runs_read_by_ranges:
             tokens_per_block_of_chunks = [
                 token_sources[0].shards.tokens_per_block(chunk.shard_number, tokens_per_chunk)
                 for chunk in chunks
@@ -371,7 +371,7 @@ class Batches(Iterator[T]):
             shuffled_chunks(chunks, shuffle_seed), batch_options.worker, batch_options.workers
         )
         chunks = chunks_of_worker(chunks, *(self._loader_worker_and_count or ONLY_WORKER))
-        if not are_read_by_ranges:
+        if not are_all_runs_read_by_ranges:
             smaller_chunks = list[Chunk]()
             for chunk in chunks:
                 smaller_chunks += shuffled_chunks(
@@ -381,7 +381,7 @@ class Batches(Iterator[T]):
                     chunk.start,
                 )
             chunks = smaller_chunks
-        elif not are_local:
+        elif not are_all_runs_local:
             max_bytes_read_ahead = MAX_REQUESTS * MAX_READ_BYTES
             num_chunks_read_at_once = max(
                 min(

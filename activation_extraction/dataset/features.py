@@ -79,23 +79,23 @@ class StrongestTokens:
         feature_ids = feature_ids[may_be_kept][sorting_indices]
         added_values = values[may_be_kept][sorting_indices]
         token_numbers = token_numbers[may_be_kept][sorting_indices]
-        updated_features, first_indices, value_counts = np.unique(
+        updated_feature_ids, first_indices, value_counts = np.unique(
             feature_ids, return_index=True, return_counts=True
         )
         # Rank of each added value among the added values of its feature, 0 for the largest value.
         ranks_among_added_values = np.arange(len(feature_ids)) - np.repeat(
             first_indices, value_counts
         )
-        candidate_row_of_value = np.repeat(np.arange(len(updated_features)), value_counts)
+        candidate_row_of_value = np.repeat(np.arange(len(updated_feature_ids)), value_counts)
         is_candidate = ranks_among_added_values < tokens_per_feature
         # The left half of the columns contains the values that were kept so far, and the right half
         # contains added values. A stable sort prefers the left half among equal values.
         candidate_values = np.full(
-            (len(updated_features), 2 * tokens_per_feature), -np.inf, np.float32
+            (len(updated_feature_ids), 2 * tokens_per_feature), -np.inf, np.float32
         )
         candidate_token_numbers = np.zeros(candidate_values.shape, np.int64)
-        candidate_values[:, :tokens_per_feature] = self.values[updated_features]
-        candidate_token_numbers[:, :tokens_per_feature] = self.token_numbers[updated_features]
+        candidate_values[:, :tokens_per_feature] = self.values[updated_feature_ids]
+        candidate_token_numbers[:, :tokens_per_feature] = self.token_numbers[updated_feature_ids]
         indices_in_right_half = (
             candidate_row_of_value[is_candidate],
             tokens_per_feature + ranks_among_added_values[is_candidate],
@@ -103,8 +103,8 @@ class StrongestTokens:
         candidate_values[indices_in_right_half] = added_values[is_candidate]
         candidate_token_numbers[indices_in_right_half] = token_numbers[is_candidate]
         best_columns = np.argsort(-candidate_values, axis=1, kind="stable")[:, :tokens_per_feature]
-        self.values[updated_features] = np.take_along_axis(candidate_values, best_columns, 1)
-        self.token_numbers[updated_features] = np.take_along_axis(
+        self.values[updated_feature_ids] = np.take_along_axis(candidate_values, best_columns, 1)
+        self.token_numbers[updated_feature_ids] = np.take_along_axis(
             candidate_token_numbers, best_columns, 1
         )
 
@@ -163,19 +163,19 @@ def feature_table(
             strongest_tokens.add(codes.indices, codes.data, token_number_by_value)
             num_earlier_tokens += len(batch)
             progress_bar.update(len(batch))
-    is_active = active_token_count_by_feature > 0
+    is_active_feature = active_token_count_by_feature > 0
     mean_value_by_feature = np.divide(
         value_sum_by_feature,
         active_token_count_by_feature,
-        where=is_active,
+        where=is_active_feature,
         out=np.zeros(feature_count),
     )
     columns_by_name: dict[str, Any] = {
         "feature": np.arange(feature_count, dtype=np.int32),
         "tokens": active_token_count_by_feature,
         "frequency": active_token_count_by_feature / max(num_earlier_tokens, 1),
-        "mean": pyarrow.array(mean_value_by_feature, mask=~is_active),
-        "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active),
+        "mean": pyarrow.array(mean_value_by_feature, mask=~is_active_feature),
+        "maximum": pyarrow.array(strongest_tokens.values[:, 0], mask=~is_active_feature),
         "contexts": _contexts(dataset, strongest_tokens, around),
     }
     return pyarrow.table(columns_by_name)

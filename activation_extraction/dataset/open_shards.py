@@ -236,9 +236,9 @@ class OpenShards:
         """
         for shard_index, (shard_folder, commit) in enumerate(self.shards):
             if shard_folder == folder and commit.first <= sample_idx <= commit.last:
-                shard_sample_idx = self.sample_table(shard_index)["sample_idx"].to_numpy()
-                index_in_shard = int(np.searchsorted(shard_sample_idx, sample_idx))
-                if shard_sample_idx[index_in_shard] == sample_idx:
+                sample_idx_of_shard = self.sample_table(shard_index)["sample_idx"].to_numpy()
+                index_in_shard = int(np.searchsorted(sample_idx_of_shard, sample_idx))
+                if sample_idx_of_shard[index_in_shard] == sample_idx:
                     return self.first_sample_index_by_shard[shard_index] + index_in_shard
         return None
 

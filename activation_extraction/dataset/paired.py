@@ -548,11 +548,11 @@ def _rows(run: "ActivationDataset", index_column: str) -> pyarrow.Table:
         ValueError: If two samples of the run come from the same row.
     """
     sample_index_by_row = dict[str, int]()
-    for sample_index, row in enumerate(run.shards.columns(["row"])["row"]):
-        if row is None:
+    for sample_index, row_position in enumerate(run.shards.columns(["row"])["row"]):
+        if row_position is None:
             continue
         if (
-            sample_index_by_row.setdefault(json.dumps(row, sort_keys=True), sample_index)
+            sample_index_by_row.setdefault(json.dumps(row_position, sort_keys=True), sample_index)
             != sample_index
         ):
             url = without_secrets(run.url)

@@ -118,7 +118,7 @@ class BatchOptions:
                 f"dtype {self.dtype!r:.40}: expected {', '.join(FLOATING)}",
             ),
             (
-                not all(limit is None or limit >= 0 for limit in norm_limits),
+                not all(norm_limit is None or norm_limit >= 0 for norm_limit in norm_limits),
                 f"max_norm {self.max_norm}: expected 0 or more",
             ),
         ):
@@ -479,9 +479,9 @@ class TokenSource:
                 hooks that have a limit.
         """
         is_within_norm_limits = np.ones(len(block.tokens), bool)
-        for hook, max_norm in self.options.max_norm.items():
+        for hook_name, max_norm in self.options.max_norm.items():
             is_within_norm_limits &= (
-                np.linalg.norm(block.tokens[hook].astype(np.float32), axis=1) <= max_norm
+                np.linalg.norm(block.tokens[hook_name].astype(np.float32), axis=1) <= max_norm
             )
         return is_within_norm_limits[block.wanted_rows]
 
@@ -623,8 +623,10 @@ def as_mask(mask: Any, sample_count: int) -> np.ndarray:
         boolean_array = np.array(
             [element for element in mask_array.flat if isinstance(element, bool | np.bool_)], bool
         )
-    has_only_booleans = boolean_array.dtype == bool and boolean_array.shape == mask_array.shape
-    if not has_only_booleans or mask_array.shape != (sample_count,):
+    are_all_elements_booleans = (
+        boolean_array.dtype == bool and boolean_array.shape == mask_array.shape
+    )
+    if not are_all_elements_booleans or mask_array.shape != (sample_count,):
         raise ValueError(
             f"where: {mask_array.dtype}, shape {mask_array.shape}: expected true or "
             f"false, never null, for each of {counted(sample_count, 'sample')}"

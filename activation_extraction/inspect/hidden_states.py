@@ -164,7 +164,7 @@ class StatesFolder(ABC):
         """Reads the token ids and hidden states of a row from its file.
 
         Args:
-            number: Number of the row, which must be a key of `files`.
+            number: Number of the row, which must be a key of `path_by_row_number`.
 
         Raises:
             RunError: If the file cannot be read, or does not contain hidden states.
@@ -193,7 +193,7 @@ class StatesFolder(ABC):
         """Returns the path of a row's file relative to the folder, for messages.
 
         Args:
-            number: Number of the row, which must be a key of `files`.
+            number: Number of the row, which must be a key of `path_by_row_number`.
         """
         return str(self.path_by_row_number[number].relative_to(self.path))
 

@@ -69,7 +69,7 @@ class HostState:
     name: str  # name of the host's folder
     machine: int  # number of the machine
     host: int  # number of the host on its machine
-    state: str  # such as "running"
+    state: str  # state of the host, such as "running"
     shards: int = 0  # number of stored shards
     samples: int = 0  # number of stored samples
     tokens: int = 0  # number of stored tokens

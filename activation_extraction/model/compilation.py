@@ -142,16 +142,16 @@ def watch_compiling() -> Iterator[Callable[[], bool]]:
         A function without arguments. It returns whether the cache contained a program that was
         compiled in the block.
     """
-    reported_events = set[str]()
+    reported_event_names = set[str]()
 
     def record_event(event: str, **_: str | int) -> None:
-        reported_events.add(event)
+        reported_event_names.add(event)
 
     jax.monitoring.register_event_listener(record_event)
     try:
         with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.filterwarnings("always", CACHE_WARNING)
-            yield lambda: CACHE_HIT_EVENT in reported_events
+            yield lambda: CACHE_HIT_EVENT in reported_event_names
     finally:
         jax.monitoring.unregister_event_listener(record_event)
     for warning in caught_warnings:

@@ -162,7 +162,7 @@ def _compute_block(
     key_products = _side_by_side(einsum("ID,JD->IJ", k, k)) * k_scale_row
     query_products = _side_by_side(einsum("ID,JD->IJ", q, k)) * k_scale_row
     query_products *= _side_by_side(q_scale)
-    # The log decays and the rates of the tokens, (tokens of two chunks, value heads) each.
+    # The log decays and the rates (betas) of the tokens, (tokens of two chunks, value heads) each.
     log_decays, betas = jnp.split(gates_ref[...].T, 2, axis=1)
     head_count, _, value_size = v_ref.shape
     # The following lists have one element for each value head. An element of
@@ -181,7 +181,7 @@ def _compute_block(
         decays_until_chunk_end_by_head.append(k_scale * decay_until_chunk_end)
     for chunk_number in (0, 1):
         token_slice = slice(chunk_number * CHUNK, (chunk_number + 1) * CHUNK)
-        chunk_decays = [
+        chunk_decays_by_head = [
             head_decays[chunk_number] for head_decays in decays_since_chunk_begin_by_head
         ]
         keys_and_queries = jnp.concatenate([k[token_slice], q[token_slice]])
@@ -196,19 +196,23 @@ def _compute_block(
         added_vectors_by_head = []
         for head_number in range(head_count):
             values = v_ref[head_number, token_slice].astype(jnp.float32)
-            values_in_state = chunk_decays[head_number] * key_state_products_by_head[head_number]
+            values_in_state = (
+                chunk_decays_by_head[head_number] * key_state_products_by_head[head_number]
+            )
             right_hand_side = (values - values_in_state) * betas[token_slice, head_number, None]
             added_vectors = _product(
                 "IJ,JU->IU", inverse_matrix_by_head[head_number][:, token_slice], right_hand_side
             )
             added_vectors_by_head.append(added_vectors)
-            head_output = chunk_decays[head_number] * query_state_products_by_head[head_number]
+            head_output = (
+                chunk_decays_by_head[head_number] * query_state_products_by_head[head_number]
+            )
             head_output += _product(
                 "IJ,JU->IU", output_factors_by_head[head_number][:, token_slice], added_vectors
             )
             out_ref[head_number, token_slice] = head_output.astype(out_ref.dtype)
         state_decays_by_head = [
-            jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays
+            jnp.broadcast_to(decay[-1:], (1, value_size)) for decay in chunk_decays_by_head
         ]
         decayed_vectors_by_head = [
             decays_until_chunk_end_by_head[head_number][token_slice]
@@ -388,22 +392,16 @@ def _inverse(matrices: Array) -> Array:
         is_in_lower_left = is_in_same_pair & (
             row_indices & block_size > column_indices & block_size
         )
-        first_blocks, second_blocks = _alternate_blocks(inverse_matrices, block_size)
+        even_blocks, odd_blocks = _alternate_blocks(inverse_matrices, block_size)
         lower_left_values = jnp.where(is_in_lower_left, matrices, 0)
-        second_times_lower = _product(
-            "IC,CJ->IJ", second_blocks, _block_diagonal(lower_left_values)
-        )
-        second_blocks -= _product(
-            "IC,CJ->IJ", second_times_lower, _block_diagonal(inverse_matrices)
-        )
-        # The first and the second block of each pair, (pairs, 1, block_size, 2C) each.
-        first_and_second_blocks = [
+        odd_times_lower = _product("IC,CJ->IJ", odd_blocks, _block_diagonal(lower_left_values))
+        odd_blocks -= _product("IC,CJ->IJ", odd_times_lower, _block_diagonal(inverse_matrices))
+        # The even and the odd block of each pair, (pairs, 1, block_size, 2C) each.
+        even_and_odd_blocks = [
             half_of_rows.reshape(-1, 1, block_size, TWO_CHUNKS)
-            for half_of_rows in (first_blocks, second_blocks)
+            for half_of_rows in (even_blocks, odd_blocks)
         ]
-        inverse_matrices = jnp.concatenate(first_and_second_blocks, axis=1).reshape(
-            CHUNK, TWO_CHUNKS
-        )
+        inverse_matrices = jnp.concatenate(even_and_odd_blocks, axis=1).reshape(CHUNK, TWO_CHUNKS)
         block_size *= 2
     return inverse_matrices
 

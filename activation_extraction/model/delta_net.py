@@ -253,16 +253,16 @@ def token_by_token(*arrays: Any) -> np.ndarray:
     # The state S of every value head, (B, K, G, D, U).
     state = np.zeros((row_count, key_head_count, value_heads_per_key, k.shape[-1], value_size))
     token_outputs = []
-    previous_token_segments = np.zeros(row_count)
+    segment_of_previous_token = np.zeros(row_count)
     for t in range(row_length):
-        token_segments = segment_ids[:, t]
-        continues_segment = (token_segments == previous_token_segments)[:, None, None]
+        segment_of_token = segment_ids[:, t]
+        continues_segment = (segment_of_token == segment_of_previous_token)[:, None, None]
         state_decay = np.where(continues_segment, np.exp(log_decay[:, t]), 0)  # shape (B, K, G)
         state *= state_decay[..., None, None]
         value_differences = v[:, t] - np.einsum("bkgdu,bkd->bkgu", state, k[:, t])
         state += np.einsum("bkd,bkg,bkgu->bkgdu", k[:, t], beta[:, t], value_differences)
         token_outputs.append(np.einsum("bkgdu,bkd->bkgu", state, q[:, t]) * q.shape[-1] ** -0.5)
-        previous_token_segments = token_segments
+        segment_of_previous_token = segment_of_token
     return np.stack(token_outputs, axis=1)
 
 
@@ -458,15 +458,15 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
         The fraction of S before the chunk that is left at each token, (N, B, K, G, C, 1). It is 0
         if the token's segment begins in the chunk.
     """
-    token_segments = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
+    segment_of_token = segments[:, :, None, None]  # shape (N, B, 1, 1, C, 1)
     # The segment of the last token of each chunk, without the last chunk of a row.
-    last_segment_of_chunk = token_segments[:-1, ..., -1:, :]
+    last_segment_of_chunk = segment_of_token[:-1, ..., -1:, :]
     # The segment of the last token before each chunk; -1 before the first chunk.
     segment_before_chunk = jnp.pad(
         last_segment_of_chunk, [(1, 0), *[(0, 0)] * 5], constant_values=-1
     )
     # Whether token I of a chunk sees token J of the same chunk, (N chunks, B, 1, 1, I, J).
-    sees_token = jnp.tril(token_segments == token_segments.mT)
+    sees_token = jnp.tril(segment_of_token == segment_of_token.mT)
     # A matrix (I, C), which is 1 where token C is token I or an earlier token, and 0 elsewhere.
     is_same_or_earlier_token = jnp.tri(CHUNK)
     log_decay_between_tokens = einsum(
@@ -475,7 +475,7 @@ def _decays(log_decay: Array, segments: Array) -> tuple[Array, Array]:
     log_decay_since_chunk_begin = einsum("IC,NBKGCJ->NBKGIJ", is_same_or_earlier_token, log_decay)
     decay_between_tokens = jnp.where(sees_token, jnp.exp(log_decay_between_tokens), 0)
     decay_since_chunk_begin = jnp.where(
-        token_segments == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0
+        segment_of_token == segment_before_chunk, jnp.exp(log_decay_since_chunk_begin), 0
     )
     return decay_between_tokens, decay_since_chunk_begin
 

@@ -74,13 +74,13 @@ class Encoder:
 
         Its names are the names of `source_hook`, each with the ending CODES.
         """
-        source_kind = self.source_hook.kind
+        source_hook_kind = self.source_hook.kind
         codes_kind = replace(
-            source_kind,
-            name=source_kind.name + CODES,
+            source_hook_kind,
+            name=source_hook_kind.name + CODES,
             letters="",
-            modules=tuple(module_name + CODES for module_name in source_kind.modules),
-            aliases=tuple(alias_name + CODES for alias_name in source_kind.aliases),
+            modules=tuple(module_name + CODES for module_name in source_hook_kind.modules),
+            aliases=tuple(alias_name + CODES for alias_name in source_hook_kind.aliases),
             dtype="int32",
             width_factor=record_width(self.max_codes),
         )
@@ -359,8 +359,8 @@ def _records(
         jnp.arange(pre_activations.shape[-1]) <= largest_kept_tied_id
     )
     is_kept = (feature_scores > lowest_kept_score) | is_tied_and_kept
-    kept_features = jnp.where(is_kept & is_active, pre_activations, 0).astype(product_dtype)
-    reconstruction = einsum("BTF,FO->BTO", kept_features, weights["W_dec"]) + weights["b_dec"]
+    kept_feature_values = jnp.where(is_kept & is_active, pre_activations, 0).astype(product_dtype)
+    reconstruction = einsum("BTF,FO->BTO", kept_feature_values, weights["W_dec"]) + weights["b_dec"]
     if encoder.source_hook == encoder.target_hook:
         reconstruction = undo_normalisation(reconstruction)
     if autoencoder.W_skip is not None:

@@ -43,7 +43,7 @@ class Stacks(NamedTuple):
         down: The weights of the down projections, (L, E, M, D).
     """
 
-    layer_number: Array  # the layer that is computed, () int32
+    layer_number: Array  # number of the layer that is computed, () int32
     gate: Array  # shape (L, E, D, M)
     up: Array  # shape (L, E, D, M)
     down: Array  # shape (L, E, M, D)

@@ -281,8 +281,8 @@ class Scales:
             )
         if not names_of_scales:
             return None
-        scale_name = names_of_scales[0]
-        scale_file, scale_header_entry = locate(scale_name)
+        scale_tensor_name = names_of_scales[0]
+        scale_file, scale_header_entry = locate(scale_tensor_name)
         values_per_scale_by_shape = _layouts(header_entry.shape, float8.block_size)
         scale_dtype = DTYPE_NAMES[scale_header_entry.dtype]
         if (
@@ -290,14 +290,16 @@ class Scales:
             or scale_header_entry.shape not in values_per_scale_by_shape
         ):
             raise InputError(
-                f"{scale_file.location}: tensor {scale_name} is {scale_dtype} of shape "
+                f"{scale_file.location}: tensor {scale_tensor_name} is {scale_dtype} of shape "
                 f"{scale_header_entry.shape}; scales of {header_entry.shape} in blocks of "
                 f"{float8.block_size} are read in {', '.join(float8.scale_dtype_names)} and have "
                 "one of the shapes "
                 f"{', '.join(map(str, values_per_scale_by_shape))}"
             )
         values_per_scale = values_per_scale_by_shape[scale_header_entry.shape]
-        return cls(tensor, header_entry.shape, scale_file, tensors[scale_name], values_per_scale)
+        return cls(
+            tensor, header_entry.shape, scale_file, tensors[scale_tensor_name], values_per_scale
+        )
 
     def dequantize(self, stored_values: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
         """Returns the values of a part of the tensor, multiplied by their scales.

@@ -173,7 +173,7 @@ class Forward(Program):
 
     Attributes:
         checkpoint: Checkpoint with the weights, and its adapter if there is one.
-        kernels: Field of `Kernels` -> kernel that was chosen for it.
+        kernels: Name of a field of `Kernels` -> kernel that was chosen for the field.
     """
 
     checkpoint: Checkpoint  # checkpoint with the weights, and its adapter

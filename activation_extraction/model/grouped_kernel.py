@@ -193,7 +193,7 @@ def _multiply(
             columns of the result, (n, columns).
         inputs_at_once: The number of inputs that are multiplied at a time.
     """
-    *stacks, out_ref = stacks_and_out
+    *stack_blocks, out_ref = stacks_and_out
     first_row = start_ref[0]
     end_row = end_ref[0]
     expert_number = expert_ref[0]
@@ -205,15 +205,15 @@ def _multiply(
         input_slice = pl.ds(number * inputs_at_once, inputs_at_once)
         x = plgpu.load(x_ref.at[tile_rows_slice, input_slice], mask=is_row_of_expert, other=0.0)
         updated_products = []
-        for product_so_far, stack in zip(products, stacks, strict=True):
+        for product_so_far, stack_block in zip(products, stack_blocks, strict=True):
             updated_products.append(
-                product_so_far + plgpu.dot(x, stack[expert_number, input_slice, :])
+                product_so_far + plgpu.dot(x, stack_block[expert_number, input_slice, :])
             )
         return updated_products
 
     @pl.when(first_row < end_row)
     def _() -> None:
-        zero_products = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stacks)
+        zero_products = [jnp.zeros((ROWS, out_ref.shape[1]), jnp.float32)] * len(stack_blocks)
         products = lax.fori_loop(0, x_ref.shape[1] // inputs_at_once, add_inputs, zero_products)
         tile_result = products[-1]
         if len(products) == 2:

@@ -246,10 +246,10 @@ class Hook(NamedTuple):
         hook_metadata["width"] = self.kind.width(sizes)
         if self.kind.dtype is not None:
             hook_metadata["dtype"] = self.kind.dtype
-        head_letters = self.kind.letters[:-1]
+        letters_of_head_axes = self.kind.letters[:-1]
         head_size_letter = self.kind.letters[-1:]
         if head_size_letter and head_size_letter in HEAD_SIZES:
-            hook_metadata["heads"] = math.prod(sizes[letter] for letter in head_letters)
+            hook_metadata["heads"] = math.prod(sizes[letter] for letter in letters_of_head_axes)
             hook_metadata["head_size"] = sizes[head_size_letter]
         if self.kind.grows_with_row_length:
             hook_metadata["heads"] = sizes[self.kind.letters[0]]
@@ -379,12 +379,12 @@ class HookTable:
 # The first column of HOOK_KINDS tells which layers have a kind of hook. It contains one of the
 # following words, or a word of the layers' types in ModelConfig (ATTENTION, LINEAR, DENSE or
 # SPARSE). `_type_words` maps each word to the types of layers in a model.
-EVERY = "every"  # all layers
-NORMED = "normed"  # layers whose attention has norms of queries and keys
-GATED = "gated"  # layers whose attention has a gate on its output
-SHARED = "shared"  # layers with a shared expert
-# Layers with linear attention whose projections are stored as separate tensors (APART), or
-# interleaved in one tensor (INTERLEAVED).
+EVERY = "every"  # word for all layers
+NORMED = "normed"  # word for layers whose attention has norms of queries and keys
+GATED = "gated"  # word for layers whose attention has a gate on its output
+SHARED = "shared"  # word for layers with a shared expert
+# Words for layers with linear attention whose projections are stored as separate tensors (APART),
+# or interleaved in one tensor (INTERLEAVED).
 APART, INTERLEAVED = "apart", "interleaved"
 # The kinds of hooks in layers, in the order in which a layer computes them. The columns contain:
 #   a word for the layers that have the kind: EVERY, ATTENTION, LINEAR and so on,

@@ -246,7 +246,7 @@ class LoraAdapter:
         if tensor not in self._changes_by_tensor:
             return read_values(index)
         magnitude_key = self._magnitude_key_by_tensor.get(tensor)
-        column_range = index[-1]
+        column_slice = index[-1]
         if magnitude_key is not None:  # whole rows are read, because their norms are needed
             index = index[0], slice(0, self._shape(tensor)[1])
         merged_values = read_values(index).astype(np.float32)
@@ -256,7 +256,7 @@ class LoraAdapter:
             row_scales = self._read_factor(magnitude_key)[index[0]] / np.linalg.norm(
                 merged_values, axis=1
             )
-            merged_values = (merged_values * row_scales[:, None])[:, column_range]
+            merged_values = (merged_values * row_scales[:, None])[:, column_slice]
         return merged_values
 
     def _add(self, change: Change, tensor_part: np.ndarray, index: Index) -> None:
@@ -272,9 +272,9 @@ class LoraAdapter:
             if not index[0].start <= change.expert_number < index[0].stop:
                 return
             tensor_part = tensor_part[change.expert_number - index[0].start]
-        row_range, column_range = index[-2:]
+        row_slice, column_slice = index[-2:]
         if change.is_transposed:
-            row_range, column_range = column_range, row_range
+            row_slice, column_slice = column_slice, row_slice
             tensor_part = tensor_part.T
         a = self._read_factor(change.a_key)
         b = self._read_factor(change.b_key)
@@ -282,8 +282,8 @@ class LoraAdapter:
         b = b.reshape(len(b), -1, change.expert_count)[:, :, change.expert_number]
         if change.has_exchanged_factors:
             a, b = b.T, a.T
-        b = b[change.first_row_of_b + row_range.start : change.first_row_of_b + row_range.stop]
-        tensor_part += np.float32(change.scale) * (b @ a[:, column_range])
+        b = b[change.first_row_of_b + row_slice.start : change.first_row_of_b + row_slice.stop]
+        tensor_part += np.float32(change.scale) * (b @ a[:, column_slice])
 
     def _read_whole(self, key: str) -> np.ndarray:
         """Reads a whole tensor of the adapter.

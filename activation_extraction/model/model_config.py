@@ -270,8 +270,8 @@ class ModelConfig:
         if self.delta is not None and layer in self.delta.layers:
             # The state of the gated delta rule has key_size numbers for each of the sizes["O"]
             # values of a token, and each number takes part in three products per token.
-            products_per_token = 3 * self.sizes["O"] * self.delta.key_size
-            return 2.0 * (weights + products_per_token) * sum(lengths)
+            multiplications_per_token = 3 * self.sizes["O"] * self.delta.key_size
+            return 2.0 * (weights + multiplications_per_token) * sum(lengths)
         query_size = self.num_attention_heads * self.head_dim
         window_length = self.sliding_window if layer in self.sliding_layers else None
         num_multiplications = 0

@@ -125,12 +125,14 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
             f"--hook_names: losses and logits need {HEAD}, which "
             f"--model_path {model_options.model_path} lacks; its other hooks can be stored"
         )
-    weight_specs = weight_table(model, checkpoint.tensors)
-    oriented_weight_specs = orient_experts(
-        weight_specs, lambda tensor_name: checkpoint.locate(tensor_name)[1].shape
+    weight_spec_by_parameter_path = weight_table(model, checkpoint.tensors)
+    oriented_spec_by_parameter_path = orient_experts(
+        weight_spec_by_parameter_path, lambda tensor_name: checkpoint.locate(tensor_name)[1].shape
     )
     check_tensors(
-        checkpoint, oriented_weight_specs.values(), tensor_names(model_config, checkpoint.tensors)
+        checkpoint,
+        oriented_spec_by_parameter_path.values(),
+        tensor_names(model_config, checkpoint.tensors),
     )
     if adapter is not None:
         # The adapter may also change tensors that this step need not read: the head, and the layers
@@ -142,7 +144,7 @@ def prepare_model(request: StepRequest, previous: Forward | None = None) -> Forw
     stored_hook_by_key, encoders = choose_hooks(request, model_config)
     return Forward(
         model,
-        oriented_weight_specs,
+        oriented_spec_by_parameter_path,
         host_rows,
         request.batch_shape,
         stored_hook_by_key,
@@ -375,7 +377,9 @@ def choose_hooks(
     for encoder in encoders:
         source_hook = encoder.source_hook
         if not hook_options.keep_activations:
-            hook_by_key = {key: hook for key, hook in hook_by_key.items() if hook != source_hook}
+            hook_by_key = {
+                hook_key: hook for hook_key, hook in hook_by_key.items() if hook != source_hook
+            }
         elif source_hook not in hook_by_key.values():
             hook_by_key[source_hook.name] = source_hook
     hook_by_key |= {encoder.hook.name: encoder.hook for encoder in encoders}

@@ -181,7 +181,8 @@ class WeightSpec:
         rows_at_once = max(
             values_at_once // math.prod(parameter_part.shape[first_unstacked_axis + 1 :]), 1
         )
-        # Tensors of single experts may have their axes in reverse order, so they are read whole.
+        # Tensors of single experts may have their axes in reverse order. Rows of the parameter are
+        # then columns of the tensor, which are spread over its bytes, so the tensor is read whole.
         if "experts" in self.logical_axes[:first_unstacked_axis]:
             rows_at_once = len(ranges[first_unstacked_axis])
         for first_row in range(0, len(ranges[first_unstacked_axis]), rows_at_once):

@@ -120,14 +120,14 @@ def fit_rows(
     recorded_row_count_by_host = gather(
         host, min(recorded_row_counts_for_same_devices, default=None)
     )
-    num_recorded_rows = min(filter(None, recorded_row_count_by_host), default=None)
+    smallest_recorded_row_count = min(filter(None, recorded_row_count_by_host), default=None)
 
     def prepare(num_rows: int) -> Forward:
         request_with_rows = replace(request, batch_shape=(num_rows, request.batch_shape[1]))
         return together(host, partial(prepare_model, request_with_rows, forward))
 
-    if num_recorded_rows is not None:
-        forward_with_chosen_rows = prepare(num_recorded_rows)
+    if smallest_recorded_row_count is not None:
+        forward_with_chosen_rows = prepare(smallest_recorded_row_count)
         reason_for_num_rows = "as when the run began"
     else:
         smallest_num_rows = len(devices_of_host)

@@ -385,6 +385,7 @@ def estimate_totals(
                 tokens_per_second_range = fastest_mesh["tokens_per_second"]
             else:
                 num_timed_tokens = run.token_counts.num_stored_tokens
+                # The user gives a single speed, so this range contains one number.
                 tokens_per_second_range = [
                     config.planning.tokens_per_second * run.topology.num_hosts
                 ]

@@ -213,10 +213,10 @@ def gather(host: Host, local_value: Any) -> list[Any]:
     if not host.is_one_of_several:
         return [local_value]
     local_json = json.dumps(local_value).encode()
-    largest_json_size = int(np.max(multihost_utils.process_allgather(np.int32(len(local_json)))))
+    largest_json_bytes = int(np.max(multihost_utils.process_allgather(np.int32(len(local_json)))))
     # The JSON is padded with spaces, which JSON ignores, because only arrays of equal sizes can be
     # gathered.
-    padded_json_of_host = np.frombuffer(local_json.ljust(largest_json_size), np.uint8)
+    padded_json_of_host = np.frombuffer(local_json.ljust(largest_json_bytes), np.uint8)
     padded_json_of_hosts = multihost_utils.process_allgather(padded_json_of_host)
     return [json.loads(json_bytes.tobytes()) for json_bytes in np.asarray(padded_json_of_hosts)]
 

@@ -84,8 +84,8 @@ def load_for_rereading(
         InputError: If the tokenizer, the chat template, the data set or a file cannot be read, or
             if it differs from the input of the run. The message names the input and its flag.
     """
-    text_of_run, config_with_present_paths = _text_of_run(metadata, model, adapter, dataset_path)
-    check_text_inputs(text_of_run, config_with_present_paths, identity_of(metadata, METADATA))
+    text_of_run, config_with_paths_to_read = _text_of_run(metadata, model, adapter, dataset_path)
+    check_text_inputs(text_of_run, config_with_paths_to_read, identity_of(metadata, METADATA))
     return partial(_read_again, text_of_run)
 
 
@@ -111,14 +111,14 @@ def load_text(config: Config, metadata: Mapping[str, Any]) -> RunText:
         model_repository = Repository(config.model.model_path, config.model.model_revision)
     if config.model.lora is not None:
         adapter_repository = Repository(config.model.lora, kind=ADAPTER)
-    text_of_run, config_with_present_paths = _text_of_run(
+    text_of_run, config_with_paths_to_read = _text_of_run(
         metadata, model_repository, adapter_repository, config.text.dataset_path
     )
     reread_function: Reread | None = None
     if identity.every_token:
-        check_tokenizer(text_of_run, config_with_present_paths, identity)
+        check_tokenizer(text_of_run, config_with_paths_to_read, identity)
     else:
-        check_text_inputs(text_of_run, config_with_present_paths, identity)
+        check_text_inputs(text_of_run, config_with_paths_to_read, identity)
         reread_function = partial(_read_again, text_of_run)
     # If the data set contains token ids, it is read without a tokenizer. A tokenizer is needed here
     # to decode the ids.
@@ -172,12 +172,12 @@ def _text_of_run(
         text_options, model, vocabulary_size, earlier_metadata=[metadata], adapter=adapter
     )
     lora_path = None if adapter is None else adapter.path
-    config_with_present_paths = replace(
+    config_with_paths_to_read = replace(
         recorded_config,
         model=replace(recorded_config.model, model_path=model.path, lora=lora_path),
         text=text_options,
     )
-    return text_of_run, config_with_present_paths
+    return text_of_run, config_with_paths_to_read
 
 
 def _read_again(text: Text, stored_samples: Sequence[StoredTokens]) -> list[np.ndarray | str]:

@@ -291,8 +291,12 @@ def list_hooks(
         table_lines.append("  ".join(padded_cells))
     table_lines.append(f"K is the layer, from 0 to {num_layers - 1}")
     for encoder in encoders:
-        activation_bytes = encoder.source_hook.kind.vector_type(size_of_letter, dtype).bytes
-        table_lines.append(f"{encoder.in_words(dtype)} (the activations take {activation_bytes:,})")
+        activation_bytes_per_token = encoder.source_hook.kind.vector_type(
+            size_of_letter, dtype
+        ).bytes
+        table_lines.append(
+            f"{encoder.in_words(dtype)} (the activations take {activation_bytes_per_token:,})"
+        )
     if model_config.weights:
         table_lines.append(f"the checkpoint has {model_config.weights}")
     if positions != Positions():

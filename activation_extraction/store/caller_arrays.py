@@ -62,7 +62,13 @@ def copy_as_int32(values: Any) -> np.ndarray:
     Raises:
         ValueError: If `copy_array` cannot convert the ids.
     """
-    copied_ids = copy_array(values)
-    ids_are_integers = copied_ids.dtype.kind in "iu"
-    ids_fit_int32 = ids_are_integers and (copied_ids == copied_ids.astype(np.int32)).all()
-    return copied_ids.astype(np.int32) if ids_fit_int32 or not copied_ids.size else copied_ids
+    copied_token_ids = copy_array(values)
+    ids_are_integers = copied_token_ids.dtype.kind in "iu"
+    ids_fit_int32 = (
+        ids_are_integers and (copied_token_ids == copied_token_ids.astype(np.int32)).all()
+    )
+    return (
+        copied_token_ids.astype(np.int32)
+        if ids_fit_int32 or not copied_token_ids.size
+        else copied_token_ids
+    )

@@ -242,8 +242,8 @@ def _hooks_of(run_log: RunLog, commit: Commit) -> list[HookValues]:
     metadata_facts_by_hook = {
         hook_facts["name"]: hook_facts for hook_facts in metadata.get("hooks", ())
     }
-    recorded_hooks = []
+    hooks_of_shard = []
     for shard_facts in commit.hooks:
         metadata_facts = metadata_facts_by_hook.get(shard_facts["name"], {})
-        recorded_hooks.append(identity.recorded_hook(shard_facts | metadata_facts))
-    return recorded_hooks
+        hooks_of_shard.append(identity.recorded_hook(shard_facts | metadata_facts))
+    return hooks_of_shard

@@ -158,7 +158,7 @@ class Folder:
             self._backend = self._open(scheme)
         except InputError:
             raise
-        except Exception as error:  # some file systems connect at once, and raise any exception
+        except Exception as error:  # opening may connect to a server and raise any exception
             raise FolderError(f"{self.url}: {one_line(error)}") from error
         if isinstance(self._backend, HubFolder):
             self._pin(self._backend)
@@ -514,9 +514,9 @@ class Attempts:
     Args:
         folder: Folder to which the request is sent.
         request: Name of the request, for messages.
-        patience: Time for all attempts, which is already running. None if the time starts at the
-            first failure, and is the folder's patience. A long transfer that fails at its end is
-            then tried again.
+        patience: Time limit for all attempts together, which is already running. None for the time
+            limit of the folder, which starts at the first failure, so that a long transfer is tried
+            again even if it fails at its end.
     """
 
     def __init__(self, folder: Folder, request: str, patience: Patience | None = None) -> None:

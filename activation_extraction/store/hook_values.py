@@ -524,7 +524,7 @@ class Float8Values(HookValues):
     NAME is the full name of the hook.
     """
 
-    stored_dtype: str = VALUE_DTYPE.name
+    stored_dtype: str = VALUE_DTYPE.name  # name of the dtype of the stored values
     dtype = FLOAT32
     are_activations = True
     is_array = True
@@ -549,17 +549,19 @@ class Float8Values(HookValues):
         self, samples: list[np.ndarray], positions: Sequence[np.ndarray], threads: Executor
     ) -> tuple[list[Float8Array], ErrorByTokenKind]:
         sample_offsets = np.cumsum([0, *map(len, samples)], dtype=np.int64)
-        is_sink = np.concatenate(positions) == 0
-        is_measured = _evenly_chosen(is_sink) | _evenly_chosen(~is_sink)
+        is_sink_token = np.concatenate(positions) == 0
+        is_measured_token = _evenly_chosen(is_sink_token) | _evenly_chosen(~is_sink_token)
 
         def encode_slice(sample_slice: slice) -> tuple[list[Float8Array], np.ndarray]:
             offsets_of_slice = sample_offsets[sample_slice.start : sample_slice.stop + 1]
             start_token, stop_token = offsets_of_slice[[0, -1]]
             slice_activations = np.concatenate(samples[sample_slice])
             encoded_values = Float8Array.of(slice_activations)
-            is_measured_in_slice = is_measured[start_token:stop_token]
-            decoded_values = encoded_values[is_measured_in_slice].decode()
-            token_errors = relative_errors(slice_activations[is_measured_in_slice], decoded_values)
+            is_measured_token_in_slice = is_measured_token[start_token:stop_token]
+            decoded_values = encoded_values[is_measured_token_in_slice].decode()
+            token_errors = relative_errors(
+                slice_activations[is_measured_token_in_slice], decoded_values
+            )
             return encoded_values.split(offsets_of_slice[1:-1] - start_token), token_errors
 
         encoded_samples: list[Float8Array] = []
@@ -568,7 +570,7 @@ class Float8Values(HookValues):
             encoded_samples += encoded_slice_samples
             errors_by_slice.append(slice_errors)
         measured_errors = np.concatenate(errors_by_slice)
-        is_measured_sink = is_sink[is_measured]
+        is_measured_sink = is_sink_token[is_measured_token]
         return encoded_samples, {
             "sinks": EncodingError.of(measured_errors[is_measured_sink]),
             "others": EncodingError.of(measured_errors[~is_measured_sink]),
@@ -671,8 +673,8 @@ class CodeValues(HookValues):
 
     @staticmethod
     def _sums_of_sample(codes: Codes, positions: np.ndarray) -> SumsOfCodes:
-        is_sink = positions == 0
-        return SumsOfCodes(CodeSums.of(codes, is_sink), CodeSums.of(codes, ~is_sink))
+        is_sink_token = positions == 0
+        return SumsOfCodes(CodeSums.of(codes, is_sink_token), CodeSums.of(codes, ~is_sink_token))
 
     def tensors(self, samples: Sequence[Codes]) -> dict[str, list[np.ndarray]]:
         concatenated_codes = Codes.concatenate(samples)
@@ -692,9 +694,9 @@ class CodeValues(HookValues):
         }
         sample_codes = Codes(**code_arrays, features=record["shape"][1])
         first_offset, last_offset = sample_codes.indptr[[0, -1]].tolist()
-        entry_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
+        distinct_entry_counts = {last_offset, len(sample_codes.indices), len(sample_codes.data)}
         are_offsets_ascending = (np.diff(sample_codes.indptr) >= 0).all()
-        if first_offset != 0 or len(entry_counts) != 1 or not are_offsets_ascending:
+        if first_offset != 0 or len(distinct_entry_counts) != 1 or not are_offsets_ascending:
             raise ValueError(f"sample {record['sample_idx']}: its codes do not fit their offsets")
         return sample_codes
 

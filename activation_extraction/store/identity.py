@@ -319,14 +319,14 @@ class Identity:
             The field, with its value in `stored` as the first value and its value in this identity
             as the second. None if there is no difference, so that the stored run may be continued.
         """
-        stored_fields = stored.to_json()
+        stored_identity_fields = stored.to_json()
         for field_name, field_value in self.to_json().items():
             if shared_only:
                 may_field_differ = field_name in PER_HOST | MAY_TURN_ON
             else:
                 may_field_differ = field_name in MAY_TURN_ON and bool(field_value)
-            if field_value != stored_fields[field_name] and not may_field_differ:
-                return Difference(field_name, stored_fields[field_name], field_value)
+            if field_value != stored_identity_fields[field_name] and not may_field_differ:
+                return Difference(field_name, stored_identity_fields[field_name], field_value)
         return None
 
     @property

@@ -66,14 +66,14 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         reduced_empty_array: Any = np.empty(0, value.dtype).__reduce__()
         rebuild_array, rebuild_arguments, array_state = reduced_empty_array
-        state_version, _shape, reduced_dtype, is_fortran_order, _data = array_state
+        state_version, _shape, pickled_dtype, is_fortran_order, _data = array_state
         array_bytes = np.asarray(value, order="C").reshape(-1).view(np.uint8).data
         # A writable buffer would be pickled as a bytearray.
         array_buffer = PickleBuffer(array_bytes.toreadonly())
         state_with_buffer = (
             state_version,
             value.shape,
-            reduced_dtype,
+            pickled_dtype,
             is_fortran_order,
             array_buffer,
         )
@@ -125,13 +125,13 @@ def records_of(shard: Shard) -> Records:
         module describes a record.
     """
 
-    def record_of(key: Key, hook: HookValues, sample_index: int) -> dict[str, Any]:
+    def record_of(hook_key: Key, hook_values: HookValues, sample_index: int) -> dict[str, Any]:
         shard_sample = shard.samples[sample_index]
-        sample_values = shard.values[key][sample_index]
+        sample_values = shard.values[hook_key][sample_index]
         return {
             "sample_idx": shard_sample.facts.sample_idx,
-            "hook": hook.name,
-            **hook.record(sample_values),
+            "hook": hook_values.name,
+            **hook_values.record(sample_values),
             "shape": sample_values.shape,
             "text_preview": shard_sample.facts.text_preview,
             "token_ids": shard_sample.token_ids,
@@ -142,8 +142,10 @@ def records_of(shard: Shard) -> Records:
 
     sample_indices = range(len(shard.samples))
     return {
-        key: [record_of(key, hook, sample_index) for sample_index in sample_indices]
-        for key, hook in shard.hooks.items()
+        hook_key: [
+            record_of(hook_key, hook_values, sample_index) for sample_index in sample_indices
+        ]
+        for hook_key, hook_values in shard.hooks.items()
     }
 
 
@@ -234,7 +236,7 @@ def read_pickle(file: IO[bytes], where: str, limit: int, hooks: Mapping[Key, Hoo
 
 
 class UnsafeError(RunError):
-    """A pickled shard contains objects that this program never writes, or is too large.
+    """Raised if a pickled shard contains objects that this program never writes, or is too large.
 
     No code in the pickle was run.
     """

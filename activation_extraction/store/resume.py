@@ -284,20 +284,20 @@ def stored_after(
         sample_number >= first_sample_idx_after_mark for sample_number in sample_by_number
     )
     stored_sample_count = sum(commit.count for commit in commits)
-    missing_count = sample_count_before_mark + sample_count_after_mark - stored_sample_count
+    missing_sample_count = sample_count_before_mark + sample_count_after_mark - stored_sample_count
     # Samples before the mark are missing, for example because a repair had stored them in the last
     # shard, and this shard was deleted afterwards.
-    if missing_count > 0:
+    if missing_sample_count > 0:
         raise InputError(
-            f"{folder.url}: {counted(missing_count, 'sample')} before the mark of its shards not "
-            f"stored; {repair_remedy}"
+            f"{folder.url}: {counted(missing_sample_count, 'sample')} before the mark of its "
+            f"shards not stored; {repair_remedy}"
         )
     # More samples are stored than there are sample numbers, so some are stored twice. This happens
     # if, for example, a repair stored the samples of a lost JSON file again, and the file was put
     # back afterwards.
-    if missing_count < 0:
+    if missing_sample_count < 0:
         raise InputError(
-            f"{folder.url}: {counted(-missing_count, 'sample')} stored more than once; "
+            f"{folder.url}: {counted(-missing_sample_count, 'sample')} stored more than once; "
             f"{repair_remedy}"
         )
     return sample_by_number

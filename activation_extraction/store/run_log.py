@@ -236,7 +236,7 @@ class Commit:
     last: int = 0  # `sample_idx` of the last sample
     count: int = 0  # number of samples
     tokens: int = 0  # number of stored tokens
-    hooks: list[dict[str, Any]] = field(default_factory=list)  # facts about each hook
+    hooks: list[dict[str, Any]] = field(default_factory=list)  # description of each hook
     committed: float = 0.0  # Unix time of the commit
     cut_samples: int = 0  # number of samples that were cut at their end
     cut_tokens: int = 0  # number of tokens that were cut off at the ends of samples
@@ -532,12 +532,12 @@ class RunLog:
         JSON files are checked by their content, and all other files by their sizes in the listing.
         If the shards were uploaded to another folder, only the JSON files are checked.
         """
-        json_problems = [f"{self.url}/{message}" for message in self.missing_jsons]
+        json_problem_messages = [f"{self.url}/{message}" for message in self.missing_jsons]
         missing_files = self.missing_files if self.moved_to is None else []
-        file_problems = [
+        file_problem_messages = [
             f"{self.url}/{file_name}: is missing or cut short" for file_name in missing_files
         ]
-        return [*self.damaged_files.values(), *json_problems, *file_problems]
+        return [*self.damaged_files.values(), *json_problem_messages, *file_problem_messages]
 
 
 def _read_once(folder: Folder) -> RunLog:

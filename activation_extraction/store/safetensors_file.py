@@ -171,7 +171,7 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
     for hook_key, hook_values in shard.hooks.items():
         arrays_by_tensor |= hook_values.tensors(shard.values[hook_key])
     header_metadata = {"format": FORMAT, "writer": writer} if writer else {"format": FORMAT}
-    dtypes_and_shapes = {
+    dtype_and_shape_by_tensor = {
         tensor_name: (
             arrays_of_tensor[0].dtype,
             (sum(map(len, arrays_of_tensor)), *arrays_of_tensor[0].shape[1:]),
@@ -188,7 +188,7 @@ def safetensors_pieces(shard: Shard, writer: str = "") -> list[memoryview]:
         for contiguous_array in contiguous_arrays
         if contiguous_array.size
     )
-    return [memoryview(pack_header(dtypes_and_shapes, header_metadata)), *array_buffers]
+    return [memoryview(pack_header(dtype_and_shape_by_tensor, header_metadata)), *array_buffers]
 
 
 def range_checksums(shard: Shard, file_buffers: Sequence[memoryview]) -> RangeChecksums:

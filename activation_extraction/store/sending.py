@@ -179,8 +179,10 @@ def _own_sockets() -> set[str]:
 def _sockets_with_unsent_bytes() -> set[str]:
     """Returns the inodes of the TCP connections of this machine that have unacknowledged bytes."""
     inodes_of_sending_sockets = set[str]()
-    for tcp_table in TCP_TABLES:
-        for table_line in tcp_table.read_text().splitlines()[1:] if tcp_table.exists() else ():
+    for tcp_table_path in TCP_TABLES:
+        for table_line in (
+            tcp_table_path.read_text().splitlines()[1:] if tcp_table_path.exists() else ()
+        ):
             # The columns are: number, local address, remote address, state, bytes to send and bytes
             # to read (in hexadecimal digits, "SEND:READ"), four other columns, inode, ...
             table_columns = table_line.split()

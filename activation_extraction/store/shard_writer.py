@@ -93,7 +93,7 @@ class ShardWriter:
 
     def _clear_pending(self) -> None:
         self._pending_samples: list[tuple[ShardSample, Mapping[Key, Any]]] = []
-        self._pending_bytes = 0  # bytes of the values of all pending samples
+        self._pending_bytes = 0  # bytes of the values of `_pending_samples`
 
     def take(self, batch_bytes: int) -> None:
         """Counts the memory that storing a batch needs, and waits while too much memory is in use.

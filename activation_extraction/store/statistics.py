@@ -44,9 +44,9 @@ class Sums:
     """
 
     counts: np.ndarray  # number of sinks and number of other tokens, (2,)
-    norms: np.ndarray  # sum of the norms by kind of token, (2,)
-    sums: np.ndarray  # sum of the values by kind of token, (2, width)
-    squares: np.ndarray  # sum of the squared values by kind of token, (2, width)
+    norms: np.ndarray  # sums of the norms of sinks and of other tokens, (2,)
+    sums: np.ndarray  # sums of the values of sinks and of other tokens, (2, width)
+    squares: np.ndarray  # sums of squared values of sinks and of other tokens, (2, width)
     # Largest Euclidean norm of a token, (). Files store it under the name of this field.
     largest: np.ndarray
 

@@ -502,7 +502,8 @@ def _data_file_at(fs: Any, folder: str, path: str) -> DataFile:
                 f"--dataset_path {path}: is a named pipe, a socket or a device; expected a file"
             )
         return DataFile(path, name_in_utf8, file_status.st_size, str(file_status.st_mtime_ns))
-    # If the file system has cached the listing of the folder, `info` sends no request.
+    # This takes little time for many files: if the file system has cached the listing of the
+    # folder, `info` sends no request.
     file_metadata = fs.info(path)
     file_version = ""
     for version_key in VERSION_KEYS:

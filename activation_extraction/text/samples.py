@@ -366,9 +366,9 @@ def _sample_of_tokens(
         kept_positions_or_none = settings.token_choice.kept(
             sample_idx, token_ids, eligible_mask_of_sample
         )
-    preview_start = 0
+    preview_start_offset = 0
     if piece_number and tokens.start_offsets is not None:
-        preview_start = int(tokens.start_offsets[token_range.start])
+        preview_start_offset = int(tokens.start_offsets[token_range.start])
     row_position = document.stored_position
     if settings.splits_documents:
         row_position = {**row_position, "piece": piece_number, "start": token_range.start}
@@ -376,7 +376,9 @@ def _sample_of_tokens(
         sample_idx=sample_idx,
         row=row_position,
         doc_id=document.doc_id,
-        text_preview=document.content.text[preview_start : preview_start + PREVIEW_CHARACTERS],
+        text_preview=document.content.text[
+            preview_start_offset : preview_start_offset + PREVIEW_CHARACTERS
+        ],
         cut=tokens.num_document_tokens - token_range.stop,
         columns=document.kept_value_by_column,
     )

@@ -127,7 +127,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library tokenizers raises plain exceptions
+    except Exception as error:  # the library raises Exception itself
         raise _load_error(path, error) from error
 
 
