@@ -112,10 +112,10 @@ class Bench:
         documents: Token ids of each document.
     """
 
-    folder: Path
-    parsed_flags: argparse.Namespace
-    model_config: ModelConfig
-    documents: list[list[int]]
+    folder: Path  # folder of the model, the documents and the outputs
+    parsed_flags: argparse.Namespace  # parsed flags of this script
+    model_config: ModelConfig  # configuration of the model
+    documents: list[list[int]]  # token ids of each document
 
     @property
     def layers(self) -> list[int]:

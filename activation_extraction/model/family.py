@@ -56,7 +56,7 @@ class Family(NamedTuple):
     """
 
     released_models: str  # names of the released models, for messages
-    read_config: Callable[[Any, str], ModelConfig]
+    read_config: Callable[[Any, str], ModelConfig]  # function that returns the ModelConfig
     is_multimodal: bool = False  # whether the models also take images, video or audio
 
 

@@ -64,7 +64,8 @@ class Layout:
             the mesh.
     """
 
-    mesh: Mesh | AbstractMesh | None = None
+    mesh: Mesh | AbstractMesh | None = None  # mesh of JAX
+    # Reason for the choice of this mesh, for the log.
     reason_for_mesh: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:

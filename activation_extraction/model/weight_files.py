@@ -48,7 +48,8 @@ class WeightFile(ABC):
 
     name: str  # name of the file, without folders
     location: str  # path or URL of the file
-    byte_count: int
+    byte_count: int  # size of the file in bytes
+    # Approximate number of values that a caller of `read` should read at a time.
     values_at_once: int
 
     @cached_property

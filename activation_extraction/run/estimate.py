@@ -65,8 +65,8 @@ class TokenCounts:
         num_stored_tokens: The number of tokens whose activations are stored.
     """
 
-    num_computed_tokens: float
-    num_stored_tokens: float
+    num_computed_tokens: float  # number of tokens that the model computes
+    num_stored_tokens: float  # number of tokens whose activations are stored
 
 
 @dataclass(frozen=True)

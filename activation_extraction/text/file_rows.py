@@ -71,7 +71,7 @@ class DataFile:
             modification in nanoseconds.
     """
 
-    url: str
+    url: str  # local path or URL of the file
     name: str  # path relative to the folder of the data set
     byte_count: int  # size of the file
     version: str = ""  # checksum, version or modification time of the content; "" if unknown
@@ -115,6 +115,7 @@ class FileKind:
 
     name: str  # name of the kind, for messages
     extensions: tuple[str, ...]  # extensions of the files in lower case
+    # Function that yields the rows of a file.
     read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
     is_text: bool = False  # whether the files are text
 
