@@ -70,7 +70,7 @@ class Counts(NamedTuple):
     """
 
     requests: int  # number of answered requests
-    bytes: int  # number of bytes of the listings and objects that were asked for
+    bytes: int  # number of bytes of listings and objects that these requests asked for
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -125,7 +125,8 @@ class Server(socketserver.ThreadingTCPServer):
             last_entry_of_previous_page: The last entry of the previous page. Empty for the first
                 page.
         """
-        # Entry of the page (the name of an object, or of a folder with the delimiter) -> its XML.
+        # Entry of the page -> its XML. An entry is the name of an object, or the name of a folder
+        # followed by the delimiter.
         xml_of_entry: dict[str, str] = {}
         first_object_index = bisect_left(
             self.object_names, max(prefix, last_entry_of_previous_page)

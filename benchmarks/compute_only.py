@@ -71,8 +71,8 @@ def main() -> None:
     full_batches = list(pack(samples_of(documents_of_full_rows), num_rows, row_length))
     start_time = time.perf_counter()
     compiled_step = compile_step(program)
-    # The first call of the step also allocates memory, for example, so it is not measured with the
-    # other calls.
+    # The first call of the step takes longer, because it also allocates memory. So it is not
+    # measured with the other calls.
     mean_seconds(compiled_step, packed_batches[:1])
     step_figures = {
         "load_and_compile_seconds": time.perf_counter() - start_time,

@@ -48,9 +48,9 @@ class Instruction(NamedTuple):
         line: Whole text of the instruction, with its attributes.
     """
 
-    name: str  # name of the instruction, with its leading "%"
+    name: str
     result: str  # text of the result's dtype, shape and layout
-    opcode: str  # opcode, such as "fusion"
+    opcode: str
     operands: list[str]  # names of the instructions whose results are the operands
     line: str  # whole text of the instruction
 
@@ -180,8 +180,8 @@ class ProgramText:
             kernel_passes: The function that returns how often a Pallas kernel reads and writes its
                 arrays (see `KernelPasses`).
         """
-        self.text = text
-        self.mesh = dict(mesh or {})
+        self.text = text  # text of the compiled program
+        self.mesh = dict(mesh or {})  # name of a mesh axis -> its size
         self.fractions_of_layer_types = fractions_of_layer_types
         self._count_kernel_passes = kernel_passes
         # On v6e, a computation that sorts runs in a thread of its own. The last line of the
@@ -319,12 +319,12 @@ class ProgramText:
         ]
         if len(moves_of_branches) != len(self.fractions_of_layer_types) or computation != self.body:
             return max(moves_of_branches, key=lambda moves: sum(move.hbm_bytes for move in moves))
-        weighted_moves: list[Move] = []
+        moves_of_average_layer: list[Move] = []
         for fraction_of_layers, branch_moves in zip(
             self.fractions_of_layer_types, moves_of_branches, strict=True
         ):
-            weighted_moves += [move.times(fraction_of_layers) for move in branch_moves]
-        return weighted_moves
+            moves_of_average_layer += [move.times(fraction_of_layers) for move in branch_moves]
+        return moves_of_average_layer
 
     def _iterations(self, loop: Instruction) -> int:
         """Returns the iteration count of a loop that counts from 0 up to a constant."""

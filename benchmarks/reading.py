@@ -414,8 +414,7 @@ class Scenario(NamedTuple):
             the number of bytes that it has read.
     """
 
-    runs: list[Run]  # runs that are read
-    # Function without arguments that opens the runs and returns the function to measure.
+    runs: list[Run]
     prepare: Callable[[], Callable[[], int]]
 
 
@@ -510,7 +509,7 @@ def measure(
     read_first_pass()
     read_second_pass = scenario.prepare()
     server_totals_before_second_pass = counts(address)
-    scenario_rate = rate_of(read_second_pass)
+    rate_of_scenario = rate_of(read_second_pass)
     server_totals_after_second_pass = counts(address)
     num_requests = (
         server_totals_after_second_pass.requests - server_totals_before_second_pass.requests
@@ -522,16 +521,16 @@ def measure(
         "bare": rate_of_bare_reader.mb_per_second,
         "of_16": rate_of_16_readers.mb_per_second,
         "sockets": rate_of_socket_readers.mb_per_second,
-        "read": scenario_rate.mb_per_second,
-        "share": scenario_rate.mb_per_second / rate_of_bare_reader.mb_per_second,
-        "share_of_16": scenario_rate.mb_per_second / rate_of_16_readers.mb_per_second,
-        "share_of_sockets": scenario_rate.mb_per_second / rate_of_socket_readers.mb_per_second,
+        "read": rate_of_scenario.mb_per_second,
+        "share": rate_of_scenario.mb_per_second / rate_of_bare_reader.mb_per_second,
+        "share_of_16": rate_of_scenario.mb_per_second / rate_of_16_readers.mb_per_second,
+        "share_of_sockets": rate_of_scenario.mb_per_second / rate_of_socket_readers.mb_per_second,
         "core_seconds_per_gb_bare": rate_of_bare_reader.core_seconds_per_gb,
         "core_seconds_per_gb_of_16": rate_of_16_readers.core_seconds_per_gb,
         "core_seconds_per_gb_sockets": rate_of_socket_readers.core_seconds_per_gb,
-        "core_seconds_per_gb": scenario_rate.core_seconds_per_gb,
-        "requests_per_gb": num_requests / scenario_rate.num_bytes * 1e9,
-        "downloaded": downloaded_bytes / scenario_rate.num_bytes,
+        "core_seconds_per_gb": rate_of_scenario.core_seconds_per_gb,
+        "requests_per_gb": num_requests / rate_of_scenario.num_bytes * 1e9,
+        "downloaded": downloaded_bytes / rate_of_scenario.num_bytes,
     }
 
 

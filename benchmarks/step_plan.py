@@ -115,17 +115,19 @@ def times_of(step: StepPlan, layout: Layout, chip: Chip, linked: int) -> StepTim
         linked: The number of consecutive devices that fast links connect (see `link_speed`).
     """
     hidden_sending_seconds = exposed_sending_seconds = 0.0
-    for sent_along_axes in step.sent_by_axes:
+    for sent_along_mesh_axes in step.sent_by_axes:
         # `link_speed` knows no query axis, because it counts this axis of JAX's mesh as a part of
         # the model axis.
-        user_axes = {"model" if axis == "query" else axis for axis in sent_along_axes.mesh_axes}
+        user_axes = {
+            "model" if axis == "query" else axis for axis in sent_along_mesh_axes.mesh_axes
+        }
         sending_speed = min(
             (link_speed(layout, axis, chip, linked) for axis in user_axes),
             default=chip.link_bytes_per_second,
         )
-        hidden_sending_seconds += sent_along_axes.overlapped_bytes / sending_speed
+        hidden_sending_seconds += sent_along_mesh_axes.overlapped_bytes / sending_speed
         exposed_sending_seconds += (
-            sent_along_axes.num_bytes - sent_along_axes.overlapped_bytes
+            sent_along_mesh_axes.num_bytes - sent_along_mesh_axes.overlapped_bytes
         ) / sending_speed
     return StepTimes(
         products=step.flops / chip.flops_per_second,
@@ -159,12 +161,14 @@ def read_step(program: Program, compiled: Any) -> StepPlan:
     assert layout.mesh is not None
     # `times_of` divides all operations by the peak rate in the model's dtype. In a bfloat16 model,
     # an operation of a float32 autoencoder therefore counts as several operations.
-    float32_passes = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
+    relative_cost_of_float32_operation = FLOAT32_TIME["tpu"] if model.dtype == jnp.bfloat16 else 1.0
     # The operations that the autoencoders need for each token.
     encoding_flops_per_token = 0.0
     for encoder in program.encoders:
-        passes_per_product = float32_passes if encoder.autoencoder.dtype == jnp.float32 else 1.0
-        encoding_flops_per_token += encoder.flops * passes_per_product
+        relative_cost_of_operation = (
+            relative_cost_of_float32_operation if encoder.autoencoder.dtype == jnp.float32 else 1.0
+        )
+        encoding_flops_per_token += encoder.flops * relative_cost_of_operation
     step_flops = (
         model.flops([row_length] * num_rows_of_step)
         + encoding_flops_per_token * row_length * num_rows_of_step
@@ -246,9 +250,9 @@ def passes_of_expert_kernel(
         None for a kernel of another module.
     """
     if name == ADDED:
-        _, fetches_shape, expert_rows_shape, _ = shapes
+        _, row_fetches_shape, expert_rows_shape, _ = shapes
         num_rows_fetched = (
-            computed_share_of_token_expert_pairs * fetches_shape[0] * fetches_shape[-1]
+            computed_share_of_token_expert_pairs * row_fetches_shape[0] * row_fetches_shape[-1]
         )
         return [1, 1, num_rows_fetched / expert_rows_shape[0], 1]
     if name not in (GATED, WEIGHTED):

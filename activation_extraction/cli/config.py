@@ -379,13 +379,13 @@ def _check_hosts(values: Values) -> None:
             host is too large.
     """
     host_flag_names = ("coordinator_address", "host_id", "num_hosts")
-    present_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
-    missing_flag_names = [flag_name for flag_name in host_flag_names if flag_name not in values]
-    if present_flag_names and missing_flag_names:
+    set_host_flag_names = [flag_name for flag_name in host_flag_names if flag_name in values]
+    unset_host_flag_names = [flag_name for flag_name in host_flag_names if flag_name not in values]
+    if set_host_flag_names and unset_host_flag_names:
         raise InputError(
-            f"--{missing_flag_names[0]}: is missing; --{present_flag_names[0]} needs it"
+            f"--{unset_host_flag_names[0]}: is missing; --{set_host_flag_names[0]} needs it"
         )
-    if present_flag_names and values["host_id"] >= values["num_hosts"]:
+    if set_host_flag_names and values["host_id"] >= values["num_hosts"]:
         raise InputError(
             f"--host_id {values['host_id']}: out of range for --num_hosts {values['num_hosts']}; "
             "hosts are counted from 0"

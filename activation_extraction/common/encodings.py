@@ -60,7 +60,7 @@ class Float8Array:
         """
         float8_values = np.empty(x.shape, VALUE_DTYPE)
         token_scales = np.empty((len(x), 1), SCALE_DTYPE)
-        # NumPy would warn about activations with NaN or infinity.
+        # Without `errstate`, NumPy would warn about activations that contain NaN or infinity.
         with np.errstate(invalid="ignore", over="ignore"):
             for token_slice in _blocks_of_tokens(x):
                 activations = np.array(x[token_slice], np.float32, order="C")

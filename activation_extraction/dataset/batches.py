@@ -100,7 +100,9 @@ class Batches(Iterator[T]):
         self._loader_worker_and_count: tuple[int, int] | None = None
         # Whether a loop over `torch()` has begun since `restore`.
         self._has_torch_loop_begun = False
+        # Iterator over the windows after `_current_window`; None until a batch is read.
         self._following_windows: Generator[Window, None, None] | None = None
+        # Window from which the next batch is cut; None if this window is not filled yet.
         self._current_window: Window | None = None
         # A byte of memory that is shared with forked workers. It is 1 if workers of a DataLoader
         # have read batches since `restore`, otherwise 0. None until `torch` is called.

@@ -95,7 +95,7 @@ class ActivationDataset(Samples):
         all_metadata = [
             run_log.metadata for run_log in log_by_folder.values() if run_log.metadata is not None
         ]
-        # The content of metadata.json in the first folder.
+        # The content of metadata.json in the first folder of a host that has one.
         self.metadata: dict[str, Any] = all_metadata[0]
         self.identity = identity_of(self.metadata, METADATA)
         data_file_records = [

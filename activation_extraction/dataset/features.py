@@ -207,7 +207,7 @@ def _contexts(
     decode_ids = None
     with suppress(LookupError):
         decode_ids = find_decoder(dataset)
-    listed_indices_of_context_tables = [np.arange(0)]
+    indices_in_listed_tokens_by_table = [np.arange(0)]
     context_tables = [CONTEXT.empty_table()]
     for shard_number in np.unique(shard_number_of_token).tolist():
         shard_reader = dataset.shards.get(shard_number)
@@ -239,10 +239,10 @@ def _contexts(
                 decode_ids and decode_ids(context_token_ids) for context_token_ids in context_ids
             ],
         }
-        listed_indices_of_context_tables.append(listed_indices_of_shard)
+        indices_in_listed_tokens_by_table.append(listed_indices_of_shard)
         context_tables.append(pyarrow.table(context_columns, CONTEXT))
     contexts = pyarrow.concat_tables(context_tables).take(
-        np.argsort(np.concatenate(listed_indices_of_context_tables))
+        np.argsort(np.concatenate(indices_in_listed_tokens_by_table))
     )
     context_offsets_of_features = np.cumsum([0, *is_listed.sum(axis=1)], dtype=np.int32)
     return pyarrow.ListArray.from_arrays(

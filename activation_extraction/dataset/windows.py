@@ -74,10 +74,13 @@ class Position:
 class Window(NamedTuple):
     """The tokens of consecutive chunks, from which batches are cut.
 
+    A chunk is a range of a shard's tokens that is read at once.
+
     Attributes:
-        blocks_of_runs: For each run, a tuple of blocks. The wanted rows of these blocks, one block
-            after the other, are the tokens of the window in the order of the batches. All runs have
-            the same tokens.
+        blocks_of_runs: For each of the runs that are read side by side, a tuple of blocks. A block
+            contains tokens that were read together, and the indices of the tokens that pass the
+            filters. These tokens, one block after the other, are the tokens of the window in the
+            order of the batches. All runs have the same tokens.
         token_count: Number of tokens in the window.
         end: Position at which an iteration continues after this window.
     """

@@ -114,7 +114,7 @@ class HookMatch(NamedTuple):
     largest_token_error: float  # largest error of a single compared token
     hook_name: str
     token_offset: int
-    num_other_expert_tokens: int  # number of tokens that are left out because of different experts
+    num_other_expert_tokens: int
 
     def within(self, limits: Limits) -> bool:
         """Returns whether rounding explains the errors.
@@ -203,7 +203,7 @@ def _tokens_with_other_experts(errors: np.ndarray, limits: Limits) -> np.ndarray
     single token.
 
     Args:
-        errors: Relative error of each token, (tokens,).
+        errors: Relative error of each token, (tokens,), as the docstring of the module defines it.
         limits: Largest differences that rounding explains.
 
     Returns:
@@ -240,7 +240,7 @@ class Alignment(NamedTuple):
     """
 
     row_number: int  # number of the row whose sample was computed
-    hook_name: str  # name of the hook at which the states were computed
+    hook_name: str
     token_offset: int
     is_matching_state: np.ndarray
 

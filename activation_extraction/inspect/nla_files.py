@@ -61,9 +61,9 @@ def with_texts(
         RunError: If the text of a sample cannot be read again, or a shard is damaged or missing.
     """
     sample_numbers_and_token_ids = _token_ids(root, log_by_folder, dataset, run_text)
-    # Number of the sample to which `current_token_ids` belong. -1 before the first sample.
+    # Number of the sample with `ids_of_current_sample`. -1 before the first sample.
     current_sample_number = -1
-    current_token_ids = np.empty(0, np.int32)
+    ids_of_current_sample = np.empty(0, np.int32)
     for token_batch in chunks:
         text_up_to_each_token = np.empty(len(token_batch), object)
         sample_numbers_and_positions = zip(
@@ -71,9 +71,9 @@ def with_texts(
         )
         for token_index, (sample_number, token_position) in enumerate(sample_numbers_and_positions):
             while current_sample_number != sample_number:
-                current_sample_number, current_token_ids = next(sample_numbers_and_token_ids)
+                current_sample_number, ids_of_current_sample = next(sample_numbers_and_token_ids)
             text_up_to_each_token[token_index] = run_text.decode_token_ids(
-                current_token_ids[: token_position + 1]
+                ids_of_current_sample[: token_position + 1]
             )
         yield replace(
             token_batch, columns={**token_batch.columns, TEXT_COLUMN: text_up_to_each_token}

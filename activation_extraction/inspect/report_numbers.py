@@ -59,13 +59,11 @@ class TokenSample:
         shard_count: The number of shards that were read.
     """
 
-    documents: Sequence[StoredSample]  # documents of the tokens
+    documents: Sequence[StoredSample]
     document_indices: np.ndarray  # index in `documents` of each token's document
-    token_ids: np.ndarray  # token ids, int32 (tokens,)
+    token_ids: np.ndarray
     positions: np.ndarray  # position of each token in its document
-    # Euclidean norms of the tokens' activations, float64 (tokens,), by the name of the hook.
     norms_by_hook: Mapping[str, np.ndarray]
-    # Sums from which the statistics of these tokens are computed, by the name of the hook.
     sums_by_hook: Mapping[str, Sums]
     shard_count: int  # number of shards that were read
 
@@ -252,10 +250,12 @@ class HookReport:
         self.median_norm_by_position_range = np.array(median_norms)
         self.is_outlier_token = hook_norms > OUTLIER * self.norm_quantiles[MEDIAN]
         self.largest_norm_tokens = largest_tokens(sample, hook_norms)
-        dimension_statistics = sampled_statistics.without_first_token
-        if not dimension_statistics.tokens:
-            dimension_statistics = sampled_statistics.all_tokens
-        rms_of_dimensions = np.sqrt(dimension_statistics.variance + dimension_statistics.mean**2)
+        statistics_per_dimension = sampled_statistics.without_first_token
+        if not statistics_per_dimension.tokens:
+            statistics_per_dimension = sampled_statistics.all_tokens
+        rms_of_dimensions = np.sqrt(
+            statistics_per_dimension.variance + statistics_per_dimension.mean**2
+        )
         # If most dimensions of a hook are always zero, the median is zero. In this case, all ratios
         # are set to zero, so that no dimension is an outlier.
         rms_ratios = rms_of_dimensions / (np.median(rms_of_dimensions) or np.inf)

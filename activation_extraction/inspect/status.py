@@ -76,7 +76,6 @@ class HostState:
     bytes: int = 0  # size of the stored files of activations
     last_commit: float | None = None  # Unix time of the last commit
     last_sign: float | None = None  # Unix time of the last write to the folder's log
-    # Speed over the last RECENT_SHARDS shards, without pauses between processes.
     tokens_per_second: float | None = None
     utilisation: float | None = None  # computed FLOP/s, as a fraction of the devices' peak
     waited: dict[str, float] = field(default_factory=dict)  # phase of storing -> seconds waited
@@ -462,10 +461,10 @@ def _cells_by_title(host: HostState) -> dict[str, str]:
 
 def _duration_in_words(seconds: float) -> str:
     """Returns a duration in words, such as "2 h 5 min". A negative duration counts as 0."""
-    total_minutes, remaining_seconds = divmod(int(max(seconds, 0)), 60)
-    total_hours, remaining_minutes = divmod(total_minutes, 60)
+    total_minutes, seconds_beyond_minutes = divmod(int(max(seconds, 0)), 60)
+    total_hours, minutes_beyond_hours = divmod(total_minutes, 60)
     if total_hours >= 24:
         return f"{total_hours // 24} d {total_hours % 24} h"
     if total_hours:
-        return f"{total_hours} h {remaining_minutes} min"
-    return f"{remaining_minutes} min {remaining_seconds} s"
+        return f"{total_hours} h {minutes_beyond_hours} min"
+    return f"{minutes_beyond_hours} min {seconds_beyond_minutes} s"

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
             for a single layer.
     """
 
-    kinds: tuple[HookKind, ...]  # kinds, in the order in which a layer computes them
+    kinds: tuple[HookKind, ...]
     slots_by_kind: tuple[Any, ...]  # for each kind, the indices of its hooks in a buffer
 
     def with_slots(self, slots_by_kind: tuple[Any, ...]) -> "Plan":
@@ -73,7 +73,6 @@ class Capture:
     """
 
     hooks: tuple[Hook, ...]  # the hooks whose values are captured
-    # Letter of an axis -> its size, for all letters of `HookKind.letters`.
     size_of_axis_letter: Mapping[str, int]
     dtype: Any  # the dtype of activations
     layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
@@ -195,23 +194,23 @@ class Capture:
         Returns:
             Vector type -> the buffer of its hooks (see `Buffers` for the shape).
         """
-        slot_count_by_type: dict[VectorType, int] = {}
+        slot_count_by_vector_type: dict[VectorType, int] = {}
         for plan in plans:
             for hook_kind, kind_slots in zip(plan.kinds, plan.slots_by_kind, strict=True):
                 vector_type_of_kind = self.vector_type(hook_kind)
-                slot_count_by_type[vector_type_of_kind] = max(
-                    slot_count_by_type.get(vector_type_of_kind, 0), kind_slots.max() + 1
+                slot_count_by_vector_type[vector_type_of_kind] = max(
+                    slot_count_by_vector_type.get(vector_type_of_kind, 0), kind_slots.max() + 1
                 )
-        buffer_by_type = {}
-        for vector_type, slot_count in slot_count_by_type.items():
+        buffer_by_vector_type = {}
+        for vector_type, slot_count in slot_count_by_vector_type.items():
             buffer_shape = [slot_count, *shape, vector_type.width]
             buffer_axes = ["slots", *CAPTURED_AXES]
             if stages > 1:
                 buffer_shape = [stages, *buffer_shape]
                 buffer_axes = ["stage", "slots", "micro_batch", *CAPTURED_AXES]
             zero_bits = _unsigned(jnp.zeros(buffer_shape, vector_type.dtype))
-            buffer_by_type[vector_type] = self.layout.constrain(zero_bits, *buffer_axes)
-        return buffer_by_type
+            buffer_by_vector_type[vector_type] = self.layout.constrain(zero_bits, *buffer_axes)
+        return buffer_by_vector_type
 
     def bits_of(self, kinds: Iterable[HookKind], intermediates: dict[str, Any]) -> list[Array]:
         """Returns the values at some kinds of hooks of a layer, as unsigned integers.

@@ -59,8 +59,8 @@ class Decoder:
             None in a model without windows.
     """
 
-    config: ModelConfig  # configuration of the model
-    module_by_type: Mapping[str, Any]  # type of layer -> its module
+    config: ModelConfig
+    module_by_type: Mapping[str, Any]  # type of layer -> Flax module of a layer
 
     @property
     def has_several_types(self) -> bool:
@@ -202,7 +202,7 @@ class Decoder:
         single_type_params = None if self.has_several_types else stacks_by_type[layer_types[0]][1]
 
         def step(carry: Any, loop_element: Any) -> tuple[Any, None]:
-            type_number, stack_row, layer_params, has_window, body_element = loop_element
+            type_number, stack_row, layer_params, has_window, input_of_body = loop_element
 
             def run_layer(layer_type: str, *inputs: Any) -> Any:
                 stack_read_in_place_by_path, copied_stacks = stacks_by_type[layer_type]
@@ -225,7 +225,7 @@ class Decoder:
                 partial(run_layer, layer_type) for layer_type in sorted_type_names
             ]
             apply_layer = partial(jax.lax.switch, type_number, branches_in_type_order)
-            return body(apply_layer, carry, body_element), None
+            return body(apply_layer, carry, input_of_body), None
 
         arrays_with_layer_axis = (
             type_number_by_layer,
@@ -348,16 +348,16 @@ def stage_length(types: Sequence[str], stages: int) -> int:
         InputError: If there is no such length.
     """
     layer_count = len(types)
-    min_stage_length = -(-layer_count // stages)
-    for candidate_stage_length in range(min_stage_length, layer_count + 1):
+    min_layers_per_stage = -(-layer_count // stages)
+    for candidate_layers_per_stage in range(min_layers_per_stage, layer_count + 1):
         has_repeating_types = all(
-            layer_type == types[layer % candidate_stage_length]
+            layer_type == types[layer % candidate_layers_per_stage]
             for layer, layer_type in enumerate(types)
         )
-        if has_repeating_types and -(-layer_count // candidate_stage_length) == -(
-            -layer_count // min_stage_length
+        if has_repeating_types and -(-layer_count // candidate_layers_per_stage) == -(
+            -layer_count // min_layers_per_stage
         ):
-            return candidate_stage_length
+            return candidate_layers_per_stage
     type_count_texts = [
         f"{len([*consecutive_equal_types])} {layer_type}"
         for layer_type, consecutive_equal_types in groupby(types)

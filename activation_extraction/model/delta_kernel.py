@@ -243,17 +243,17 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     """
     x_summands = _bfloat16_arrays(x)
     y_summands = _bfloat16_arrays(y)
-    left_operands = []
-    right_operands = []
+    left_summands = []
+    right_summands = []
     # The larger i + j is, the smaller is the product of x_summands[i] and y_summands[j]. Adding the
     # smallest numbers first loses the fewest bits, so the products with i + j = 2 come first.
     for sum_of_indices in (2, 1, 0):
         for x_index, x_summand in enumerate(x_summands[: sum_of_indices + 1]):
-            left_operands.append(x_summand)
-            right_operands.append(y_summands[sum_of_indices - x_index])
+            left_summands.append(x_summand)
+            right_summands.append(y_summands[sum_of_indices - x_index])
     summed_axis_number = equation.index(equation[3])  # in "CD,DU->CU", the axis of D in x
-    joined_left_operand = jnp.concatenate(left_operands, axis=summed_axis_number)
-    return einsum(equation, joined_left_operand, jnp.concatenate(right_operands))
+    joined_left_operand = jnp.concatenate(left_summands, axis=summed_axis_number)
+    return einsum(equation, joined_left_operand, jnp.concatenate(right_summands))
 
 
 def _bfloat16_arrays(x: Array) -> list[Array]:

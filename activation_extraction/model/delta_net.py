@@ -495,8 +495,8 @@ def _step(state: Array, chunk: _Chunks) -> tuple[Array, Array]:
         The outputs of the chunk's tokens, (B, K, G, C, U).
     """
     products_with_state = einsum("BKGCD,BKGDU->BKGCU", chunk.rows_to_multiply_by_state, state)
-    subtracted_vectors, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
-    added_vectors = chunk.added_vectors_from_zero_state - subtracted_vectors
+    vectors_subtracted_from_added, outputs_from_state = jnp.split(products_with_state, 2, axis=3)
+    added_vectors = chunk.added_vectors_from_zero_state - vectors_subtracted_from_added
     token_outputs = outputs_from_state + einsum(
         "BKGIJ,BKGJU->BKGIU", chunk.output_factors, added_vectors
     )

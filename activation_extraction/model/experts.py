@@ -130,8 +130,7 @@ class Experts(nn.Module):
 
     config: Any  # configuration of the model
     dtype: Any  # dtype of the weights
-    # Function that computes the weighted sum of the results of each token's experts.
-    compute_expert_sum: ExpertSum
+    compute_expert_sum: ExpertSum  # computes the weighted sum of a token's expert results
     layout: Layout  # mesh of devices, and the rules for splitting arrays along its axes
 
     def setup(self) -> None:

@@ -56,7 +56,8 @@ class Family(NamedTuple):
     """
 
     released_models: str  # names of the released models, for messages
-    read_config: Callable[[Any, str], ModelConfig]  # function that returns the ModelConfig
+    # Function that maps (configuration, path of config.json) to the ModelConfig.
+    read_config: Callable[[Any, str], ModelConfig]
     is_multimodal: bool = False  # whether the models also take images, video or audio
 
 

@@ -55,7 +55,6 @@ class Float8Format(NamedTuple):
     """
 
     block_size: tuple[int, int] = (128, 128)  # rows and columns of a block
-    # Dtypes that scales may have, by their names in safetensors.
     scale_dtype_names: tuple[str, ...] = SCALE_DTYPE_NAMES
 
 
@@ -305,9 +304,9 @@ class Scales:
     def dequantize(self, stored_values: np.ndarray, index: Index, dtype: Any) -> np.ndarray:
         """Returns the values of a part of the tensor, multiplied by their scales.
 
-        For each scale, the function computes a lookup table with the values of all 256 bytes. With
-        these tables, a layer of Qwen3-8B (0.2 GB) is loaded in 0.9 CPU seconds. It would take 1.4
-        CPU seconds to multiply and round each value.
+        For each scale, the function computes a lookup table with the products of the scale and the
+        256 possible float8 numbers. With these tables, a layer of Qwen3-8B (0.2 GB) is loaded in
+        0.9 CPU seconds. It would take 1.4 CPU seconds to multiply and round each value.
 
         Args:
             stored_values: The float8 numbers of the part, as stored, without their scales.

@@ -68,7 +68,6 @@ class Program:
     """
 
     model: HookedModel  # hooked model on its mesh
-    # Shape, logical axes and checkpoint tensors of each parameter of the model.
     weights: WeightTable
     rows: HostRows  # shardings of rows and activations
     batch_shape: tuple[int, int]  # (rows per host and step, tokens per row)
@@ -122,7 +121,8 @@ class Program:
     def token_bytes(self) -> dict[str, int]:
         """Name of a stored hook -> the number of bytes that are stored for each token.
 
-        For a hook of codes, it is the number for a token with the largest number of codes.
+        For a hook of codes, it is the number of bytes for a token with as many codes as can be
+        stored.
         """
         stored_dtype = self.model.activation_dtype
         bytes_by_hook = {}

@@ -102,7 +102,7 @@ class HookKind:
             tokens in `logits.top_ids`; 1 if every factor has a letter.
     """
 
-    name: str  # canonical name
+    name: str
     letters: str  # one letter for each axis of the values of a token, such as "NH"
     intermediate_path: str
     modules: tuple[str, ...] = ()  # names of the same values in Hugging Face
@@ -111,7 +111,7 @@ class HookKind:
     # A layer has the hook if its type contains one of these words. () if every layer has it.
     type_words: tuple[str, ...] = ()
     dtype: str | None = None  # None for activations, whose dtype the user chooses
-    width_factor: int = 1  # factor of the width that none of the letters stands for
+    width_factor: int = 1  # factor of the width that has no letter; 1 if there is none
 
     @property
     def is_prediction(self) -> bool:
@@ -268,7 +268,7 @@ class HookTable:
         vocabulary_size: The number of tokens in the model's vocabulary; 0 if it is unknown.
     """
 
-    kinds: tuple[HookKind, ...]  # kinds of hooks, in the order in which they are computed
+    kinds: tuple[HookKind, ...]
     layer_types: tuple[str, ...] = ()  # type of each layer; () for a family of models
     vocabulary_size: int = 0  # number of tokens in the vocabulary; 0 if it is unknown
 

@@ -81,14 +81,14 @@ class Change(NamedTuple):
         is_transposed: Whether the tensor of the base model has the shape (in, out).
     """
 
-    a_key: str  # key of A (r, in) in the adapter
-    b_key: str  # key of B (out, r) in the adapter
+    a_key: str
+    b_key: str
     scale: float  # factor of B @ A
     has_exchanged_factors: bool = False
     expert_number: int = 0
-    expert_count: int = 1  # number of experts in A and B; 1 for matrices without experts
+    expert_count: int = 1  # number of experts in A and B
     first_row_of_b: int = 0  # index of the row of B for row 0 of the tensor
-    is_transposed: bool = False  # whether the tensor of the base model has the shape (in, out)
+    is_transposed: bool = False
 
 
 class LoraAdapter:

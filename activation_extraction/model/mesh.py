@@ -64,8 +64,8 @@ class Layout:
             the mesh.
     """
 
-    mesh: Mesh | AbstractMesh | None = None  # mesh of JAX
-    # Reason for the choice of this mesh, for the log.
+    mesh: Mesh | AbstractMesh | None = None
+    # Reason for the choice of this mesh, for the log; "" if the flags determine the mesh.
     reason_for_mesh: str = field(default="", compare=False)
 
     def size(self, *axes: str) -> int:
@@ -118,10 +118,10 @@ class Layout:
         short_side_coordinates, long_side_coordinates = device_coordinates.T[
             dimensions_shortest_first[-2:]
         ]
-        directed_long_coordinates = np.where(
+        alternating_long_side_coordinates = np.where(
             short_side_coordinates % 2, -long_side_coordinates, long_side_coordinates
         )
-        return np.lexsort([directed_long_coordinates, short_side_coordinates]).tolist()
+        return np.lexsort([alternating_long_side_coordinates, short_side_coordinates]).tolist()
 
     @property
     def adds_up_parts(self) -> bool:

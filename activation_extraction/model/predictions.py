@@ -176,7 +176,8 @@ def in_blocks(function: Callable[[Any], Any], arrays: Any, tokens: int, layout: 
     Args:
         function: A function that maps a block to its results. A block is a pytree like `arrays`,
             of arrays (B, tokens of a block, ...). The results are a pytree of arrays (B, tokens of
-            a block, ...). Their dtypes should not be bfloat16 (see `to_bits`).
+            a block, ...). Their dtypes should not be bfloat16, because XLA for CPUs would convert
+            whole arrays to float32 (see `to_bits`).
         arrays: A pytree of arrays (B, T, ...).
         tokens: The largest number of tokens of a block on each device. However, a block has at
             least one token of each row.

@@ -50,9 +50,9 @@ class Rope:
 
     # The names of these fields are also keys in metadata.json.
     theta: float
-    rope_type: str = "default"  # type of the scaling, one of TYPES
+    rope_type: str = "default"
     factor: float = 1.0  # length of the scaled context divided by the length of the trained one
-    attention_factor: float = 1.0  # factor for rotated queries and keys with YaRN
+    attention_factor: float = 1.0
     # Range of blended frequencies: indices of frequencies with YaRN, numbers of turns with Llama
     # 3.1. None for other types.
     blended: tuple[float, float] | None = None
@@ -175,7 +175,7 @@ def check_rope(section: dict[str, Any], source: str) -> None:
     rope_entry = section.get("rope_scaling") or section.get("rope_parameters")
     rope_settings = rope_entry if isinstance(rope_entry, dict) else {}
     if _rope_type(rope_settings, source) not in ("llama3", "yarn"):
-        return  # other types do not use the length of the trained context
+        return  # other types of RoPE do not use the length of the trained context
     for config_section in (section, rope_settings):
         if config_section.get(TRAINED) is not None:
             positive_field(config_section, TRAINED, source)

@@ -59,7 +59,7 @@ class StepCost(NamedTuple):
             `expert` in seconds.
     """
 
-    layout: Layout  # layout of the mesh
+    layout: Layout
     memory_bytes: float  # bytes of memory that a device needs
     product_seconds: float  # duration of the matrix products
     hbm_seconds: float  # duration of reading and writing the device's memory
@@ -85,11 +85,11 @@ class CostModel:
         encoders: Encoders of the autoencoders whose codes the step computes.
     """
 
-    model: HookedModel  # model with its hooks
-    weights: WeightTable  # path of each parameter of the model -> its shape, axes and tensors
+    model: HookedModel
+    weights: WeightTable
     num_rows: int  # rows in a step, of all hosts together
     row_length: int  # in tokens
-    encoders: Sequence[Encoder] = ()  # encoders of the autoencoders whose codes the step computes
+    encoders: Sequence[Encoder] = ()
 
     def estimate(self, layout: Layout, devices: Sequence[Any]) -> StepCost:
         """Estimates the cost of the step.
@@ -279,7 +279,7 @@ class CostModel:
         The weights of the layer are counted after the device gathered them along the mesh axis
         `fsdp`.
         """
-        num_values_of_layer_type = Counter[str]()
+        num_weight_values_by_layer_type = Counter[str]()
         # If layers are of different types, the second part of a parameter's path is the type.
         has_several_layer_types = len({*self.model.config.layer_types}) > 1
         for parameter_path, weight_spec in self.weights.items():
@@ -288,10 +288,10 @@ class CostModel:
                 num_values_of_all_layers = _values_on_device(
                     layout, weight_spec, unsplit_axis="fsdp"
                 )
-                num_values_of_layer_type[layer_type] += (
+                num_weight_values_by_layer_type[layer_type] += (
                     num_values_of_all_layers // weight_spec.shape[0]
                 )
-        return max(num_values_of_layer_type.values(), default=0)
+        return max(num_weight_values_by_layer_type.values(), default=0)
 
     def _gathered_bytes(self, layout: Layout) -> float:
         """Returns the bytes of weights that a device receives along the axis `fsdp` in a step.

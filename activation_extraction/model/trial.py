@@ -61,10 +61,9 @@ class Trial(NamedTuple):
             last axis. Vectors of padding are not compared.
     """
 
-    exact_function: Callable[..., Any]  # slow function that defines the result
+    exact_function: Callable[..., Any]
     arguments: tuple[Any, ...]  # arguments of `exact_function` and of the kernel to be tried
-    # Mask of the vectors to compare, bool, in the shape of the result without its last axis.
-    compared_mask: Array
+    compared_mask: Array  # whether each vector of the result is compared
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,8 @@ class WeightFile(ABC):
 
     name: str  # name of the file, without folders
     location: str  # path or URL of the file
-    byte_count: int  # size of the file in bytes
-    # Approximate number of values that a caller of `read` should read at a time.
-    values_at_once: int
+    byte_count: int
+    values_at_once: int  # approximate number of values to read in one call of `read`
 
     @cached_property
     def header(self) -> Header:
@@ -258,11 +257,11 @@ def byte_ranges(
             outer_index * byte_stride
             for outer_index, byte_stride in zip(outer_indices, byte_strides, strict=False)
         ]
-        outer_offset = tensor.offset + sum(byte_offsets_along_outer_axes)
+        byte_offset_of_outer_indices = tensor.offset + sum(byte_offsets_along_outer_axes)
         offset_ranges.append(
             (
-                outer_offset + range_start * byte_strides[range_axis],
-                outer_offset + range_stop * byte_strides[range_axis],
+                byte_offset_of_outer_indices + range_start * byte_strides[range_axis],
+                byte_offset_of_outer_indices + range_stop * byte_strides[range_axis],
             )
         )
     return range_axis, offset_ranges

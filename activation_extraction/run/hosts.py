@@ -185,12 +185,12 @@ def _wait_for_port(address: str, seconds: float, failure_message: str) -> None:
     Raises:
         RunError: If no process has listened at the port in time.
     """
-    coordinator_name, coordinator_port = address.rsplit(":", 1)
+    coordinator_host_name, coordinator_port = address.rsplit(":", 1)
     deadline = time.monotonic() + seconds
     while True:
         try:
             socket.create_connection(
-                (coordinator_name.strip("[]"), int(coordinator_port)), min(seconds, 5)
+                (coordinator_host_name.strip("[]"), int(coordinator_port)), min(seconds, 5)
             ).close()
             return
         except (OSError, UnicodeError) as error:

@@ -58,8 +58,7 @@ class Input(Generic[ModelOrText]):
 
     name_in_messages: str  # name of the input in messages, such as "model"
     identity_field: str  # name of the field of Identity that identifies the content of the input
-    # Function that takes the model or the text and returns the value of `identity_field`.
-    read_field_value: Callable[[ModelOrText], str]
+    read_field_value: Callable[[ModelOrText], str]  # model or text -> value of this field
     flag_names: tuple[str, ...]  # names of the flags that determine the input
     path_flags: tuple[str, ...]  # names of the flags that contain the path of the input
 
@@ -281,8 +280,8 @@ def settings_of(config: Config) -> dict[str, Any]:
     # Hosts compare the weights of a mixture and the names of its hub data sets, but not its paths,
     # which may differ between hosts.
     comparable_sources_and_weights = []
-    for source_text, source_weight in config.text.mix:
-        hub_name_or_empty = "" if is_path(source_text) else source_text
+    for source_in_flag, source_weight in config.text.mix:
+        hub_name_or_empty = "" if is_path(source_in_flag) else source_in_flag
         comparable_sources_and_weights.append((hub_name_or_empty, source_weight))
     version_by_setting = {
         f"version of {package_name}": package_version

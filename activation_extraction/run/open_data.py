@@ -188,7 +188,7 @@ def _open_mixture(
             began with.
     """
     source_names = source_names or [
-        plain_url(source_text) for source_text, _ in sources_and_weights
+        plain_url(source_in_flag) for source_in_flag, _ in sources_and_weights
     ]
     name_and_weight_texts = []
     for source_name, (_, source_weight) in zip(source_names, sources_and_weights, strict=True):
@@ -203,29 +203,29 @@ def _open_mixture(
         revision_by_source[source_name] = source_revision
     # All files of the mixture. The name of each file begins with the number of its source.
     files_with_source_numbers = []
-    for source_number, (source_text, _) in enumerate(sources_and_weights):
-        if is_path(source_text):
-            for data_file in list_files(source_text):
+    for source_number, (source_in_flag, _) in enumerate(sources_and_weights):
+        if is_path(source_in_flag):
+            for data_file in list_files(source_in_flag):
                 files_with_source_numbers.append(
                     replace(data_file, name=f"{source_number}/{data_file.name}")
                 )
     refuse_repeated(files_with_source_numbers)
     files_of_mixture = DataFiles.as_recorded(files_with_source_numbers, recorded_metadata)
     opened_sources: list[Source] = []
-    for source_number, (source_text, source_weight) in enumerate(sources_and_weights):
+    for source_number, (source_in_flag, source_weight) in enumerate(sources_and_weights):
         source_name = source_names[source_number]
-        if is_path(source_text):
+        if is_path(source_in_flag):
             source_number_prefix = f"{source_number}/"
             files_of_source = [
                 replace(data_file, name=data_file.name.removeprefix(source_number_prefix))
                 for data_file in files_of_mixture.files
                 if data_file.name.startswith(source_number_prefix)
             ]
-            source_rows = open_files(source_text, row_schema, files_of_source)
+            source_rows = open_files(source_in_flag, row_schema, files_of_source)
         else:
             # A hub data set is given as NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.
             hub_name, hub_config_name, hub_split, *surplus_fields = [
-                *source_text.split(":"),
+                *source_in_flag.split(":"),
                 "",
                 "",
             ]

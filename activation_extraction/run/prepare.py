@@ -131,7 +131,7 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
         )
 
     vocabulary_size = forward.model.config.vocab_size
-    text = Text(
+    text_of_run = Text(
         config.text,
         forward.checkpoint,
         vocabulary_size,
@@ -141,21 +141,21 @@ def prepare(config: Config, host: Host, watchdog: Watchdog) -> Run:
     )
     identity = together(
         host,
-        lambda: check_and_identify(config, run_folders, forward, text, watchdog),
-        lambda identity: contents_to_compare(forward, text, identity),
+        lambda: check_and_identify(config, run_folders, forward, text_of_run, watchdog),
+        lambda identity: contents_to_compare(forward, text_of_run, identity),
     )
-    metadata_facts = facts_of_run(config, forward, text) | metadata_facts
+    metadata_facts = facts_of_run(config, forward, text_of_run) | metadata_facts
     storage = together(
         host,
         lambda: plan_storage(
-            config, run_folders, forward, text, identity, metadata_facts, watchdog
+            config, run_folders, forward, text_of_run, identity, metadata_facts, watchdog
         ),
     )
     batches_to_compute = together(
-        host, lambda: text.open(run_folders.worker, forward.batch_shape, storage, watchdog)
+        host, lambda: text_of_run.open(run_folders.worker, forward.batch_shape, storage, watchdog)
     )
     prepared_run = Run(
-        config, host, watchdog, run_folders, forward, text, storage, batches_to_compute
+        config, host, watchdog, run_folders, forward, text_of_run, storage, batches_to_compute
     )
     log_start(prepared_run)
     return prepared_run

@@ -148,7 +148,7 @@ class Folder:
         self.full_url = url.rstrip("/")
         self.url = plain_url(self.full_url)
         self.patience = patience  # seconds for which a request is repeated after its first failure
-        self._patience_flag = flag
+        self._patience_flag = flag  # flag that sets `patience`, for messages; "" for none
         self.flag_in_parentheses = f" ({flag})" if flag else ""
         self.retries = 0  # number of failed attempts so far, over all requests
         self._is_failing = False  # whether a request has failed since the last success

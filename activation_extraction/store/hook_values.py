@@ -136,10 +136,10 @@ class HookValues(ABC):
             with a loop of its own determines the dtype.
     """
 
-    key: Key
+    key: Key  # key of the hook in pickles: layer number or selected name
     name: str  # full name of the hook
-    width: int  # number of values of a token; for codes, number of all features
-    stored_dtype: str  # name of the dtype of the values in files
+    width: int
+    stored_dtype: str
 
     # The following members describe the values.
 
@@ -442,9 +442,9 @@ class DenseValues(HookValues):
         concatenated_values = np.concatenate(samples)
         all_positions = np.concatenate(positions)
         if self.meaning == "loss":
-            is_loss_token = self._has_loss(concatenated_values, all_positions)
-            concatenated_values = concatenated_values[is_loss_token]
-            all_positions = all_positions[is_loss_token]
+            has_loss_by_token = self._has_loss(concatenated_values, all_positions)
+            concatenated_values = concatenated_values[has_loss_by_token]
+            all_positions = all_positions[has_loss_by_token]
         return sums_of(concatenated_values.__getitem__, concatenated_values.shape[1], all_positions)
 
     @staticmethod
@@ -648,7 +648,7 @@ class CodeValues(HookValues):
             writes codes, which does not need this number.
     """
 
-    max_features_per_token: int  # largest number of features stored for a token
+    max_features_per_token: int
     dtype = FLOAT32
     are_activations = False  # the values are codes
     is_array = False  # users get the values as `Codes`

@@ -116,7 +116,6 @@ class Identity:
     data: str = ""  # name of the data set; "files" for files
     data_revision: str = ""  # commit of the data set on the hub; "" for files
     chat_template: str = ""  # digest of the chat template and its arguments; "" for none
-    # Special tokens that each text gets, such as "text + <|endoftext|>"; "" for none.
     special_tokens: str = ""
     text: TextOptions = TextOptions(max_seq_length=NOT_RECORDED)  # flags about text
     storage: StorageOptions = StorageOptions()  # flags about shards
@@ -281,7 +280,7 @@ class Identity:
         """
         default_identity = cls()
         recorded_fields = {**default_identity.to_json(), **content}
-        field_values: dict[str, Any] = {}
+        value_by_field_name: dict[str, Any] = {}
         for identity_field in fields(cls):
             if identity_field.name in ("text", "storage"):
                 default_options = getattr(default_identity, identity_field.name)
@@ -289,21 +288,23 @@ class Identity:
                     flag_name: _flag_from_json(flag_name, recorded_fields.pop(flag_name))
                     for flag_name in content_flags(default_options)
                 }
-                field_values[identity_field.name] = type(default_options)(**flag_values)
+                value_by_field_name[identity_field.name] = type(default_options)(**flag_values)
             elif identity_field.name == "worker":
-                field_values["worker"] = Worker(
+                value_by_field_name["worker"] = Worker(
                     machine=recorded_fields.pop("machine"),
                     machines=recorded_fields.pop("total_machines"),
                     host=recorded_fields.pop("host"),
                     hosts=recorded_fields.pop("num_hosts"),
                 )
             elif identity_field.default == ():
-                field_values[identity_field.name] = tuple(recorded_fields.pop(identity_field.name))
+                value_by_field_name[identity_field.name] = tuple(
+                    recorded_fields.pop(identity_field.name)
+                )
             else:
-                field_values[identity_field.name] = recorded_fields.pop(identity_field.name)
+                value_by_field_name[identity_field.name] = recorded_fields.pop(identity_field.name)
         if recorded_fields:
             raise TypeError(f"unknown fields: {', '.join(recorded_fields)}")
-        return cls(**field_values)
+        return cls(**value_by_field_name)
 
     def compare(self, stored: "Identity", shared_only: bool = False) -> Difference | None:
         """Returns the first field in which another identity differs from this identity.
@@ -432,7 +433,6 @@ class RunFacts:
         sources: Files of the data set. None if the samples do not come from files.
     """
 
-    # Further fields of metadata.json by name, with values that JSON can represent.
     metadata: Mapping[str, Any] = field(default_factory=dict)
     # Key of a hook -> facts about the hook by name, such as its aliases.
     hooks: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)

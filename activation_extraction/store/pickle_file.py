@@ -252,6 +252,7 @@ class _LimitedReader:
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         self._content_stream = stream
+        # Number of bytes that may be read, in all and from now on.
         self._max_bytes = self._bytes_left = limit
 
     def read(self, size: int) -> bytes:

@@ -140,7 +140,9 @@ def seal(content: Mapping[str, Any]) -> bytes:
 
 
 def unseal(json_bytes: bytes, where: str) -> dict[str, Any]:
-    """Returns the content of a file that `seal` made, without the checksum.
+    """Checks the checksum in a JSON file of a run, and returns the content without it.
+
+    `seal` makes the bytes of such files.
 
     Args:
         json_bytes: Content of the file as bytes.
@@ -430,9 +432,8 @@ class RunLog:
     shard_json_versions: dict[str, str | None] = field(default_factory=dict)
     # Name of each file in the folder -> its size in bytes.
     file_sizes: dict[str, int] = field(default_factory=dict)
-    # Message on each JSON file that cannot be read, by the name of the file.
     damaged_files: dict[str, str] = field(default_factory=dict)
-    # Numbers in the last line of metrics.jsonl, by name.
+    # Name of a metric -> its number in the last line of metrics.jsonl.
     metrics: dict[str, Any] = field(default_factory=dict)
     url: str = ""  # URL of the folder, without secrets
     is_local: bool = True  # whether the folder is on this machine

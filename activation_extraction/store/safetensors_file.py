@@ -295,7 +295,7 @@ class SafetensorsFile:
                 tensors.
         """
         self._begin_read = begin
-        self._file_location = where
+        self._file_location = where  # path or URL of the file, for messages
         self._checksums = checksums
         # The first bytes of the file, uint8, contain the header, `sample_idx` and `offsets`. The
         # methods that read these take the bytes from `_first_bytes_of_file` instead of the file.
@@ -417,10 +417,11 @@ class SafetensorsFile:
         return tensor
 
     def _read(self, start: int, stop: int) -> bytes:
-        """Reads a range of bytes of the file, for the header.
+        """Reads a range of bytes of the file for `read_header`.
 
         The first bytes of the file are in memory already (`_first_bytes_of_file`). If the range
-        begins within them and ends after them, only its part in memory is returned.
+        begins within them and ends after them, only its part in memory is returned. `read_header`
+        then reads further bytes only if the header is longer than this part.
 
         Args:
             start: Offset of the first byte in the file.

@@ -74,7 +74,7 @@ class ShardWriter:
         self._hook_values_by_key = hooks
         self._identity = identity
         self._source_check = SourceCheck(sources, log_writer.new_commits)
-        self._on_commit = on_commit
+        self._on_commit = on_commit  # function that is called after each commit
         self._max_shard_bytes = options.shard_bytes
         self._storing_threads = ThreadPoolExecutor(options.threads, thread_name_prefix="store")
         self._packing_slots = threading.Semaphore(options.threads)

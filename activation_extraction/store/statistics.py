@@ -290,7 +290,7 @@ class Statistics:
     tokens: int = 0  # number of tokens; also a key in JSON files
     values: int = 0  # number of values of these tokens; also a key in JSON files
     overall_mean: float = 0.0  # mean of all values of all tokens
-    overall_variance: float = 0.0  # population variance of all values
+    overall_variance: float = 0.0
     mean_norm: float = 0.0  # mean norm of the tokens
     max_norm: float = 0.0  # largest norm of a token
     error: ErrorByTokenKind = field(default_factory=dict)  # "sinks" or "others" -> encoding errors
@@ -319,7 +319,7 @@ class Statistics:
         def weighted(own_number: float, other_number: float) -> float:
             return own_number * (1 - weight_of_other) + other_number * weight_of_other
 
-        variance_between = (
+        variance_between_means = (
             mean_difference * mean_difference * weight_of_other * (1 - weight_of_other)
         )
         return Statistics(
@@ -327,7 +327,7 @@ class Statistics:
             values=self.values + other.values,
             overall_mean=self.overall_mean + mean_difference * weight_of_other,
             overall_variance=weighted(self.overall_variance, other.overall_variance)
-            + variance_between,
+            + variance_between_means,
             mean_norm=weighted(self.mean_norm, other.mean_norm),
             max_norm=max(self.max_norm, other.max_norm),
             error={
@@ -404,7 +404,7 @@ class DimensionStatistics:
     tokens: int  # number of tokens
     mean: np.ndarray  # mean of the values in each dimension, (width,)
     variance: np.ndarray  # population variance of the values in each dimension, (width,)
-    mean_norm: float  # mean Euclidean norm of the tokens
+    mean_norm: float
 
     @classmethod
     def of(cls, sums: Sums, kinds: slice) -> "DimensionStatistics":
@@ -441,7 +441,6 @@ class HookStatistics(Statistics):
         load: Function that reads these files and returns the sums over the tokens of all shards.
     """
 
-    # Function that reads the stored sums of every shard, and returns the sums over all tokens.
     load: Callable[[], Sums] = field(repr=False, compare=False)
 
     @property

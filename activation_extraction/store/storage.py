@@ -194,6 +194,7 @@ class ActivationStorage:
         self._incomplete_sample_by_number: dict[int, tuple[ShardSample, dict[Key, np.ndarray]]] = {}
         # Number of the last sample that has all its activations; -1 for no such sample.
         self._last_complete_sample_number = -1
+        # Descriptor of the locked folder; None if this process has no lock.
         self._lock_descriptor: int | None = None
         # "planned": the stored shards are known, and this storage has not written anything yet.
         # "open": this process owns the folder.

@@ -87,7 +87,7 @@ class Sample:
             stored.
     """
 
-    facts: SampleFacts  # facts of the sample, which are stored beside its tokens
+    facts: SampleFacts  # number, row and other facts of the sample
     token_ids: np.ndarray  # token ids of the sample, (tokens,)
     mark: Mark  # mark before the sample
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
@@ -159,7 +159,6 @@ class Batch:
     token_ids: np.ndarray  # token ids, (B, T); 0 for padding
     segment_ids: np.ndarray  # number of each token's sample in its row, (B, T)
     positions: np.ndarray  # position of each token in its sample, (B, T)
-    # Samples with their places, row by row, and from left to right in a row.
     samples: tuple[PlacedSample, ...]
     kept_mask: np.ndarray | None = None  # mask of kept tokens, (B, T); None if all are kept
 

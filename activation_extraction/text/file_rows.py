@@ -115,7 +115,6 @@ class FileKind:
 
     name: str  # name of the kind, for messages
     extensions: tuple[str, ...]  # extensions of the files in lower case
-    # Function that yields the rows of a file.
     read_rows: Callable[[DataFile, int, RowSchema], Iterator[SourceRow]]
     is_text: bool = False  # whether the files are text
 
@@ -366,8 +365,10 @@ def refuse_other_formats(first_bytes: bytes, compression: str = "") -> None:
     """
     expected_magic = COMPRESSIONS[compression].magic if compression else None
     lowercase_first_bytes = first_bytes.lower()
-    for other_magic, other_format in OTHER_FORMATS.items():
-        if other_magic != expected_magic and lowercase_first_bytes.startswith(other_magic.lower()):
+    for other_format_magic, other_format in OTHER_FORMATS.items():
+        if other_format_magic != expected_magic and lowercase_first_bytes.startswith(
+            other_format_magic.lower()
+        ):
             raise RunError(other_format.description, remedy=other_format.remedy)
     if compression and first_bytes[:1] in (b"{", b"["):
         renaming_remedy = f"remove {compression} from its name"
@@ -682,9 +683,9 @@ def _validate(batch: pyarrow.RecordBatch) -> None:
         ArrowException: If a buffer is damaged.
     """
     for arrow_column in batch.columns:
-        bytes_type = BYTES_TYPES.get(arrow_column.type)
-        if bytes_type is not None:
-            arrow_column = arrow_column.view(bytes_type)
+        binary_type_of_text = BYTES_TYPES.get(arrow_column.type)
+        if binary_type_of_text is not None:
+            arrow_column = arrow_column.view(binary_type_of_text)
         arrow_column.validate(full=True)
 
 

@@ -133,8 +133,8 @@ def pack(samples: Iterable[Sample], rows: int, length: int) -> Generator[Batch, 
 def _sample_groups(samples: Iterable[Sample], length: int) -> Iterator[list[Sample]]:
     """Divides samples into groups of consecutive samples.
 
-    Each group has as many samples as possible, but at most GROUP_SAMPLES, and at most as many
-    tokens as fit in `rows_of_group(length)` rows.
+    Each group has as many samples as possible, but at most GROUP_SAMPLES. The number of its tokens
+    is limited too: without padding, they would fill at most `rows_of_group(length)` rows.
 
     Args:
         samples: The samples.

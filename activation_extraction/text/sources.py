@@ -345,10 +345,10 @@ class ShuffledRows:
                 ):
                     index_in_block = permuted_indices_in_block[num_rows_read]
                     self._current_state = {**state_at_block_start, "taken": num_rows_read + 1}
-                    row_or_dict = block_rows[index_in_block]
+                    source_row_or_hub_dict = block_rows[index_in_block]
                     # Hub data sets yield rows as dicts without a position, which is added here.
-                    if isinstance(row_or_dict, SourceRow):
-                        source_row = row_or_dict
+                    if isinstance(source_row_or_hub_dict, SourceRow):
+                        source_row = source_row_or_hub_dict
                     else:
                         row_number_in_partition = block_number * BLOCK_ROWS + index_in_block
                         location_in_words = (
@@ -357,7 +357,7 @@ class ShuffledRows:
                         )
                         row_position = {"shard": partition_index, "row": row_number_in_partition}
                         source_row = hub_row(
-                            row_or_dict,
+                            source_row_or_hub_dict,
                             partition_rows.features,
                             location_in_words,
                             row_position,

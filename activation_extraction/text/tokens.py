@@ -56,7 +56,7 @@ class Tokens:
     """
 
     ids: np.ndarray  # token ids
-    num_document_tokens: int  # number of tokens of the whole document, even if `ids` contains fewer
+    num_document_tokens: int
     # For each token, the index of its first character in the text; None if it was not computed.
     start_offsets: np.ndarray | None = None
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> label of each token
@@ -121,15 +121,15 @@ def special_tokens_of(tokenizer: Tokenizer) -> SpecialTokens:
             "--special_tokens tokenizer: the post_processor in the model's tokenizer.json repeats "
             "texts or leaves them out; give --special_tokens none, which adds no tokens"
         )
-    index_of_text_token = encoding_with_special_tokens.special_tokens_mask.index(0)
+    index_of_first_text_token = encoding_with_special_tokens.special_tokens_mask.index(0)
     token_ids = tuple(encoding_with_special_tokens.ids)
     if len(token_ids) == 1:
         return SpecialTokens()
     token_names = [tokenizer.id_to_token(token_id) or str(token_id) for token_id in token_ids]
-    token_names[index_of_text_token] = "text"
+    token_names[index_of_first_text_token] = "text"
     return SpecialTokens(
-        token_ids[:index_of_text_token],
-        token_ids[index_of_text_token + 1 :],
+        token_ids[:index_of_first_text_token],
+        token_ids[index_of_first_text_token + 1 :],
         " + ".join(token_names),
     )
 
